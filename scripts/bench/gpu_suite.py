@@ -257,6 +257,11 @@ def sharded(name: str, states: str, options: str) -> Race:
     return Race(name, "scripts.bench.sharded_step", (*shape, "--variants", *variants), variables=EXPANDABLE)
 
 
+def experts(name: str, model: str, options: str = "") -> Race:
+    """Return a race of ours with experts, 8,192 tokens per sequence, with both dispatchers."""
+    return step(name, model, 8192, "ours", "ours, all-to-all", options=options)
+
+
 # 16 bytes per parameter of GPT-NeoX-20B are more than two GPUs have: 306 GiB.
 NEOX_STATES = "--accumulation 4 --steps 3 --warm-up-steps 2"
 SEVERAL_GPUS = (
@@ -287,9 +292,17 @@ SEVERAL_GPUS = (
         options=f"{NEOX_STATES} --fraction 0.95 --staging-gib 5",
     ),
     sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
+    experts("qwen3-moe-12l-8k", "qwen3-moe-12l"),
+    experts("qwen3-moe-12l-8k-ep2", "qwen3-moe-12l", "--expert-parallel 2"),
+    experts("mixtral-4l-8k", "mixtral-4l"),
+    experts("mixtral-4l-8k-ep2", "mixtral-4l", "--expert-parallel 2"),
     # For GPUs of 80 GiB: with fp32 states every layer has to be recomputed.
     sharded("llama3-8b-zero3-8k-80gib", "fp32", "--recompute full"),
     sharded("llama3-8b-zero3-8k-bf16", "bf16", "--recompute none"),
+)
+FOUR_GPUS = (
+    experts("qwen3-moe-12l-8k-ep4", "qwen3-moe-12l", "--expert-parallel 4"),
+    experts("mixtral-4l-8k-ep4", "mixtral-4l", "--expert-parallel 4"),
 )
 
 
@@ -297,7 +310,9 @@ def races(gpus: int) -> tuple[Race, ...]:
     """Return the races for a number of GPUs, the most important first."""
     if gpus == 1:
         return ONE_GPU
-    return SEVERAL_GPUS
+    if gpus % 4:
+        return SEVERAL_GPUS
+    return SEVERAL_GPUS + FOUR_GPUS
 
 
 def run(race: Race, args: argparse.Namespace, limit_s: float) -> bool:

@@ -151,7 +151,8 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
     """Return a table of full training steps; with ``settings`` only these, one line each."""
-    races = latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens"))
+    rows = [row for row in rows_of("train_step") if row.get("expert_parallel", "") in ("", "1")]
+    races = latest_races(rows, ("model", "tensor_parallel", "tokens"))
     if settings is not None:
         by_setting: dict[tuple[str, str, str], list[Row]] = {}
         for race in races:
@@ -192,17 +193,23 @@ def _if_other_recompute(peer: Row, ours: Row) -> str:
 def variant_lines(device: str) -> list[str]:
     """Return a table of all steps on ``device``, a line for each variant that was measured."""
     lines = [
-        "| model | tokens | variant | recompute | tokens/s | MFU | GiB | commit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | GPUs | tokens | variant | recompute | tokens/s/GPU | MFU | GiB | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows_of("train_step", device):
-        cells = [row["model"], f"{int(row['tokens']):,}", row["variant"], row["recompute"]]
+        cells = [row["model"], _layout(row), f"{int(row['tokens']):,}", row["variant"], row["recompute"]]
         if row["failure"]:
             cells += ["out of memory" if "OutOfMemory" in row["failure"] else "failed", "", ""]
         else:
             cells += [f"{_speed(row):,.0f}", row["mfu"], row["peak_gib"]]
         lines.append(f"| {' | '.join([*cells, row['commit']])} |")
     return lines
+
+
+def _layout(row: Row) -> str:
+    """Return the parallel sizes of a row; rows of earlier commits have no expert parallelism."""
+    experts = row.get("expert_parallel") or "1"
+    return f"T={row['tensor_parallel']}" + ("" if experts == "1" else f", EP={experts}")
 
 
 def scaling_lines() -> list[str]:
@@ -218,9 +225,12 @@ def scaling_lines() -> list[str]:
         return row["date"], not row["commit"].endswith("-dirty"), _speed(row)
 
     for row in sorted(rows, key=rank):
-        fastest.setdefault((row["model"], row["tokens"]), {})[row["tensor_parallel"]] = row
-    sizes = sorted({size for by_size in fastest.values() for size in by_size}, key=int)
-    lines = [f"| model | tokens | {' | '.join(f'T={size}' for size in sizes)} |", "|---" * (len(sizes) + 2) + "|"]
+        fastest.setdefault((row["model"], row["tokens"]), {})[_layout(row)] = row
+    layouts = {_layout(row): row for by_size in fastest.values() for row in by_size.values()}
+    sizes = sorted(
+        layouts, key=lambda name: [int(layouts[name].get(key) or 1) for key in ("expert_parallel", "tensor_parallel")]
+    )
+    lines = [f"| model | tokens | {' | '.join(sizes)} |", "|---" * (len(sizes) + 2) + "|"]
     for setting in sorted(fastest, key=_with_numbers):
         model, tokens = setting
         cells = [_scaling_cell(fastest[setting][size]) if size in fastest[setting] else "" for size in sizes]

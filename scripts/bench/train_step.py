@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused AdamW for the
-peers), batch 1. T is the number of processes. ``ours`` has variants as one CUDA graph and with
+peers), batch 1. T is the number of processes; with ``--expert-parallel EP`` it is that over EP, and each
+of EP data-parallel ranks has a sequence of its own. ``ours`` has variants as one CUDA graph and with
 compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` with Liger-Kernel)
 and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
 compiled layers and with asynchronous tensor parallelism). Ours uses FlashAttention-4 if it is
@@ -36,10 +37,11 @@ import transformers
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.moe.hf_options import options_of
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -68,12 +70,27 @@ CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
     """Return our model and its loss, with sequence parallelism on several ranks."""
+    return _built(config, memory)
+
+
+def _built(config: Any, memory: MemoryConfig, **options: Any) -> tuple[nn.Module, LossFunction]:
+    """Return our model with ``options`` of its class, and its loss."""
     size = parallel_state.get_tensor_model_parallel_size()
-    parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1, use_cpu_initialization=False)
+    parallel = ParallelConfig(
+        size,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_size(),
+        sequence_parallel_enabled=size > 1,
+        use_cpu_initialization=False,
+    )
     model = model_class(config.model_type)(
-        config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device
+        config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device, **options
     )
     return model, lambda ids: model(ids, labels=ids).loss
+
+
+def build_ours_alltoall(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """Return ``build_ours`` of a model with experts whose tokens are dispatched by all-to-all."""
+    return _built(config, memory, moe=replace(options_of(config), moe_token_dispatcher_type="alltoall"))
 
 
 def build_ours_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -93,6 +110,7 @@ BUILDERS: dict[str, Builder] = {
     "ours": build_ours,
     "ours, CUDA graph": build_ours_graphed,
     "ours compiled": build_ours_compiled,
+    "ours, all-to-all": build_ours_alltoall,
     "hf": build_hf,
     "hf, flash4": with_flash4(build_hf),
     "liger": build_liger,
@@ -143,11 +161,7 @@ def measure(
     stepper = optimizer
     if in_backward:
         stepper = OptimizerInBackward(optimizer)
-    # Drawn on the CPU from a fixed seed: all ranks and all variants train on the same tokens, so
-    # that the column of losses shows whether a variant computes something else.
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, config.vocab_size, (accumulation, 1, tokens), generator=generator)
-    ids = ids.to(backend.device)
+    ids = random_tokens(config, accumulation, tokens)
 
     def step() -> Tensor:
         total = torch.zeros((), device=backend.device)
@@ -164,6 +178,7 @@ def measure(
         # optimizer in backward sums them itself, before it updates and frees each gradient.
         if is_ours and not in_backward:
             grads.allreduce_sequence_parallel_gradients(model)
+            grads.bucket_allreduce_gradients(model)
         stepper.step()
         stepper.zero_grad()
         return total
@@ -181,12 +196,23 @@ def measure(
         backend.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(round(loss.item(), 4))
-    result = figures(times[WARM_UP_STEPS:], losses, tokens * accumulation)
+    sequences = accumulation * parallel_state.get_data_parallel_size()
+    result = figures(times[WARM_UP_STEPS:], losses, tokens * sequences)
     # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
     if backend.name == "cuda":
         shares = profiled(step, trace)
         result["exposed_ms"] = round(shares["exposed_communication"], 1)
     return result
+
+
+def random_tokens(config: Any, accumulation: int, tokens: int) -> Tensor:
+    """Return token ids ``[accumulation, 1, tokens]``, other ones on each data-parallel rank.
+
+    Drawn on the CPU from a fixed seed: all tensor-parallel ranks and all variants train on the same
+    tokens, so that the column of losses shows whether a variant computes something else.
+    """
+    generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
+    return torch.randint(0, config.vocab_size, (accumulation, 1, tokens), generator=generator).to(backend.device)
 
 
 def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, Any]:
@@ -325,7 +351,8 @@ def run(args: argparse.Namespace) -> list[str]:
             row: dict[str, Any] = {
                 "model": args.model,
                 "variant": variant,
-                "tensor_parallel": size,
+                "tensor_parallel": size // args.expert_parallel,
+                "expert_parallel": args.expert_parallel,
                 "tokens": tokens,
                 "recompute": description,
             }
@@ -369,6 +396,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_memory_options(parser)
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--accumulation", type=int, default=1, help="sequences whose gradients a step adds up")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that share the experts of a layer: ours")
     parser.add_argument("--steps", type=int, default=8)
     # 989 TFLOP/s: dense bf16 of an H100 SXM or H200. On other devices MFU is not computed.
     peak_tflops = 0.0
@@ -388,18 +416,25 @@ def main() -> None:
         ("--steps", [args.steps]),
         ("--tokens", args.tokens),
         ("--accumulation", [args.accumulation]),
+        ("--expert-parallel", [args.expert_parallel]),
     ):
         if min(values) < 1:
             parser.error(f"{name} must be at least 1, got {min(values)}")
     if args.in_backward and args.accumulation > 1:
         parser.error("--in-backward frees each gradient in its backward: it excludes --accumulation")
+    if args.in_backward and args.expert_parallel > 1:
+        parser.error("--in-backward does not reduce over data-parallel ranks: it excludes --expert-parallel")
     if args.recompute == "none" and (args.keep_core_attn or args.recompute_layers is not None):
         parser.error("--keep-core-attn and --recompute-layers say how --recompute full is done: add it")
     if args.traces and backend.name != "cuda":
         parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
     size = parallel_state.get_world_size()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    experts = args.expert_parallel
+    require_divisible("the number of processes", size, "--expert-parallel", experts)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=size // experts, expert_model_parallel_size=experts
+    )
     limit_device_memory(args.cap_gib)
     failed = run(args)
     leave_process_groups()

@@ -65,13 +65,16 @@ def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
         ours("2", None, date="2026-01-03"),
         ours("2", 800, date="2026-01-03", variant="peer"),
         row("ours", 50, command="", tokens=512),
+        # Experts on two GPUs, T=1: not a row of one GPU.
+        ours("1", 950, date="2026-01-03") | {"expert_parallel": "2"},
     ]
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     assert report.scaling_lines() == [
-        "| model | tokens | T=1 | T=2 | T=4 | T=10 |",
-        "|---|---|---|---|---|---|",
-        "| m | 512 |  |  | 50, 1 GiB, c |  |",
-        "| m | 8,192 | 300, 1 GiB (2 layers offloaded), c | 200, 1 GiB, c |  | 100, 1 GiB (CUDA graph), c |",
+        "| model | tokens | T=1 | T=2 | T=4 | T=10 | T=1, EP=2 |",
+        "|---|---|---|---|---|---|---|",
+        "| m | 512 |  |  | 50, 1 GiB, c |  |  |",
+        "| m | 8,192 | 300, 1 GiB (2 layers offloaded), c | 200, 1 GiB, c |  | 100, 1 GiB (CUDA graph), c "
+        "| 950, 1 GiB, c |",
     ]
 
 
