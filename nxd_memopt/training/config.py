@@ -275,7 +275,7 @@ class TrainConfig:
             overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
             offloads_weights=self.memory.cpu_offloading_weights,
         )
-        require_trainable_adapters(self.lora, stage, self.memory, self.trainer.compile)
+        require_trainable_adapters(self.lora, self.memory, self.trainer.compile)
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
         if self.optimizer.optimizer_cpu_offload:
