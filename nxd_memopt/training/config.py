@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +106,9 @@ class TrainerConfig:
             ``error``; ``keep``: the decay ends where it did, and the learning rate stays at its
             minimum; ``stretch``: the schedule ends at the new ``max_steps`` from this step on.
         max_steps: total number of optimizer steps, including the steps before a resume.
+        max_epochs: passes over the text instead of ``max_steps``, such as 3 or 0.5; the steps are
+            rounded up. It needs text that ``nxd-memopt prepare`` has tokenized with the same options:
+            its length is not known before. -1, NeMo's default, is ``None``.
         seed: seed of the initial weights, of dropout and of the order of the data.
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only. ``auto`` saves by time,
@@ -148,6 +152,7 @@ class TrainerConfig:
     allow_changes: tuple[str, ...] = ()
     on_schedule_change: Literal["error", "stretch", "keep"] = "error"
     max_steps: int = 100
+    max_epochs: float | None = None
     seed: int = 1234
     val_check_interval: int = 0
     save_interval: int | Literal["auto"] = "auto"
@@ -171,6 +176,7 @@ class TrainerConfig:
             require_named(f"trainer.{name}", getattr(self, name))
         if self.seed > MAX_SEED:
             raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")
+        self._check_epochs()
         for name in ("max_steps", "seed", "val_check_interval"):
             require_at_least(f"trainer.{name}", getattr(self, name), 0)
         if self.save_interval != "auto":
@@ -184,6 +190,13 @@ class TrainerConfig:
         require_one_of("trainer.enable_cuda_graph", self.enable_cuda_graph, (True, False, "auto"))
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
+
+    def _check_epochs(self) -> None:
+        """Raise ``ValueError`` for a number of epochs that is none."""
+        if self.max_epochs == -1:
+            object.__setattr__(self, "max_epochs", None)
+        if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
+            raise ValueError(f"trainer.max_epochs must be above 0, got {self.max_epochs:g}; -1 is none")
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -298,9 +311,15 @@ class TrainConfig:
                 "optimizer.optimizer_update_in_forward updates weights on the device during forward, and "
                 "memory.cpu_offloading_weights keeps them on the host: set one of them to false"
             )
-        # A run of 0 steps, which evaluates and exports only, has no schedule.
+        if self.trainer.max_epochs is not None and self.data.mixture:
+            raise ValueError(
+                f"trainer.max_epochs {self.trainer.max_epochs:g} and data.mixture are both given, and its sources end "
+                "at different steps: set trainer.max_steps instead"
+            )
+        # A run of 0 steps, which evaluates and exports only, has no schedule; one of epochs has none yet.
         optimizer = self.optimizer
-        if self.trainer.max_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
+        has_steps = self.trainer.max_steps and self.trainer.max_epochs is None
+        if has_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
             if optimizer.wsd_decay_steps:
                 raise ValueError(
                     f"optimizer.warmup_steps {optimizer.warmup_steps} and wsd_decay_steps {optimizer.wsd_decay_steps} "
