@@ -311,6 +311,18 @@ class TrainConfig:
                 "optimizer.optimizer_update_in_forward updates weights on the device during forward, and "
                 "memory.cpu_offloading_weights keeps them on the host: set one of them to false"
             )
+        self._check_schedule()
+        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
+        if self.trainer.verify_export and not self.data.eval_sequences:
+            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
+        if self.trainer.resume_from is not None and self.model.warm_start is not None:
+            raise ValueError(
+                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
+                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
+            )
+
+    def _check_schedule(self) -> None:
+        """Raise ``ValueError`` for a schedule longer than the run, and for epochs of several sources."""
         if self.trainer.max_epochs is not None and self.data.mixture:
             raise ValueError(
                 f"trainer.max_epochs {self.trainer.max_epochs:g} and data.mixture are both given, and its sources end "
@@ -329,14 +341,6 @@ class TrainConfig:
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
                 "reach optimizer.lr; shorten warmup_steps or set decay_steps"
-            )
-        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
-        if self.trainer.verify_export and not self.data.eval_sequences:
-            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
-        if self.trainer.resume_from is not None and self.model.warm_start is not None:
-            raise ValueError(
-                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
-                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
             )
 
     def cuda_graph_conflict(self) -> str | None:
