@@ -118,6 +118,8 @@ def readable(name: str) -> Iterator[None]:
             remedy = f" ({type(cause).__name__}): a file of it was altered, save it again"
         elif isinstance(cause, ConnectionError):
             remedy = ": check the name and the network, or name local files"
+        elif type(cause).__module__.startswith("pyarrow"):
+            remedy = ": correct the file, or copy it again"
         elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = ": free disk space, or set HF_DATASETS_CACHE to a directory with more"
         raise ValueError(f"dataset {name!r} cannot be read: {str(cause) or type(cause).__name__}{remedy}") from error
