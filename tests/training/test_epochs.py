@@ -88,6 +88,8 @@ def test_the_command_line_does_not_replace_without_a_word(tmp_path: Path) -> Non
     file = write_config(tmp_path, data={"mixture": mixture})
     outcome = run_here(file, "--data.dataset", "stdlib")
     assert outcome.returncode == 2 and "data.dataset and data.mixture are both given" in outcome.stderr
+    outcome = run_here(file, "--trainer.max-epochs", "2")
+    assert outcome.stderr.startswith("error: trainer.max_epochs 2 and data.mixture are both given"), outcome.stderr
     outcome = run_here(write_config(tmp_path), "--trainer.max-steps=2", "--trainer.max-epochs", "2")
     assert outcome.returncode == 2 and "trainer.max_steps and trainer.max_epochs are both given" in outcome.stderr
 
