@@ -17,6 +17,7 @@ from nxd_memopt.modules.lora import adapted_layers, is_adapter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.parallel_layers.resharding import gather_full_tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -75,9 +76,12 @@ def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in named_tensors(model):
-        # Adapters are not sharded over data-parallel ranks: the first replica has all of them.
-        if is_adapter(entry.names[0]) and is_model_replica_zero():
-            full = gather_full_tensor(entry.tensor)
+        if not is_adapter(entry.names[0]):
+            continue
+        # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
+        rows = gather_rows(entry.tensor)
+        if is_model_replica_zero():
+            full = gather_full_tensor(rows)
             if full is not None:
                 tensors[PEFT_PREFIX + entry.names[0]] = full
     return tensors

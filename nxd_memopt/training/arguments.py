@@ -104,7 +104,6 @@ NEUTRAL_TRAINER = frozenset(
         "enable_checkpointing",
         "use_distributed_sampler",
         "replace_sampler_ddp",
-        "max_epochs",
         "limit_test_batches",
         "accumulate_grad_batches",
         "benchmark",
@@ -112,6 +111,9 @@ NEUTRAL_TRAINER = frozenset(
         "num_sanity_val_steps",
     ]
 )
+
+# Options of which one replaces the other; the first one has a default.
+REPLACED = (("data", "dataset", "mixture"), ("trainer", "max_steps", "max_epochs"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,6 +151,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
         base = _unchecked_config({})
     if overrides:
         base = override(base, overrides, program)
+        _require_one_of_two(overrides, base)
     return _checked(base)
 
 
@@ -203,10 +206,28 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
         options["memory"] = {}
         options["trainer"] = {**options.get("trainer", {}), "auto_memory": True}
     sections = _resolve_aliases(options, problems)
+    for section, replaced, option in REPLACED:
+        given = sections.get(section, {})
+        if replaced in given and given.get(option) not in (None, {}, -1):
+            problems.append(_both_given(section, replaced, option))
     built = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
     if problems:
         raise ValueError(problems[0] if len(problems) == 1 else _listed(problems))
     return _unchecked(TrainConfig, built)
+
+
+def _require_one_of_two(overrides: Sequence[str], config: TrainConfig) -> None:
+    """Raise ``ValueError`` for an option of the command line that another one replaces."""
+    names = {argument.partition("=")[0].replace("-", "_").lstrip("_") for argument in overrides}
+    for section, replaced, option in REPLACED:
+        if f"{section}.{replaced}" in names and getattr(getattr(config, section), option) not in (None, {}, -1):
+            raise ValueError(_both_given(section, replaced, option))
+
+
+def _both_given(section: str, replaced: str, option: str) -> str:
+    return (
+        f"{section}.{replaced} and {section}.{option} are both given, and the second replaces the first: leave one out"
+    )
 
 
 @contextlib.contextmanager

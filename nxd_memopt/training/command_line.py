@@ -130,6 +130,8 @@ def _message_of_box(box: str) -> str:
     groups = re.split("[─-]{4,}", " ".join(lines))
     paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
     suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
+    # A check between sections, in the words of a file's errors.
+    message = paragraphs[0].removeprefix("Error parsing TrainConfig: ")
     if suggestion is None:
-        return paragraphs[0]
-    return f"{paragraphs[0]}: did you mean {suggestion[1]}?"
+        return message
+    return f"{message}: did you mean {suggestion[1]}?"

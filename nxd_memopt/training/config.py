@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +106,9 @@ class TrainerConfig:
             ``error``; ``keep``: the decay ends where it did, and the learning rate stays at its
             minimum; ``stretch``: the schedule ends at the new ``max_steps`` from this step on.
         max_steps: total number of optimizer steps, including the steps before a resume.
+        max_epochs: passes over the text instead of ``max_steps``, such as 3 or 0.5; the steps are
+            rounded up. It needs text that ``nxd-memopt prepare`` has tokenized with the same options:
+            its length is not known before. -1, NeMo's default, is ``None``.
         seed: seed of the initial weights, of dropout and of the order of the data.
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only. ``auto`` saves by time,
@@ -148,6 +152,7 @@ class TrainerConfig:
     allow_changes: tuple[str, ...] = ()
     on_schedule_change: Literal["error", "stretch", "keep"] = "error"
     max_steps: int = 100
+    max_epochs: float | None = None
     seed: int = 1234
     val_check_interval: int = 0
     save_interval: int | Literal["auto"] = "auto"
@@ -171,6 +176,7 @@ class TrainerConfig:
             require_named(f"trainer.{name}", getattr(self, name))
         if self.seed > MAX_SEED:
             raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")
+        self._check_epochs()
         for name in ("max_steps", "seed", "val_check_interval"):
             require_at_least(f"trainer.{name}", getattr(self, name), 0)
         if self.save_interval != "auto":
@@ -184,6 +190,13 @@ class TrainerConfig:
         require_one_of("trainer.enable_cuda_graph", self.enable_cuda_graph, (True, False, "auto"))
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
+
+    def _check_epochs(self) -> None:
+        """Raise ``ValueError`` for a number of epochs that is none."""
+        if self.max_epochs == -1:
+            object.__setattr__(self, "max_epochs", None)
+        if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
+            raise ValueError(f"trainer.max_epochs must be above 0, got {self.max_epochs:g}; -1 is none")
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -275,7 +288,7 @@ class TrainConfig:
             overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
             offloads_weights=self.memory.cpu_offloading_weights,
         )
-        require_trainable_adapters(self.lora, stage, self.memory, self.trainer.compile)
+        require_trainable_adapters(self.lora, self.memory, self.trainer.compile)
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
         if self.optimizer.optimizer_cpu_offload:
@@ -298,9 +311,27 @@ class TrainConfig:
                 "optimizer.optimizer_update_in_forward updates weights on the device during forward, and "
                 "memory.cpu_offloading_weights keeps them on the host: set one of them to false"
             )
-        # A run of 0 steps, which evaluates and exports only, has no schedule.
+        self._check_schedule()
+        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
+        if self.trainer.verify_export and not self.data.eval_sequences:
+            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
+        if self.trainer.resume_from is not None and self.model.warm_start is not None:
+            raise ValueError(
+                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
+                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
+            )
+
+    def _check_schedule(self) -> None:
+        """Raise ``ValueError`` for a schedule longer than the run, and for epochs of several sources."""
+        if self.trainer.max_epochs is not None and self.data.mixture:
+            raise ValueError(
+                f"trainer.max_epochs {self.trainer.max_epochs:g} and data.mixture are both given, and its sources end "
+                "at different steps: set trainer.max_steps instead"
+            )
+        # A run of 0 steps, which evaluates and exports only, has no schedule; one of epochs has none yet.
         optimizer = self.optimizer
-        if self.trainer.max_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
+        has_steps = self.trainer.max_steps and self.trainer.max_epochs is None
+        if has_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
             if optimizer.wsd_decay_steps:
                 raise ValueError(
                     f"optimizer.warmup_steps {optimizer.warmup_steps} and wsd_decay_steps {optimizer.wsd_decay_steps} "
@@ -310,14 +341,6 @@ class TrainConfig:
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
                 "reach optimizer.lr; shorten warmup_steps or set decay_steps"
-            )
-        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
-        if self.trainer.verify_export and not self.data.eval_sequences:
-            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
-        if self.trainer.resume_from is not None and self.model.warm_start is not None:
-            raise ValueError(
-                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
-                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
             )
 
     def cuda_graph_conflict(self) -> str | None:

@@ -92,6 +92,8 @@ def _require_messages(messages: Any) -> None:
         content, calls = message.get("content"), message.get("tool_calls")
         if not isinstance(content, str) and not (content is None and calls):
             raise ValueError(f"has {type_of(content)} as content of message {number}, not text")
+        if not isinstance(calls, list | None):
+            raise ValueError(f"has {type_of(calls)} as tool_calls of message {number}, not a list")
         if message["role"] == "assistant" and not calls and not str(content).strip():
             raise ValueError(f"has an empty message {number} of the assistant")
         # OpenAI's way to leave a message out of the loss: trained, it would be wrong without a word.

@@ -21,7 +21,8 @@ class DataConfig:
         dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or
             Parquet file, a directory or pattern of such files, a dataset saved by
             ``save_to_disk``, the ``.idx`` file of tokens in Megatron-LM's format, which this run's
-            tokenizer must have made, or a name on the Hugging Face hub.
+            tokenizer must have made, a name on the Hugging Face hub, or a directory with a copy of
+            such a repository.
         mixture: several datasets and their weights, instead of ``dataset``: each has its share of
             the trained and of the held-out sequences, and is repeated where it ends. Other options
             of the data are of all of them.
@@ -63,7 +64,7 @@ class DataConfig:
         streaming: ``true`` reads the data once, in shards, while the run trains: the start and the
             memory do not depend on its size. Files are shuffled, and documents within windows of
             10,000. ``false`` reads and checks all data before training and shuffles it as a whole.
-            ``auto`` reads local files above 64 MiB in shards.
+            ``auto`` reads more than 64 MiB in shards.
     """
 
     dataset: str = "stdlib"

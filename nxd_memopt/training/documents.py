@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +22,8 @@ from nxd_memopt.training.bad_rows import (
 )
 from nxd_memopt.training.conversations import bad_table_rows, row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.local_data import BUILDERS, content_hash, is_saved, local_files, readable
 
-BUILDERS = {
-    ".txt": "text",
-    ".md": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-}
 # Test folders are excluded because their files have unusual encodings on purpose.
 STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -90,7 +82,7 @@ def open_documents(config: DataConfig) -> Documents:
             row without text unless ``config.on_bad_rows`` is ``skip``.
     """
     if config.dataset == "stdlib":
-        _require_one_split(config)
+        require_one_split(config, ())
         require_rows(config, "Python files")
         source = _open_stdlib()
     else:
@@ -171,16 +163,6 @@ def _is_held_out(digest: str, held_out_every: int) -> bool:
     return held_out_every > 0 and int(digest[:16], 16) % held_out_every == 0
 
 
-def content_hash(files: list[Path]) -> str:
-    """Return a hash of the bytes of ``files`` in this order."""
-    # Neither names nor times: data that was moved or copied is the same data.
-    digests = []
-    for path in files:
-        with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
 def _open_stdlib() -> Source:
     """Return Python's standard library, one document per module."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -197,8 +179,7 @@ def _open_stdlib() -> Source:
 def _open_dataset(config: DataConfig) -> Source:
     """Return a dataset, one document per row, or text files, one document per file."""
     files = local_files(config.dataset)
-    if files or _is_saved(config.dataset):
-        _require_one_split(config)
+    require_one_split(config, files)
     if files and BUILDERS[files[0].suffix] == "text":
         return _open_texts(config, files)
     if files and BUILDERS[files[0].suffix] == "json" and all(has_json_lines(path) for path in files):
@@ -206,8 +187,10 @@ def _open_dataset(config: DataConfig) -> Source:
     return _open_table(config, files)
 
 
-def _require_one_split(config: DataConfig) -> None:
-    """Raise ``ValueError`` for options that choose a part of a data set of the hub."""
+def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
+    """Raise ``ValueError`` for options that choose a part of a data set of the hub, next to other data."""
+    if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
+        return
     default = DataConfig()
     for name in ("split", "dataset_config"):
         value = getattr(config, name)
@@ -216,11 +199,6 @@ def _require_one_split(config: DataConfig) -> None:
                 f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.dataset!r} "
                 f"is not one: leave data.{name} out, and name the files to train on"
             )
-
-
-def _is_saved(name: str) -> bool:
-    """Return whether ``save_to_disk`` wrote the directory."""
-    return (Path(name) / "state.json").is_file()
 
 
 def _open_texts(config: DataConfig, files: list[Path]) -> Source:
@@ -247,7 +225,7 @@ def _open_lines(config: DataConfig, files: list[Path]) -> Source:
     # without the number of that line.
     reader = row_reader(config)
     name = hashlib.sha256(f"{LINES_VERSION}\n{content}\n{reader}\n{files}".encode()).hexdigest()
-    with _readable(config.dataset):
+    with readable(config.dataset):
         datasets.disable_progress_bars()
         dataset = datasets.Dataset.from_generator(
             read_lines,
@@ -273,7 +251,7 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     if files and BUILDERS[files[0].suffix] == "parquet":
         files = _with_rows(config.dataset, files)
     content = content_hash(files)
-    with _readable(config.dataset):
+    with readable(config.dataset):
         dataset = load_table(config, files, content)
     if config.has_conversations:
         return _open_conversations(config, files, dataset)
@@ -352,28 +330,6 @@ def _place(files: list[Path], row: int) -> str:
     return ""
 
 
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Raise one kind of error for everything that the datasets library cannot read."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        yield
-    except StopIteration as error:  # raised by the JSON reader for a file without rows
-        raise ValueError(f"dataset {name!r} is empty: it has no documents") from error
-    # KeyError and TypeError: what load_from_disk raises for a file of another program.
-    except (OSError, ValueError, KeyError, TypeError, DatasetsError) as error:
-        cause = _cause(error)
-        remedy = ""
-        if isinstance(cause, KeyError | TypeError):
-            remedy = f" ({type(cause).__name__}): a file of it was altered, save it again"
-        elif isinstance(cause, ConnectionError):
-            remedy = ": check the name and the network, or name local files"
-        elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = ": free disk space, or set HF_DATASETS_CACHE to a directory with more"
-        raise ValueError(f"dataset {name!r} cannot be read: {str(cause) or type(cause).__name__}{remedy}") from error
-
-
 def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
     import datasets  # takes about a second, which dataset "stdlib" does not need
@@ -381,7 +337,7 @@ def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     datasets.disable_progress_bars()
     # The library logs an error before it raises it: a second line about the same file.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if _is_saved(config.dataset):
+    if is_saved(config.dataset):
         return datasets.load_from_disk(config.dataset)
     if not files:
         return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
@@ -390,52 +346,3 @@ def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     data_files = {"train": [str(file) for file in files]}
     builder = BUILDERS[files[0].suffix]
     return datasets.load_dataset(builder, f"content-{content[:32]}", data_files=data_files, split="train")
-
-
-def local_files(name: str) -> list[Path]:
-    """Return the local files of ``name``, or an empty list if it is a saved dataset or one of the hub.
-
-    Raises:
-        ValueError: there is no such file, or the files are not of one known kind.
-    """
-    try:
-        return _find_files(name)
-    except ValueError as error:
-        raise ValueError(f"dataset {name!r} cannot be read: {error}") from error
-
-
-def _find_files(name: str) -> list[Path]:
-    path = Path(name)
-    if _is_saved(name):
-        return []
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(state.parent.name for state in path.glob("*/state.json"))
-        raise ValueError(f"it was saved with the splits {splits}: name the directory of one of them")
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS and not file.is_dir())
-    elif "*" in name:
-        # glob takes relative patterns only, so an absolute pattern is searched from its root.
-        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
-    else:
-        files = []
-    # A hub name has the form "owner/name", like a relative path. Everything that a hub name
-    # cannot be is an error here instead of a failing download.
-    is_path = path.exists() or path.is_absolute() or path.suffix in BUILDERS
-    is_local = is_path or "*" in name or name.startswith(".")
-    if is_local and not files:
-        raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)})")
-    # Files of one builder make one dataset with one set of columns. A suffix that is not known
-    # stands for itself and is named in the message.
-    kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
-    if len(kinds) > 1 or (kinds and kinds[0] not in BUILDERS.values()):
-        raise ValueError(f"files of kind {kinds} cannot be read as one dataset: known are {', '.join(BUILDERS)}")
-    return files
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the innermost cause, which the datasets library wraps."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

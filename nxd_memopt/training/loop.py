@@ -30,6 +30,7 @@ from nxd_memopt.training.checks import (
 )
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
+from nxd_memopt.training.epochs import with_steps_of_epochs
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
 from nxd_memopt.training.lora_options import apply_lora, write_adapters
@@ -92,6 +93,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
+        config = with_steps_of_epochs(config, vocabulary)
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
         tokens = open_tokens(plan, vocabulary)

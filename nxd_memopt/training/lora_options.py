@@ -66,20 +66,18 @@ class LoraOptions:
             raise ValueError(f"lora: {error}") from error
 
 
-def require_trainable_adapters(options: LoraOptions, stage: str, memory: MemoryConfig, compile: str | None) -> None:
+def require_trainable_adapters(options: LoraOptions, memory: MemoryConfig, compile: str | None) -> None:
     """Raise ``ValueError`` for options that adapters cannot be combined with."""
     if options.lora_rank is None:
         return
     conflicts = {
-        "data_parallel.sharding": (stage, "zero3", "zero2"),
         "memory.mlp_tile_tokens": (memory.mlp_tile_tokens, None, "null"),
         "memory.attention_head_groups": (memory.attention_head_groups, None, "null"),
         "memory.cpu_offloading_weights": (memory.cpu_offloading_weights, False, "false"),
         "trainer.compile": (compile, None, "null"),
     }
-    for name, (value, compared, remedy) in conflicts.items():
-        # Of the stages one is refused; of the others every value but the one without effect.
-        if (value == compared) == (name == "data_parallel.sharding"):
+    for name, (value, without_effect, remedy) in conflicts.items():
+        if value != without_effect:
             raise ValueError(f"{name} {value!r} is not supported with lora.lora_rank: set it to {remedy}")
 
 

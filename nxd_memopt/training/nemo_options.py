@@ -174,6 +174,7 @@ NOT_SUPPORTED = {
 # Options next to ``model``: checkpoints here are complete before an older one is removed.
 TOP_WITHOUT_EFFECT = ("enable_recovery_time_instrumentation", "enable_checkpoint_removal_protection")
 MISSING = "???"
+_COMPUTED = re.compile(r"\$\{([\w.]+):")  # a resolver of OmegaConf
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 
 Sections = dict[str, dict[str, Any]]
@@ -243,6 +244,9 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             read(content, sections, problems)
     if "seed" in model:
         sections.setdefault("trainer", {}).setdefault("seed", model["seed"])
+    # NeMo ends at the first of the two, and its files have a max_epochs that is never reached.
+    if sections.get("trainer", {}).get("max_steps") not in (None, -1):
+        sections["trainer"].pop("max_epochs", None)
     if model.get("wrap_with_zero"):
         sections.setdefault("data_parallel", {}).setdefault("sharding", "zero1")
     return rest | sections
@@ -381,6 +385,10 @@ def resolved(value: Any, values: Mapping[str, Any], place: str, problems: list[s
     """Return ``value`` with a reference ``${a.b}`` or ``${.b}`` of OmegaConf replaced by what it refers to."""
     if not isinstance(value, str) or "${" not in value:
         return value
+    computed = _COMPUTED.search(value)
+    if computed is not None:
+        problems.append(f"{place} {value!r} is computed by {computed[1]!r}, which is not supported: write its value")
+        return None
     match = _REFERENCE.fullmatch(value)
     section = place.rpartition(".")[0]
     name = "" if match is None else (f"{section}.{match[2]}" if match[1] else match[2])

@@ -48,7 +48,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.run_lock import locked_output_directory
 
-    workers, arguments = _workers(arguments)
+    workers, arguments = _workers(arguments, program)
     config = parse_config(arguments, program=program)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
@@ -61,13 +61,24 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
             _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=workers)
 
 
-def _workers(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the value of ``--workers``, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--workers", nargs="?", default=str(available_cores()))
+def _workers(arguments: Sequence[str], program: str) -> tuple[int, list[str]]:
+    """Return the value of ``--workers``, and the other arguments; show it before the help of those."""
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, usage=f"{program} [--workers N] [options of nxd-memopt train, below]"
+    )
+    cores = available_cores()
+    parser.add_argument(
+        "--workers",
+        nargs="?",
+        default=str(cores),
+        metavar="N",
+        help=f"processes that tokenize (default: {cores}, a core each)",
+    )
     known, rest = parser.parse_known_args(arguments)
     if known.workers is None or not known.workers.isdecimal() or int(known.workers) < 1:
         raise ValueError(f"--workers must be a number of processes, at least 1, got {known.workers!r}")
+    if "--help" in rest or "-h" in rest:
+        parser.print_help()
     return int(known.workers), rest
 
 

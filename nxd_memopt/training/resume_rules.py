@@ -156,6 +156,7 @@ RULES: dict[str, Rule] = {
     "trainer.allow_changes": NOT_COMPARED,
     "trainer.on_schedule_change": NOT_COMPARED,
     "trainer.max_steps": REPORTED,
+    "trainer.max_epochs": NOT_COMPARED,  # replaced by max_steps
     "trainer.seed": REFUSED,
     "trainer.val_check_interval": REPORTED,
     "trainer.save_interval": REPORTED,

@@ -9,8 +9,10 @@ from pathlib import Path
 from nxd_memopt.training.bad_rows import BadRow, RowReader, SkippedRows, has_json_lines, parse_line
 from nxd_memopt.training.conversations import row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import BUILDERS, content_hash, load_table, local_files
-from nxd_memopt.training.shards import ParquetShard
+from nxd_memopt.training.dataset_shards import find_dataset_shards
+from nxd_memopt.training.documents import load_table
+from nxd_memopt.training.local_data import BUILDERS, content_hash, local_files
+from nxd_memopt.training.shards import ParquetShard, is_streamed
 
 
 def place_of(config: DataConfig, text: str) -> str:
@@ -43,6 +45,10 @@ def _rows(config: DataConfig, dataset: str, reader: RowReader) -> Iterator[tuple
     elif kind == "json" and all(has_json_lines(path) for path in files):
         for path in files:
             yield from _lines(path, reader)
+    elif not files and is_streamed(config.of_source(dataset)):
+        for shard in find_dataset_shards(config.of_source(dataset)):
+            for text, row in shard.read(0):
+                yield shard.place_of(row), text
     else:
         table = load_table(config.of_source(dataset), files, content_hash(files))
         for number, row in enumerate(table, start=1):

@@ -43,7 +43,11 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
 
 def options_text(config: TrainConfig) -> str:
     """Return the options as YAML, which ``--config`` reads."""
-    return yaml.safe_dump(options_of(config), sort_keys=False, allow_unicode=True, width=120)
+    options = options_of(config)
+    # The file names one of the two: the other is its default.
+    if config.data.mixture:
+        del options["data"]["dataset"]
+    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120)
 
 
 def environment() -> dict[str, Any]:

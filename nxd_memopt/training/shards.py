@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,17 @@ from typing import Any, Protocol
 from nxd_memopt.training.bad_rows import NOT_UTF8, NULL, BadRow, RowReader, SkippedRows, TextRows, bad_row, parse_line
 from nxd_memopt.training.conversations import row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import BUILDERS, has_json_lines, local_files, require_rows
+from nxd_memopt.training.dataset_shards import find_dataset_shards, streams_dataset
+from nxd_memopt.training.documents import has_json_lines, require_one_split, require_rows
+from nxd_memopt.training.local_data import BUILDERS, file_identity, local_files
 
-# Corpora of local files up to this size are read, checked and hashed before training: 1 to 3 s.
+# Corpora up to this size are read, checked and hashed before training: 1 to 3 s.
 SMALL_BYTES = 2**26
 # Bytes of a file of JSON lines in one shard: the shards of a single large file are shuffled too.
 LINES_BYTES = 2**26
 # A text file up to this size is one document. A longer one is cut at ends of lines.
 TEXT_BYTES = 2**24
 TEXT_PIECE_BYTES = 2**20
-SAMPLE_BYTES = 2**16
 
 
 class Shard(Protocol):
@@ -43,20 +43,27 @@ def is_streamed(config: DataConfig) -> bool:
         return config.streaming
     if config.dataset == "stdlib":
         return False
-    return sum(path.stat().st_size for path in local_files(config.dataset)) > SMALL_BYTES
+    files = local_files(config.dataset)
+    if not files:
+        return streams_dataset(config, SMALL_BYTES)
+    return sum(path.stat().st_size for path in files) > SMALL_BYTES
 
 
 def find_shards(config: DataConfig) -> list[Shard]:
-    """Return the shards of ``config.dataset``, without reading their rows.
+    """Return the shards of ``config.dataset``, without reading more than the first row.
 
     Raises:
         ValueError: for a missing file, and for data that can only be read as one piece.
     """
     if config.dataset == "stdlib":
         raise ValueError("data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto")
-    files = [path for path in local_files(config.dataset) if path.stat().st_size]
+    found = local_files(config.dataset)
+    require_one_split(config, found)
+    if not found:
+        return list(find_dataset_shards(config))
+    files = [path for path in found if path.stat().st_size]
     if not files:
-        raise ValueError(f"dataset {config.dataset!r} is empty, or not of a kind that data.streaming reads")
+        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
     skipped = SkippedRows(config.on_bad_rows, config.dataset)
     kind = BUILDERS[files[0].suffix]
     reader = row_reader(config)
@@ -76,19 +83,6 @@ def find_shards(config: DataConfig) -> list[Shard]:
         for path in files
         for start in range(0, path.stat().st_size, LINES_BYTES)
     ]
-
-
-def file_identity(path: Path) -> list[Any]:
-    """Return size, time and samples of a file: its content cannot be read before training starts."""
-    # The time too: an edit in the middle that keeps the size would not change the samples. The
-    # name does not count, nor does the directory.
-    status = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for place in (0, status.st_size // 2, max(status.st_size - SAMPLE_BYTES, 0)):
-            file.seek(place)
-            digest.update(file.read(SAMPLE_BYTES))
-    return [status.st_size, status.st_mtime_ns, digest.hexdigest()]
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,20 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
     [
         pytest.param(2, {"parallel": TENSOR_AND_SEQUENCE}, id="T=2, SP"),
         pytest.param(2, {"data_parallel": {"sharding": "zero2"}}, id="D=2, ZeRO-2"),
+        pytest.param(
+            2, {"data_parallel": {"sharding": "zero3", "reshard_after_forward": False}}, id="D=2, ZeRO-3, gathered"
+        ),
         pytest.param(2, {"parallel": {"tensor_model_parallel_size": 2}}, id="T=2", marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            {
+                "parallel": TENSOR_AND_SEQUENCE,
+                "data_parallel": {"sharding": "zero3"},
+                "memory": {"recompute_granularity": "full"},
+            },
+            id="T=2, SP, D=2, ZeRO-3, recompute",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             4,
             {
@@ -98,6 +111,28 @@ def test_losses_of_every_layout(base: Path, tmp_path: Path, ranks: int, sections
     assert all(any(each in name for each in names) for name in adapters[0]) and len(adapters[0]) == 20
     for name, value in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], value, rtol=1e-4, atol=1e-6)
+    merged = [load_file(tmp_path / run / "export" / "model.safetensors") for run in ("one", "many")]
+    before = load_file(base / "model.safetensors")
+    for name, value in merged[0].items():
+        torch.testing.assert_close(merged[1][name], value, rtol=1e-4, atol=1e-6)
+        # Weights without adapters are those of the base, bit by bit.
+        if name.split(".")[-2] not in LORA["target_modules"]:
+            assert torch.equal(merged[1][name], before[name]), name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_stage_and_size(base: Path, tmp_path: Path) -> None:
+    """Of the frozen weights' rows too, which no optimizer has."""
+    trainer = {"max_steps": 6, "output_dir": str(tmp_path / "one")}
+    data = {"micro_batch_size": 2}
+    assert run_here(config(tmp_path, base, trainer=trainer, data=data)).returncode == 0
+    for steps, ranks, stage in ((2, 2, "zero3"), (4, 2, "zero1"), (6, 4, "zero3")):
+        parallel = TENSOR_AND_SEQUENCE if ranks == 4 else {}
+        trainer = {"max_steps": steps, "output_dir": str(tmp_path / "many")}
+        file = config(tmp_path, base, trainer=trainer, data=data, data_parallel={"sharding": stage}, parallel=parallel)
+        printed = run_on_pool(file, "--optimizer.decay-steps", "6", ranks=ranks)
+        assert steps == 2 or f"resuming after step {steps - 2}" in printed
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=5e-5)  # other sums
 
 
 def test_a_resumed_run_goes_on_with_its_adapters(base: Path, tmp_path: Path) -> None:
@@ -131,7 +166,6 @@ def test_a_merged_export_is_a_base_of_this_library(base: Path, tmp_path: Path) -
     [
         ({"lora": {"lora_rank": 0}}, "lora: lora_rank must be at least 1"),
         ({"lora": {"target_modules": ["qkv"]}}, "'qkv', and no layer has this name"),
-        ({"data_parallel": {"sharding": "zero3"}}, "data_parallel.sharding 'zero3' is not supported with lora"),
         ({"memory": {"mlp_tile_tokens": 8}}, "memory.mlp_tile_tokens 8 is not supported with lora"),
         ({"lora": {"lora_rank": None}}, "lora.target_modules"),
     ],

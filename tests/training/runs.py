@@ -74,6 +74,8 @@ def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
     }
     for name, options in sections.items():
         base[name] = base.get(name, {}) | dict(options)
+    if base["data"].get("mixture"):
+        del base["data"]["dataset"]
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(base), encoding="utf-8")
     return file

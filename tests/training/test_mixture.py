@@ -71,7 +71,7 @@ def mixture_config(directory: Path, **sections: dict[str, Any]) -> Path:
     """A run of 3 parts digits and 1 part letters; the letters have few sequences."""
     write_jsonl(directory / "digits.jsonl", [f"{i} " + "0123456789" * 5 for i in range(60)])
     write_jsonl(directory / "letters.jsonl", [f"{'xyz'[i % 3]} " + "abcdef" * (2 + i) for i in range(8)])
-    data = {"dataset": "stdlib", "eval_sequences": 8, "held_out_every": 4}
+    data: dict[str, Any] = {"eval_sequences": 8, "held_out_every": 4}
     data["mixture"] = {str(directory / f"{name}.jsonl"): weight for name, weight in (("digits", 3), ("letters", 1))}
     config = write_config(directory, **{**sections, "data": data | sections.get("data", {})})
     return config
@@ -174,6 +174,7 @@ def test_wrong_mixtures(tmp_path: Path) -> None:
         ({"mixture": {digits: -1.0}}, ("digits.jsonl", "-1.0")),
         ({"mixture": {digits: float("inf")}}, ("digits.jsonl", "inf")),
         ({"dataset": digits}, ("data.dataset", "data.mixture", "both given")),
+        ({"dataset": "stdlib"}, ("data.dataset", "data.mixture", "both given")),
         ({"mixture": {digits: 1.0, str(tmp_path / "none.jsonl"): 1.0}}, ("none.jsonl",)),
         ({"mixture": [digits, letters]}, ("mixture", "mapping")),
         ({"mixture": {digits: "much"}}, ("mixture", "much")),

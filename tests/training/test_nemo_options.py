@@ -78,6 +78,12 @@ def mapping(**model: Any) -> dict[str, Any]:
     return {"model": MODEL | model, "trainer": dict(TRAINER)}
 
 
+def test_a_computed_reference_is_named() -> None:
+    """Of OmegaConf's resolvers, in files for clusters: the number of steps, from that of hosts."""
+    with pytest.raises(ValueError, match=r"model.seed '\$\{multiply:.*' is computed by 'multiply', .* write its value"):
+        config_from_mapping(mapping(seed="${multiply:${trainer.devices}, 2}"))
+
+
 def test_a_section_pastes_in(tmp_path: Path) -> None:
     tokenizer(None).save_pretrained(tmp_path)
     config = config_from_mapping(mapping(tokenizer={"library": "huggingface", "type": str(tmp_path)}))

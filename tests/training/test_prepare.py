@@ -119,3 +119,10 @@ def test_a_number_of_workers_that_is_none(tmp_path: Path, capsys: pytest.Capture
         assert stop.value.code == 2
         assert f"--workers must be a number of processes, at least 1, got '{value}'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_help_lists_the_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and "--workers N" in shown and "--data.seq-length" in shown

@@ -12,7 +12,7 @@ from torch import nn
 
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.modules.lora.layers import AdaptedLinear, adapt
-from nxd_memopt.parallel_layers.data_shards import is_data_sharded
+from nxd_memopt.parallel_layers.data_shards import is_data_sharded, local_rows
 from nxd_memopt.parallel_layers.fusion import Fusions
 from nxd_memopt.parallel_layers.layers import SharedInput
 
@@ -87,19 +87,20 @@ def is_adapter(name: str) -> bool:
 def merged_adapters(model: nn.Module) -> Iterator[None]:
     """Add the adapters to the weights inside the block; afterwards the weights are bitwise as before.
 
-    The host needs memory for this rank's weights of the layers with adapters.
+    All ranks call. The host needs memory for this rank's weights of the layers with adapters.
     """
     originals = {}
     with torch.no_grad():
         for layer in adapted_layers(model).values():
-            originals[layer] = layer.weight.detach().to("cpu", copy=True)
+            weight = local_rows(layer.weight)
+            originals[weight] = weight.detach().to("cpu", copy=True)
             # The sum is rounded once to the weight's dtype.
-            layer.weight.copy_(layer.weight.float() + layer.delta())
+            weight.copy_(weight.float() + layer.delta())
         try:
             yield
         finally:
-            for layer, original in originals.items():
-                layer.weight.copy_(original)
+            for weight, original in originals.items():
+                weight.copy_(original)
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.modules.dropout import ParallelDropout
+from nxd_memopt.parallel_layers.data_shards import gather_rows, local_rows, model_dtype
 from nxd_memopt.parallel_layers.initialization import InitMethod, default_weight_init, initialize_sharded_
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attributes
@@ -70,7 +71,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         return output + self.scale * cast(Tensor, self.lora_B(self.lora_A(self.lora_dropout(input))))
 
     def delta(self) -> Tensor:
-        """Return this rank's rows of ``scale * B A``, fp32."""
+        """Return this rank's rows of ``scale * B A``, fp32. All data-parallel ranks call."""
         return _delta(self)
 
 
@@ -91,7 +92,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         return output + self.scale * self.lora_B(cast(Tensor, self.lora_A(self.lora_dropout(input))))
 
     def delta(self) -> Tensor:
-        """Return this rank's columns of ``scale * B A``, fp32."""
+        """Return this rank's columns of ``scale * B A``, fp32. All data-parallel ranks call."""
         return _delta(self)
 
 
@@ -99,8 +100,10 @@ AdaptedLinear = LoraColumnParallelLinear | LoraRowParallelLinear
 
 
 def _delta(layer: AdaptedLinear) -> Tensor:
-    # Both factors are of this rank's rows or columns: no communication.
-    down, up = layer.lora_A.weight.detach(), layer.lora_B.weight.detach()
+    # Both factors are of this tensor-parallel rank's rows or columns. Of rows that are sharded over
+    # data-parallel ranks (zero3), a rank has the same ones of B as of the weight; A is gathered.
+    down = gather_rows(layer.lora_A.weight).detach()
+    up = local_rows(layer.lora_B.weight).detach().to(model_dtype(layer.lora_B.weight))
     return layer.scale * (up.float() @ down.float())
 
 

@@ -83,6 +83,7 @@ CASES: tuple[BadInput, ...] = (
         "chat_content_parts", _message(role="assistant", content=[{"text": "a"}]), ("line 5", "a list as content")
     ),
     BadInput("chat_empty_answer", _message(role="assistant", content=" "), ("line 5", "empty message 2")),
+    BadInput("chat_calls", _message(role="assistant", content="a", tool_calls="f"), ("line 5", "tool_calls", "a list")),
     BadInput("chat_weight", _message(role="assistant", content="a", weight=0), ("line 5", "weight", "not supported")),
     BadInput("chat_question_only", _message(role="user", content="a"), ("line 5", "no message of the role assistant")),
     BadInput("chat_tools_text", _row(turns("q", "a") | {"tools": "f"}), ("line 5", "'tools'", "list of objects")),

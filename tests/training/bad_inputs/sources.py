@@ -10,6 +10,7 @@ import yaml
 
 from tests.training.bad_inputs.case import BadInput
 from tests.training.runs import LINES, LLAMA, write_config, write_jsonl
+from tests.training.test_dataset_shards import repository
 
 
 def _mixture(weights: dict[str, Any], **data: Any) -> Callable[[Path], Path]:
@@ -76,7 +77,33 @@ def _section(name: str, **options: Any) -> Callable[[Path], Path]:
     return lambda directory: write_config(directory, **{name: options})
 
 
+def _repository(kind: str, broken: bytes | None = None, **data: Any) -> Callable[[Path], Path]:
+    """A copy of a repository of the hub, with the content of one of its files."""
+
+    def prepare(directory: Path) -> Path:
+        path = repository(directory / "repository", kind, LINES)
+        if broken is not None:
+            (path / "data" / f"train-00001.{kind}").write_bytes(broken)
+        return write_config(directory, data={"dataset": str(path)} | data)
+
+    return prepare
+
+
+STREAMED: dict[str, Any] = {"streaming": True}
 CASES: tuple[BadInput, ...] = (
+    BadInput("hub_split", _repository("parquet", split="none"), ("repository", "none", "'train', 'test'")),
+    BadInput("hub_streamed_split", _repository("parquet", split="none", **STREAMED), ("none", "'train', 'test'")),
+    BadInput("hub_streamed_config", _repository("parquet", dataset_config="en", **STREAMED), ("'en'", "'default'")),
+    BadInput(
+        "hub_streamed_column", _repository("parquet", text_column="body", **STREAMED), ("'body'", "['id', 'text']")
+    ),
+    BadInput(
+        "hub_streamed_file", _repository("parquet", b"PAR1", **STREAMED), ("train-00001.parquet row 1", "correct")
+    ),
+    BadInput(
+        "hub_streamed_line", _repository("jsonl", b"no\n", **STREAMED), ("train-00001.jsonl row 1", "JSON", "correct")
+    ),
+    BadInput("hub_streamed_rows", _repository("jsonl", b'{"text": null}\n', **STREAMED), ("train-00001.jsonl row 1",)),
     BadInput("mixture_weight_zero", _mixture({"a.jsonl": 0.0, "b.jsonl": 1}), ("data.mixture", "a.jsonl", "positive")),
     BadInput("mixture_weight_a_text", _mixture({"a.jsonl": "much"}), ("mixture", "a.jsonl", "much")),
     BadInput("mixture_file_missing", _mixture({"a.jsonl": 1, "none.jsonl": 1}), ("none.jsonl", "no such file")),

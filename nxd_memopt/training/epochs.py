@@ -1,0 +1,54 @@
+"""Turns ``trainer.max_epochs`` into a number of steps: from the length of text that is tokenized already."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.corpora import open_corpus
+from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.token_files import directory_of, require_directory, tokens_fingerprint
+from nxd_memopt.training.token_log import TokenLog
+from nxd_memopt.training.vocabulary import Vocabulary
+
+
+def with_steps_of_epochs(config: TrainConfig, vocabulary: Vocabulary) -> TrainConfig:
+    """Return ``config`` with ``max_steps`` instead of ``max_epochs``. Every rank calls.
+
+    The last step may read the first sequences of one more epoch: every sequence is trained
+    ``max_epochs`` times at least.
+
+    Raises:
+        ValueError: on every rank, if the text is not tokenized to its end.
+    """
+    epochs = config.trainer.max_epochs
+    if epochs is None:
+        return config
+    sequences = 0
+    with raise_together("counting the steps of trainer.max_epochs"):
+        if is_rank_zero():
+            sequences = _prepared_sequences(config, vocabulary)
+    sequences = int(share_texts(str(sequences))[0])
+    steps = math.ceil(epochs * sequences / config.data.global_batch_size)
+    return replace(config, trainer=replace(config.trainer, max_steps=steps, max_epochs=None))
+
+
+def _prepared_sequences(config: TrainConfig, vocabulary: Vocabulary) -> int:
+    """Return the number of training sequences of all text."""
+    data, seed = config.data, config.trainer.seed
+    fingerprint = tokens_fingerprint(data, open_corpus(data, seed).fingerprint, vocabulary, seed)
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
+    log = TokenLog(directory, "train", data.seq_length)
+    if directory.is_dir():
+        require_directory(directory, fingerprint)
+        log.refresh()
+    if not log.last.ended:
+        found = f"{log.last.rows:,} sequences of it are in {directory}" if log.last.rows else "none of it is"
+        raise ValueError(
+            f"trainer.max_epochs {config.trainer.max_epochs:g} needs the number of sequences of {data.dataset!r}, "
+            f"which is known when all of its text is tokenized, and {found}: run nxd-memopt prepare with the same "
+            "options first, or set trainer.max_steps instead"
+        )
+    return log.last.rows

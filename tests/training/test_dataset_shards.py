@@ -1,0 +1,178 @@
+"""Datasets of the hub that are read row by row, here from copies of repositories: shards, resumption and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nxd_memopt.training import corpora, dataset_shards, shards
+from nxd_memopt.training.corpora import open_corpus
+from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.dataset_shards import RowShard, find_dataset_shards, is_large
+from nxd_memopt.training.shards import find_shards, is_streamed
+from tests.training.runs import LINES, exact, run_here, write_config
+
+TEXTS = [f"document {i}: " + "ä€𝄞\n" * (i % 9) for i in range(120)]
+
+
+def repository(directory: Path, kind: str = "parquet", texts: list[str] = TEXTS) -> Path:
+    """A copy of a repository of the hub: three files of training, one of another split, and a README."""
+    (directory / "data").mkdir(parents=True)
+    for part, split in enumerate(("train", "train", "train", "test")):
+        chosen = texts[part::3] if split == "train" else ["of another split"]
+        rows = [{"id": number, "text": text} for number, text in enumerate(chosen)]
+        path = directory / "data" / f"{split}-{part % 3:05}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (directory / "README.md").write_text("# No text to train on\n", encoding="utf-8")
+    return directory
+
+
+def saved(directory: Path) -> Path:
+    datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "text": TEXTS}).save_to_disk(str(directory))
+    return directory
+
+
+def streamed(path: Path | str, **changes: Any) -> DataConfig:
+    return DataConfig(dataset=str(path), streaming=True, seq_length=16, eval_sequences=4, **changes)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved"])
+def test_every_dataset_goes_on_from_every_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """And so does the stream of shuffled windows, from the JSON of its position."""
+    monkeypatch.setattr(dataset_shards, "SAVED_BYTES", 3000)
+    monkeypatch.setattr(corpora, "WINDOW_DOCUMENTS", 13)
+    path = saved(tmp_path / "d") if kind == "saved" else repository(tmp_path / "d", kind)
+    config = streamed(path)
+    found = find_dataset_shards(config)
+    assert len(found) >= 3 and len({json.dumps(shard.identity) for shard in found}) == len(found)
+    assert sorted(text for shard in found for text, _ in shard.read(0)) == sorted(TEXTS)
+    read = list(found[1].read(0))
+    for number in (1, 7, 8, len(read) - 1, len(read)):  # within a row group, and at its end
+        assert list(find_dataset_shards(config)[1].read(read[number - 1][1])) == read[number:]
+    train = list(open_corpus(config, 3).train.read(None))
+    for number in (1, 13, 14, 59):  # the end of a window too
+        position = json.loads(json.dumps(train[number - 1][1]))
+        assert list(open_corpus(config, 3).train.read(position)) == train[number:]
+
+
+def test_a_shard_is_opened_once_for_all_of_its_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise be downloaded again, up to its place, for each window; and is not read ahead."""
+    monkeypatch.setattr(corpora, "WINDOW_DOCUMENTS", 5)
+    opened, read = [], []
+
+    def open_rows(start: int) -> Iterator[dict[str, str]]:
+        opened.append(start)
+        for text in TEXTS[start:]:
+            read.append(text)
+            yield {"text": text}
+
+    config = streamed("owner/name")
+    reader = shards.row_reader(config)
+    shard = RowShard(open_rows, "d", 0, ["d"], reader, shards.SkippedRows("error", "d"))
+    stream = corpora.WindowedDocuments([shard], 0, lambda _: True, 5).read(None)
+    next(stream)
+    assert len(read) == 5
+    assert len(list(stream)) == len(TEXTS) - 1 and opened == [0]
+    # Of two splits that read one shard, each has its own place.
+    next(shard.read(4))
+    assert [text for text, _ in shard.read(2)] == TEXTS[2:]
+
+
+def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (repository(tmp_path / "repository"), saved(tmp_path / "saved")):
+        config = DataConfig(dataset=str(path))
+        assert not is_streamed(config)
+        assert sorted(open_documents_texts(config)) == sorted(TEXTS)
+        monkeypatch.setattr(shards, "SMALL_BYTES", 1000)
+        assert is_streamed(config)
+        monkeypatch.setattr(shards, "SMALL_BYTES", 2**26)
+    monkeypatch.setattr(shards, "SMALL_BYTES", 1000)
+    # The datasets library streams no part of a split.
+    assert not is_streamed(DataConfig(dataset=str(tmp_path / "repository"), split="train[:10%]"))
+
+
+def open_documents_texts(config: DataConfig) -> list[str]:
+    corpus = open_corpus(config, 0)
+    return [str(text) for split in (corpus.train, corpus.held_out) for text, _ in split.read(None)]
+
+
+def test_sizes_of_files_elsewhere() -> None:
+    """Of a directory at a time, as the hub lists them; a size that nobody knows is large."""
+    memory = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        memory.pipe(f"/sizes/{name}", b"x" * 600)
+    paths = ["memory://sizes/a", "memory://sizes/b"]
+    assert is_large(paths, 1000) and not is_large(paths, 1200) and not is_large(paths[:1], 1000)
+    assert is_large(["zip://a::memory://sizes/a"], 1000)
+
+
+def test_another_commit_is_another_corpus(tmp_path: Path) -> None:
+    config = streamed(repository(tmp_path / "d"))
+    first = open_corpus(config, 0).fingerprint
+    assert open_corpus(config, 0).fingerprint == first
+    assert open_corpus(streamed(tmp_path / "d", split="test", held_out_every=2), 0).fingerprint != first
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["another"]}), tmp_path / "d" / "data" / "train-00001.parquet")
+    assert open_corpus(config, 0).fingerprint != first
+
+
+def test_bad_rows_and_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = repository(tmp_path / "d", texts=["a", "b", "c", "d", None, "f"])  # pyright: ignore[reportArgumentType]
+    config = streamed(path)
+    with pytest.raises(ValueError, match=r"data/train-00001.parquet row 2 has null in column 'text'.*correct it"):
+        [list(shard.read(0)) for shard in find_shards(config)]
+    texts = [text for shard in find_shards(streamed(path, on_bad_rows="skip")) for text, _ in shard.read(0)]
+    assert sorted(texts) == ["a", "b", "c", "d", "f"]
+    assert "left out 1 rows" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"'body' \(data.text_column\) is not in .*: its columns are \['id', 'text'\]"):
+        find_shards(streamed(path, text_column="body"))
+    with pytest.raises(ValueError, match=r"'messages' \(data.format messages\) is not in dataset"):
+        find_shards(streamed(path, format="messages"))
+    for split in ("absent", "train[:10%]"):
+        with pytest.raises(ValueError, match=r"cannot be read: Bad split: .*Available splits: \['train', 'test'\]"):
+            find_shards(streamed(path, split=split))
+    with pytest.raises(ValueError, match=r"data.split 'test' chooses a part of a data set of the hub"):
+        find_shards(streamed(saved(tmp_path / "saved"), split="test"))
+
+
+def test_a_network_that_fails_in_a_row_is_named(tmp_path: Path) -> None:
+    def open_rows(start: int) -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise ConnectionError("Connection reset by peer")
+
+    config = streamed("owner/name")
+    shard = RowShard(open_rows, "hub file", 0, ["d"], shards.row_reader(config), shards.SkippedRows("error", "d"))
+    with pytest.raises(ValueError, match=r"'hub file row 2' cannot be read: Connection reset by peer: check the name"):
+        list(shard.read(0))
+
+
+@pytest.mark.slow
+def test_a_run_reads_what_the_library_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after three of eight steps, the tokens and the losses go on as without the stop."""
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 8)
+    dataset = repository(tmp_path / "d", texts=LINES)
+    runs = []
+    for name in ("uninterrupted", "resumed"):
+        (tmp_path / name).mkdir()
+        config = write_config(
+            tmp_path / name,
+            data={"dataset": str(dataset), "streaming": True},
+            optimizer={"decay_steps": 8},
+            trainer={"export": False},
+        )
+        for steps in ("3", "8") if name == "resumed" else ("8",):
+            outcome = run_here(config, "--trainer.max-steps", steps)
+            assert outcome.returncode == 0, outcome.stderr
+        runs.append(tmp_path / name / "run")
+    assert "resuming after step 3" in outcome.stdout
+    assert exact(runs[0]) == exact(runs[1])

@@ -1,0 +1,103 @@
+"""Schedules in epochs: the steps of a known length, and the errors where it is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_memopt.training import corpora, prepare, token_log
+from nxd_memopt.training.arguments import config_from_mapping
+from tests.training.runs import exact, rows, run_here, write_config
+
+TRAINER = {"export": False, "save_checkpoints": False}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 20)
+    # The rest of this process keeps its backend.
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "cpu")
+
+
+def epochs(directory: Path, number: float, **sections: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    file = write_config(directory, **({"trainer": TRAINER} | sections))
+    text = file.read_text(encoding="utf-8").replace("max_steps: 8", f"max_epochs: {number}")
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def sequences(run: Path) -> int:
+    log = token_log.TokenLog(next(run.glob("tokens/*")), "train", 24)
+    log.refresh()
+    return log.last.rows
+
+
+def test_epochs_are_the_steps_of_all_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounded up, and with the learning rates of so many steps."""
+    data = {"data": {"streaming": True, "global_batch_size": 64}}
+    file = epochs(tmp_path / "epochs", 1.5, **data)
+    assert prepare.main(["--config", str(file)]) == 0
+    outcome = run_here(file)
+    assert outcome.returncode == 0, outcome.stderr
+    count = sequences(tmp_path / "epochs" / "run")
+    steps = -(-3 * count // (2 * 64))
+    assert count % 64 and len(rows(tmp_path / "epochs" / "run")) == steps
+    assert "epoch 2 of" in outcome.stdout
+    # The same run in steps, on the same files.
+    (tmp_path / "steps").mkdir()
+    lines = str(tmp_path / "epochs" / "lines.jsonl")
+    same = {"data": data["data"] | {"dataset": lines}, "trainer": TRAINER | {"max_steps": steps}}
+    assert run_here(write_config(tmp_path / "steps", **same)).returncode == 0
+    assert exact(tmp_path / "epochs" / "run") == exact(tmp_path / "steps" / "run")
+    # The file of the resolved options has steps.
+    assert run_here(tmp_path / "epochs" / "run" / "config.yaml").returncode == 0
+
+
+def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
+    """Without tokens, and with the tokens of a run of a few steps, of which the text is longer."""
+    file = epochs(tmp_path, 2)
+    outcome = run_here(file)
+    assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
+    for text in ("trainer.max_epochs 2", "lines.jsonl", "none of it is", "nxd-memopt prepare", "trainer.max_steps"):
+        assert text in outcome.stderr
+    steps = write_config(tmp_path, trainer=TRAINER | {"max_steps": 2})
+    assert run_here(steps).returncode == 0
+    outcome = run_here(epochs(tmp_path, 2))
+    assert outcome.returncode == 2 and "20 sequences of it are in" in outcome.stderr, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"trainer": {"max_epochs": 2, "max_steps": 100}}, "trainer.max_steps and trainer.max_epochs are both given"),
+        ({"trainer": {"max_epochs": 0}}, "trainer.max_epochs must be above 0, got 0"),
+        ({"trainer": {"max_epochs": 1}, "data": {"mixture": {"a": 1, "b": 2}}}, "its sources end at different steps"),
+        ({"data": {"dataset": "stdlib", "mixture": {"a": 1}}}, "data.dataset and data.mixture are both given"),
+    ],
+)
+def test_options_that_exclude_each_other(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config_from_mapping({"model": {"tokenizer": "d", "config_overrides": {"model_type": "llama"}}} | sections)
+
+
+def test_the_command_line_does_not_replace_without_a_word(tmp_path: Path) -> None:
+    mixture = {str(tmp_path / "lines.jsonl"): 1.0, "stdlib": 1.0}
+    file = write_config(tmp_path, data={"mixture": mixture})
+    outcome = run_here(file, "--data.dataset", "stdlib")
+    assert outcome.returncode == 2 and "data.dataset and data.mixture are both given" in outcome.stderr
+    outcome = run_here(file, "--trainer.max-epochs", "2")
+    assert outcome.stderr.startswith("error: trainer.max_epochs 2 and data.mixture are both given"), outcome.stderr
+    outcome = run_here(write_config(tmp_path), "--trainer.max-steps=2", "--trainer.max-epochs", "2")
+    assert outcome.returncode == 2 and "trainer.max_steps and trainer.max_epochs are both given" in outcome.stderr
+
+
+def test_nemos_files_name_both() -> None:
+    """NeMo ends at the first of the two; its files have an unreachable number, or -1."""
+    nemo = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
+    for number in (-1, 1000):
+        values = {"model": nemo | {"tokenizer": "d"}, "trainer": {"max_epochs": number, "max_steps": 10}}
+        trainer = config_from_mapping(values).trainer
+        assert (trainer.max_steps, trainer.max_epochs) == (10, None)
