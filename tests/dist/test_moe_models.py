@@ -24,6 +24,7 @@ from tests.reference_models import (
     mixtral_config,
     padded_batch,
     parallel_model,
+    qwen2_moe_config,
     qwen3_moe_config,
 )
 
@@ -31,15 +32,14 @@ from tests.reference_models import (
 # order: measured 4e-6 at most. A lost reduction, or the balancing loss at another scale, is above 1e-2.
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 2e-5
-MODELS = {"mixtral": mixtral_config, "qwen3_moe": qwen3_moe_config}
+MODELS = {"mixtral": mixtral_config, "qwen2_moe": qwen2_moe_config, "qwen3_moe": qwen3_moe_config}
 
 
 def options_of(config: Any, dispatcher: str, **changes: Any) -> MoEConfig:
     """The options that the config implies, with another dispatcher."""
-    is_qwen = config.model_type == "qwen3_moe"
     given = {
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": is_qwen and not config.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "hf_aux_loss",
         "moe_aux_loss_coeff": config.router_aux_loss_coef,
     }
