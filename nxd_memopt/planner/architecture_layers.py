@@ -24,6 +24,7 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
     "expert_row": 2,
     "expert_bias": 1,
     "replicated": None,
+    "head_norm": None,
 }
 """Sharded dimension of a weight, by kind of sharding.
 
@@ -34,7 +35,7 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
 - ``expert_column``: output rows of each expert's gate and up, of a tensor ``[E, 2 M, H]``.
   ``expert_row``: input columns of each expert, of ``[E, H, M]``. ``expert_bias``: elements of each
   expert's bias, of ``[E, M]`` or ``[E, H]``. Expert-parallel ranks have consecutive experts.
-- ``replicated``: no sharding.
+- ``replicated``: no sharding. ``head_norm``: neither, and each rank applies the weight to its own heads.
 
 A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
 """
@@ -106,8 +107,8 @@ _NEOX_EXPERTS = (
 
 # One weight for all heads: each rank's gradient is the sum over its own heads.
 _HEAD_NORMS = (
-    Layer("model.layers.{}.self_attn.q_norm", ("d",), "replicated"),
-    Layer("model.layers.{}.self_attn.k_norm", ("d",), "replicated"),
+    Layer("model.layers.{}.self_attn.q_norm", ("d",), "head_norm"),
+    Layer("model.layers.{}.self_attn.k_norm", ("d",), "head_norm"),
 )
 
 

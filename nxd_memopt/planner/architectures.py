@@ -51,6 +51,11 @@ class Parameter:
     is_sequence_partial: bool
 
     @property
+    def is_head_partial(self) -> bool:
+        """Whether the gradient is a partial sum over the rank's heads, with and without sequence parallelism."""
+        return self.sharding == "head_norm"
+
+    @property
     def is_expert(self) -> bool:
         """Whether expert-parallel ranks have different experts of it, along dimension 0."""
         return self.sharding in EXPERT_SHARDINGS
@@ -243,7 +248,7 @@ def _layer_parameters(
         shape,
         layer.sharding,
         sharded_dimension,
-        is_sequence_partial=layer.sharding == "replicated",
+        is_sequence_partial=layer.sharding in ("replicated", "head_norm"),
     )
     if not _has_bias(layer, config):
         return

@@ -22,6 +22,7 @@ of tokens                          reduce-scatter a
                                    all-gather 8 S B T       (two fp32 sums a token of each rank)
  in fp16                           as above, no reduction   its all-gathers again, and the reduction
 gradient hook, SP                  --                       all-reduce of norms, row biases, routers
+ without SP                                                 all-reduce of the norms of heads
 mixture of experts, k of E         SP all-gathers a, 4 N k  SP all-gather a, reduce-scatters a, 4 N k
                                    and 8 N k (weights and   else all-reduces a, 4 N k
                                    indices of the choices),
@@ -363,10 +364,7 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
-    """Return the all-reduces of sequence-parallel gradients, one per flat bucket."""
-    # Without SP every rank computes these gradients from all tokens, so nothing is summed.
-    if not shape.sequence_parallel_enabled:
-        return Counter()
+    """Return the all-reduces of gradients that are partial sums, one per flat bucket."""
     # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
     # gradient larger than a bucket has one alone.
     buckets: list[int] = []

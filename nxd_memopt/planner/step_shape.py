@@ -72,7 +72,8 @@ def step_shape(
         tagged_gradient_bytes=tuple(
             math.prod(parameter.shape) * element_bytes
             for parameter in parameters(config)
-            if parameter.is_sequence_partial
+            # Without SP the rank has all tokens, but of the heads still its own only.
+            if (parameter.is_sequence_partial if parallel.sequence_parallel_enabled else parameter.is_head_partial)
         ),
         head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
         row_output_dropout=has_dropout,

@@ -44,7 +44,7 @@ class MoEOptions:
         moe_token_drop_policy: which tokens a full expert keeps: ``probs`` or ``position``.
         moe_layer_recompute: recompute the MoE layers in backward.
         moe_layer_freq: must agree with the layers of the model.
-        moe_router_score_function: ``softmax``, or ``sigmoid`` without export: Mixtral and Qwen3-MoE have softmax only.
+        moe_router_score_function: ``softmax``, or ``sigmoid`` without export: transformers' models here have softmax.
         moe_router_pre_softmax: must agree with the model.
         moe_router_dtype: dtype of the router's matmul, ``fp32`` or ``fp64``; default that of the activations.
         moe_router_enable_expert_bias: balance sigmoid scores by a bias, without a loss and without export.

@@ -12,6 +12,7 @@ from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.models.mixtral import MixtralForCausalLM
+from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
@@ -282,7 +283,25 @@ REFUSALS = {
     ),
     "shared experts": (
         lambda: build(moe=MoEConfig(4, moe_shared_expert_intermediate_size=8)),
-        ["moe_shared_expert_intermediate_size 8", "MixtralConfig"],
+        ["moe_shared_expert_intermediate_size 8", "MixtralConfig", "with_shared_expert"],
+    ),
+    "export of a shared expert without a gate": (
+        lambda: save_pretrained(
+            MixtralForCausalLM(with_shared_expert(mixtral_config(), 8, gate=False), device="meta"), "nowhere"
+        ),
+        ["moe_shared_expert_intermediate_size 8", "transformers' mixtral", "save_training_state"],
+    ),
+    "another shared expert than the config's": (
+        lambda: with_shared_expert(qwen2_moe_config(), 8, gate=True),
+        ["moe_shared_expert_intermediate_size 8", "Qwen2MoeConfig", "20"],
+    ),
+    "shared expert and ranks": (
+        lambda: parallel_model(with_shared_expert(mixtral_config(), 7, gate=False)),
+        ["moe_shared_expert_intermediate_size 7", "tensor_model_parallel_size 2"],
+    ),
+    "windows of a gated shared expert": (
+        lambda: with_shared_expert(mixtral_config(sliding_window=64), 8, gate=True),
+        ["moe_shared_expert_gate True", "sliding_window is 64"],
     ),
     "expert size of the groups": (
         lambda: build(parallel=ParallelConfig()),

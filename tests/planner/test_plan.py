@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import yaml
 
 from nxd_memopt import plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
@@ -24,6 +27,7 @@ from nxd_memopt.planner.peak import rank_model, step_memory
 from nxd_memopt.planner.plan import Problem, Setting, evaluate, kernels_of, plans, settings, smallest
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.model import load_hf_config
 from tests.reference import assert_says, error_message
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -112,7 +116,31 @@ def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
     assert_says(message, "precison", "did you mean 'precision'")
     assert_says(error_message(lambda: planned_of(planer={"version": 2})), "unknown key 'planer'")
     assert_says(error_message(lambda: planned_of(lora={"lora_rank": 4})), "lora_rank 4", "not planned")
-    assert_says(error_message(lambda: planned_of(moe={"num_moe_experts": 4})), "num_moe_experts 4", "leave it out")
+    assert_says(error_message(lambda: planned_of(moe={"moe_z_loss_coeff": 0.1})), "moe_z_loss_coeff", "leave it out")
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-neox-20b"])
+def test_experts_that_a_yaml_adds_are_planned(name, tmp_path, capsys):
+    """As many parameters as the training program has with the same section."""
+    sizes = {**NAMED_CONFIGS[name], "num_hidden_layers": 2}
+    file = tmp_path / "run.yaml"
+    moe = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": True}
+    file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, "moe": moe}))
+    options = ["--device", "h200", "--devices", "2", "--precision", "bf16-true", "--json", "--show", "99"]
+    assert plan_command.main(["--model", str(file), *options]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
+    hf_config = load_hf_config(config.model, config.moe)
+    for expert_ranks in (1, 2):
+        model = model_class(hf_config.model_type)
+        parallel = ParallelConfig(1, expert_model_parallel_size=expert_ranks)
+        counted = sum(math.prod(p.local_shape(1, 1, expert_ranks)) for p in parameters(hf_config))
+        setting = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": expert_ranks}
+        found = [plan for plan in plans if setting.items() <= plan["setting"].items()]
+        assert found and all(plan["device"]["weights"] == 2 * counted for plan in found)
+        if expert_ranks == 1:
+            net = model(hf_config, parallel=parallel, device="meta")
+            assert counted == sum(param.numel() for param in net.parameters())
 
 
 def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys):
