@@ -122,6 +122,11 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def smallest_window(config: Any) -> int | None:
+    """Return the shortest attention window of the decoder layers, or None if no layer has one."""
+    return min((window for window in attention_windows(config) if window is not None), default=None)
+
+
 def sizes(config: Any) -> dict[str, int]:
     """Return the value of each letter.
 

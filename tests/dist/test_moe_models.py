@@ -15,6 +15,7 @@ from nxd_memopt.models.mixtral import MixtralForCausalLM
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.planner.architectures import require_shardable
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error
 from tests.reference_models import (
@@ -296,7 +297,7 @@ REFUSALS = {
         ["moe_shared_expert_intermediate_size 8", "Qwen2MoeConfig", "20"],
     ),
     "shared expert and ranks": (
-        lambda: parallel_model(with_shared_expert(mixtral_config(), 7, gate=False)),
+        lambda: require_shardable(with_shared_expert(mixtral_config(), 7, gate=False), 2),
         ["moe_shared_expert_intermediate_size 7", "tensor_model_parallel_size 2"],
     ),
     "windows of a gated shared expert": (
