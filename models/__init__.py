@@ -18,6 +18,7 @@ MODELS = {
     "mistral": ("mistral", "MistralForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }

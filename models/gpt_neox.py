@@ -90,12 +90,15 @@ class GPTNeoXAttention(FusibleModule):
 
 
 class GPTNeoXMLP(FusibleModule):
-    """MLP ``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as in ``GPTNeoXAttention``."""
+    """MLP ``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as in ``GPTNeoXAttention``.
 
-    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
+    ``width`` is by default the config's ``intermediate_size``.
+    """
+
+    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, width: int | None = None) -> None:
         super().__init__()
         hidden = config.hidden_size
-        width = config.intermediate_size
+        width = config.intermediate_size if width is None else width
         self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
         self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)

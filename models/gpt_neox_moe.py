@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
-from nxd_memopt.models.gpt_neox import GPTNeoXAttention, rotary_dim
+from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP, rotary_dim
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
@@ -32,8 +32,17 @@ class GPTNeoXMoELayer(nn.Module):
         self.input_layernorm = factory.layer_norm(hidden, config.layer_norm_eps)
         self.post_attention_layernorm = factory.layer_norm(hidden, config.layer_norm_eps)
         self.attention = GPTNeoXAttention(config, factory, memory)
+        shared = None
+        if moe.moe_shared_expert_intermediate_size is not None:
+            shared = GPTNeoXMLP(config, factory, moe.moe_shared_expert_intermediate_size)
         self.mlp = MoELayer(
-            hidden, config.intermediate_size, config.hidden_act, moe, factory=factory, expert_class=BiasedExperts
+            hidden,
+            config.intermediate_size,
+            config.hidden_act,
+            moe,
+            factory=factory,
+            expert_class=BiasedExperts,
+            shared_expert=shared,
         )
         sharded = factory.parallel.sequence_parallel_enabled
         self.post_attention_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
@@ -100,8 +109,7 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         memory = moe_memory(memory, moe)
         require_shardable(config, parallel.tensor_model_parallel_size)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe, rotary_dim=rotary_dim(config))
-        # All layers but the experts are those of GPT-NeoX.
-        factory = layer_factory("gpt_neox", config, parallel, dtype=dtype, device=device)
+        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXMoEModel(config, factory, memory, moe)
         self.add_head(factory)
         apply_memory(self, memory)

@@ -17,16 +17,18 @@ from nxd_memopt.modules.attention import (
     split_heads,
 )
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.moe import MoELayer
 from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, moe_memory
 from nxd_memopt.modules.moe.hf_options import resolve_moe
+from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-from nxd_memopt.planner.architectures import num_kv_heads, require_shardable
+from nxd_memopt.planner.architectures import biases, moe_layers, num_kv_heads, require_shardable, sizes
 
 
 class MixtralAttention(PackedWeights):
@@ -40,12 +42,13 @@ class MixtralAttention(PackedWeights):
     def __init__(self, config: MixtralConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.head_dim = config.head_dim or hidden // config.num_attention_heads
+        self.head_dim = sizes(config)["d"]
         query_size = config.num_attention_heads * self.head_dim
         kv_size = num_kv_heads(config) * self.head_dim
-        self.q_proj = factory.column("q_proj", hidden, query_size, bias=False)
-        self.k_proj = factory.column("k_proj", hidden, kv_size, bias=False)
-        self.v_proj = factory.column("v_proj", hidden, kv_size, bias=False)
+        bias = biases(config)["q_proj"]
+        self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
+        self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
+        self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias)
         self.o_proj = factory.row("o_proj", query_size, hidden, bias=False)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
@@ -72,10 +75,18 @@ class MixtralAttention(PackedWeights):
 class MixtralDecoderLayer(FusibleModule):
     """Pre-norm decoder layer; hidden states are ``[B, S, H]`` or ``[s, B, H]``."""
 
-    def __init__(self, config: MixtralConfig, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig) -> None:
+    def __init__(
+        self, config: MixtralConfig, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig, *, is_moe: bool
+    ) -> None:
         super().__init__()
         self.self_attn = MixtralAttention(config, factory, memory)
-        self.mlp = MoELayer(config.hidden_size, config.intermediate_size, config.hidden_act, moe, factory=factory)
+        hidden, width, act = config.hidden_size, config.intermediate_size, config.hidden_act
+        self.mlp: MoELayer | GatedMLP
+        if is_moe:
+            shared = shared_gated_mlp(config, moe, factory)
+            self.mlp = MoELayer(hidden, width, act, moe, factory=factory, shared_expert=shared)
+        else:
+            self.mlp = GatedMLP(hidden, width, act, bias=False, factory=factory)
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.fused_input_norm = residual_norm_path(self, "input_layernorm")
@@ -90,8 +101,10 @@ class MixtralDecoderLayer(FusibleModule):
         normed, hidden = add_and_norm(
             self.post_attention_layernorm, hidden, attended, path=self.fused_post_attention_norm
         )
-        output, rows = self.mlp(normed, rows, token_mask)
-        return hidden + output, rows
+        if isinstance(self.mlp, MoELayer):
+            output, rows = self.mlp(normed, rows, token_mask)
+            return hidden + output, rows
+        return hidden + self.mlp(normed), rows
 
 
 class MixtralModel(nn.Module):
@@ -104,7 +117,7 @@ class MixtralModel(nn.Module):
             "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
         )
         self.layers = nn.ModuleList(
-            MixtralDecoderLayer(config, factory, memory, moe) for _ in range(config.num_hidden_layers)
+            MixtralDecoderLayer(config, factory, memory, moe, is_moe=is_moe) for is_moe in moe_layers(config)
         )
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
@@ -157,9 +170,8 @@ class MixtralForCausalLM(MoECausalLM):
         size = parallel.tensor_model_parallel_size
         require_shardable(config, size)
         replicas = kv_size_multiplier(num_kv_heads(config), size)
-        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        super().__init__(config, parallel=parallel, memory=memory, moe=moe, rotary_dim=head_dim)
-        factory = layer_factory("mixtral", config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
+        super().__init__(config, parallel=parallel, memory=memory, moe=moe, rotary_dim=sizes(config)["d"])
+        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
         self.model = MixtralModel(config, factory, memory, moe)
         self.add_head(factory)
         apply_memory(self, memory)

@@ -20,6 +20,7 @@ from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.moe import MoELayer
 from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, moe_memory
 from nxd_memopt.modules.moe.hf_options import resolve_moe
+from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
@@ -82,7 +83,14 @@ class Qwen3MoeDecoderLayer(FusibleModule):
         hidden = config.hidden_size
         self.mlp: MoELayer | GatedMLP
         if is_moe:
-            self.mlp = MoELayer(hidden, config.moe_intermediate_size, config.hidden_act, moe, factory=factory)
+            self.mlp = MoELayer(
+                hidden,
+                config.moe_intermediate_size,
+                config.hidden_act,
+                moe,
+                factory=factory,
+                shared_expert=shared_gated_mlp(config, moe, factory),
+            )
         else:
             self.mlp = GatedMLP(hidden, config.intermediate_size, config.hidden_act, bias=False, factory=factory)
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)

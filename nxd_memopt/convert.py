@@ -61,8 +61,10 @@ class Convert:
     """From hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP."""
     moe_router_topk: int = 2
     """With --num-moe-experts: experts of a token."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """With --num-moe-experts: width of a gated shared expert, whose down projection is zero; writes a Qwen2-MoE."""
     seed: int = 1234
-    """With --num-moe-experts: seed of the routers' weights, which are drawn at random."""
+    """With --num-moe-experts: seed of the weights of routers and shared experts, which are drawn at random."""
     xser: bool = False
     """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is
     detected."""
@@ -87,6 +89,7 @@ class Convert:
             "--kv-size-multiplier": self.kv_size_multiplier,
             "--num-moe-experts": self.num_moe_experts,
             "--moe-router-topk": self.moe_router_topk,
+            "--moe-shared-expert-intermediate-size": self.moe_shared_expert_intermediate_size,
         }
         for option, size in sizes.items():
             if size is not None and size < 1:
@@ -114,7 +117,12 @@ class Convert:
         if self.source_format != "nxd":
             unused |= {"config": None, "accept_drift": False}
         if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):
-            unused |= {"num_moe_experts": None, "moe_router_topk": 2, "seed": 1234}
+            unused |= {
+                "num_moe_experts": None,
+                "moe_router_topk": 2,
+                "moe_shared_expert_intermediate_size": None,
+                "seed": 1234,
+            }
         if "nxd" not in (self.source_format, self.target_format):
             unused |= {
                 "tensor_model_parallel_size": None,
@@ -126,7 +134,7 @@ class Convert:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             formats = f"--from {self.source_format} --to {self.target_format}"
             remedy = "leave it out, or set --from or --to nxd"
-            if {"num_moe_experts", "moe_router_topk", "seed"} & set(names):
+            if {"num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed"} & set(names):
                 remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
             raise ValueError(f"{formats} takes no {options}: {remedy}")
 
@@ -140,7 +148,14 @@ class Convert:
 
         config = load_config(self.source)
         if self.num_moe_experts is not None:
-            config = upcycled_config(config, self.num_moe_experts, self.moe_router_topk)
+            # transformers has a shared expert with a gate only.
+            config = upcycled_config(
+                config,
+                self.num_moe_experts,
+                self.moe_router_topk,
+                shared_width=self.moe_shared_expert_intermediate_size,
+                shared_gate=self.moe_shared_expert_intermediate_size is not None,
+            )
             if config.model_type not in MODELS:
                 raise ValueError(
                     f"--num-moe-experts {self.num_moe_experts}: transformers has no {transformers_type(config)} with "

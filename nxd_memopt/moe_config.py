@@ -61,6 +61,7 @@ class MoEConfig:
         moe_router_bias_update_rate: step of that bias, per optimizer step.
         moe_shared_expert_intermediate_size: width of an MLP that all tokens pass in addition, all
             shared experts together, or None.
+        moe_shared_expert_gate: multiply the output of that MLP by a sigmoid of the token, as Qwen2-MoE.
         moe_ffn_hidden_size: width of an expert; None takes the width of the dense MLP.
     """
 
@@ -85,6 +86,7 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     moe_ffn_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +138,11 @@ class MoEConfig:
             value = getattr(self, name)
             if type(value) is not bool and not (value is None and name == "moe_token_dropping"):
                 raise ValueError(f"{name} must be true or false, got {value!r}")
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise ValueError(
+                "moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size, got None: set it, or leave the "
+                "gate out"
+            )
 
     def _check_losses(self) -> None:
         _require_at_least_0("moe_aux_loss_coeff", self.moe_aux_loss_coeff)
@@ -235,6 +242,7 @@ _MOE_SWITCHES = (
     "moe_layer_recompute",
     "moe_router_pre_softmax",
     "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
 )
 
 

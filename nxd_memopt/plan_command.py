@@ -16,7 +16,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
 from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults, with_experts
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
 from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
 from nxd_memopt.planner.step_time import rates_of
@@ -175,7 +175,7 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
     config = dict(section.get("config_overrides") or {})
     if section.get("pretrained"):
         config = load_model_config(section["pretrained"], ()) | config
-    complete = with_defaults(config)
+    complete = with_experts(with_defaults(config), _given_moe(source))
     moe = _moe(source, complete)
     data = source.get("data") or {}
     trainer = source.get("trainer") or {}
@@ -211,16 +211,14 @@ def _moe(source: Mapping[str, Any], config: Mapping[str, Any]) -> MoEConfig | No
     """Return the options of the layers with experts; None for a dense model.
 
     Raises:
-        ValueError: the section adds experts to a dense model, or chooses a memory technique.
+        ValueError: the section is for experts that the model does not have, or chooses a memory technique.
     """
     given = _given_moe(source)
     if not any(moe_layers(config)):
-        # A plan of the dense model would be too small.
         if given:
             name, value = next(iter(given.items()))
             raise ValueError(
-                f"moe.{name} {value!r} adds experts to a model, and plan knows those of its config only: leave it out "
-                "to plan the dense model, or name a config with experts"
+                f"moe.{name} {value!r} needs a model with experts: leave it out, or set moe.num_moe_experts"
             )
         return None
     if given.get("moe_layer_recompute"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -105,6 +107,14 @@ def mixtral_config(**changes: Any) -> MixtralConfig:
     )
 
 
+def qwen2_moe_config(**changes: Any) -> Qwen2MoeConfig:
+    """Biases on query, key and value, and a shared expert of another width; a dense MLP in layer 1."""
+    own = {"shared_expert_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 2}
+    shared = qwen3_moe_config().to_dict()
+    names = [field.name for field in dataclasses.fields(Qwen2MoeConfig) if field.name in shared]
+    return Qwen2MoeConfig(**{name: shared[name] for name in names} | own | changes)
+
+
 def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
     """8 experts in layers 0 and 2, a dense MLP in layer 1; weights of the chosen experts do not sum to 1."""
     return Qwen3MoeConfig(
@@ -159,6 +169,7 @@ CONFIGS = {
     "neox half rotary, no attention bias": lambda: gpt_neox_config(rotary_pct=0.5, attention_bias=False),
     "mixtral": mixtral_config,
     "mixtral without balancing": lambda: mixtral_config(output_router_logits=False, tie_word_embeddings=True),
+    "qwen2 with experts": qwen2_moe_config,
     "qwen3": qwen3_moe_config,
     "qwen3 normalised, biases": lambda: qwen3_moe_config(norm_topk_prob=True, attention_bias=True),
     "neox tanh gelu": lambda: gpt_neox_config(hidden_act="gelu_new"),

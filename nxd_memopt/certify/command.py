@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, key_values, load_model_config
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, key_values, load_model_config, with_defaults, with_experts
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.report.verdict import Certificate
     from nxd_memopt.certify.request import Answer, Request
     from nxd_memopt.moe_config import MoEConfig
 
-EXPERT_MODELS = ("mixtral", "qwen3_moe")
+EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_neox_moe")
 _WORKER = "nxd_memopt.certify.worker"
 
 
@@ -40,6 +40,8 @@ class Certify:
     auto: xla if torch_xla is installed, else cpu."""
     tensor_model_parallel_size: int = 1
     sequence_parallel_enabled: bool = False
+    expert_model_parallel_size: int = 1
+    """Data-parallel ranks over which experts are divided."""
     reduce_dtype: Literal["float32"] | None = None
     """Reduce the linear layers' partial sums in fp32."""
     seq_length: int = 2048
@@ -128,7 +130,10 @@ class Certify:
                 f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
                 f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
             )
+        given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
         config = load_model_config(self.model, self.override)
+        if "num_moe_experts" in given or "moe_shared_expert_intermediate_size" in given:
+            config = with_experts(with_defaults(config), given)
         model_types = {*(named["model_type"] for named in NAMED_CONFIGS.values()), *EXPERT_MODELS}
         require_one_of("model_type", config.get("model_type"), tuple(model_types))
         depth = config["num_hidden_layers"]
@@ -143,9 +148,10 @@ class Certify:
             self.tensor_model_parallel_size,
             self.sequence_parallel_enabled,
             self.reduce_dtype,
+            expert_model_parallel_size=self.expert_model_parallel_size,
         )
         memory = self._memory()
-        moe = self._experts(config)
+        moe = self._experts(config, given)
         if moe is not None and moe.moe_layer_recompute:
             # The same recomputation, named in the memory's options, which the formulas read.
             from nxd_memopt.modules.moe.causal_lm import moe_memory
@@ -165,14 +171,18 @@ class Certify:
             moe=None if moe is None else dataclasses.asdict(moe),
         )
 
-    def _experts(self, config: dict[str, Any]) -> MoEConfig | None:
+    def _experts(self, config: dict[str, Any], given: dict[str, Any]) -> MoEConfig | None:
         """Return the options of a model with experts, None for a dense model.
 
         Raises:
             ValueError: the options contradict the config, or certify measures no such model.
         """
-        given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
         if config["model_type"] not in EXPERT_MODELS:
+            if self.expert_model_parallel_size > 1:
+                raise ValueError(
+                    f"expert_model_parallel_size {self.expert_model_parallel_size} needs a model with experts, and "
+                    f"model_type is {config['model_type']}: leave it out"
+                )
             if given:
                 raise ValueError(
                     f"--moe {self.moe[0]} needs a model with experts, and model_type is {config['model_type']}: "
@@ -182,7 +192,10 @@ class Certify:
         # Imports torch, which certificates of dense models do without in this process.
         from nxd_memopt.training.moe_options import MoEOptions, resolve_options
 
-        hf_config: Any = require_transformers("nxd-memopt certify").AutoConfig.for_model(**config)
+        require_transformers("nxd-memopt certify")
+        from nxd_memopt.modules.moe.gpt_neox_config import config_of
+
+        hf_config = config_of(config)
         moe = resolve_options(from_mapping(MoEOptions, given, section="--moe"), hf_config)
         assert moe is not None
         if not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
@@ -219,7 +232,9 @@ class Certify:
             request,
             answer,
             device=Device(capacity_gib, self.reserve_gib),
-            optimizer=OptimizerState(self.master_weights, self.zero1, self.data_parallel_size),
+            optimizer=OptimizerState(
+                self.master_weights, self.zero1, self.data_parallel_size, self.expert_model_parallel_size
+            ),
             max_temp_ratio=self.max_temp_ratio,
             stands_for=self.dtype,
             compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
@@ -231,9 +246,12 @@ class Certify:
         sequence = ""
         if parallel.sequence_parallel_enabled:
             sequence = " with sequence parallelism"
+        experts = ""
+        if parallel.expert_model_parallel_size > 1:
+            experts = f", EP={parallel.expert_model_parallel_size}"
         return (
             f"{self.model}: {request.config['num_hidden_layers']} layers, "
-            f"T={parallel.tensor_model_parallel_size}{sequence}, "
+            f"T={parallel.tensor_model_parallel_size}{sequence}{experts}, "
             f"S={self.seq_length}, B={self.micro_batch_size}, {self.dtype}, "
             f"recompute {self.recompute_granularity}, "
             f"backend {self.backend}"

@@ -74,11 +74,13 @@ class Answer:
         survivals: number of layers -> measurements with and without recomputation.
         fingerprints: fingerprint of the shallowest model's graph on each rank.
         num_parameters: number of parameters of one rank at full depth.
+        num_expert_parameters: those of its experts.
     """
 
     survivals: dict[int, Survival]
     fingerprints: tuple[str, ...]
     num_parameters: int
+    num_expert_parameters: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON; ``from_json`` is the inverse."""
@@ -91,6 +93,7 @@ class Answer:
             "survivals": pairs,
             "fingerprints": self.fingerprints,
             "num_parameters": self.num_parameters,
+            "num_expert_parameters": self.num_expert_parameters,
         }
 
     @classmethod
@@ -100,4 +103,5 @@ class Answer:
             int(layers): Survival(*(Measurement.from_json(measured) for measured in pair))
             for layers, pair in data["survivals"].items()
         }
-        return cls(survivals, tuple(data["fingerprints"]), data["num_parameters"])
+        numbers = (data["num_parameters"], data["num_expert_parameters"])
+        return cls(survivals, tuple(data["fingerprints"]), *numbers)

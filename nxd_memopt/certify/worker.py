@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from transformers import AutoConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron import xla_inspect
@@ -30,8 +29,10 @@ from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.certify.measure.xla import measure_outputs
 from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.moe.gpt_neox_config import config_of
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 
 def measure(request: Request) -> Answer:
@@ -41,9 +42,9 @@ def measure(request: Request) -> Answer:
         recompute = measure_variant(request, layers)
         with without_recompute():
             survivals[layers] = Survival(recompute, measure_variant(request, layers))
-    # T = 1 has one rank, whose fingerprint is measured already. With more ranks each costs a trace,
+    # One rank's fingerprint is measured already. With more ranks each costs a trace,
     # at the smallest depth: further layers repeat the same operations.
-    size = request.parallel_config().tensor_model_parallel_size
+    size = num_ranks(request)
     few = min(request.layer_counts)
     if size == 1:
         fingerprints = [survivals[few].recompute.fingerprint]
@@ -51,7 +52,13 @@ def measure(request: Request) -> Answer:
         # Traced for every rank, rank 0 included: a measured module has a marker in its graph
         # on XLA, so its fingerprint cannot be compared.
         fingerprints = [rank_fingerprint(request, few, rank) for rank in range(size)]
-    return Answer(survivals, tuple(fingerprints), count_parameters(request))
+    return Answer(survivals, tuple(fingerprints), *count_parameters(request))
+
+
+def num_ranks(request: Request) -> int:
+    """Return the ranks whose graphs are compared: T, times EP data-parallel ranks with other experts."""
+    parallel = request.parallel_config()
+    return parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
 
 
 def measure_variant(request: Request, layers: int) -> Measurement:
@@ -59,15 +66,14 @@ def measure_variant(request: Request, layers: int) -> Measurement:
     if request.backend == "xla":
         with traced_step(request, layers, rank=0) as outputs:
             return measure_outputs(outputs)
-    size = request.parallel_config().tensor_model_parallel_size
     if request.backend == "compiled":
         # Real tensors: dynamo and AOTAutograd create fake ones themselves while they trace.
-        with pretended_world(size, rank=0):
+        with pretended_world(request, rank=0):
             model, inputs = build(request, layers)
             return measure_compiled(lambda: model(**inputs).loss)
     # Eager steps run with fake tensors and a fake process group: operations are dispatched with
     # their shapes, but no memory is allocated and nothing is computed or sent.
-    with pretended_world(size, rank=0), FakeTensorMode(allow_non_fake_inputs=True):
+    with pretended_world(request, rank=0), FakeTensorMode(allow_non_fake_inputs=True):
         model, inputs = build(request, layers)
         return measure_eager(lambda: step(model, inputs))
 
@@ -77,8 +83,7 @@ def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
     if request.backend == "xla":
         with traced_step(request, layers, rank=rank) as outputs:
             return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
-    size = request.parallel_config().tensor_model_parallel_size
-    with pretended_world(size, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
+    with pretended_world(request, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
         model, inputs = build(request, layers)
         return measure_eager(lambda: step(model, inputs)).fingerprint
 
@@ -86,11 +91,10 @@ def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
 @contextmanager
 def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Tensor]]:
     """Yield loss and gradients of a step as ``rank`` traces it on XLA, before compilation."""
-    size = request.parallel_config().tensor_model_parallel_size
     # The rank is pretended twice: for torch_xla's own view of it, and for torch.distributed's.
     with ExitStack() as stack:
-        stack.enter_context(xla_inspect.pretended_rank(size, rank))
-        stack.enter_context(pretended_world(size, rank=rank))
+        stack.enter_context(xla_inspect.pretended_rank(num_ranks(request), rank))
+        stack.enter_context(pretended_world(request, rank=rank))
         model, inputs = build(request, layers)
         yield step(model, inputs)
 
@@ -107,14 +111,19 @@ def step(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 @contextmanager
-def pretended_world(world_size: int, *, rank: int) -> Iterator[None]:
-    """Simulate ``rank`` of ``world_size`` tensor-parallel ranks; collectives send nothing."""
+def pretended_world(request: Request, *, rank: int) -> Iterator[None]:
+    """Simulate ``rank`` of the tensor- and expert-parallel ranks; collectives send nothing."""
+    parallel = request.parallel_config()
+    world_size = num_ranks(request)
     if world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+        )
         yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -143,17 +152,19 @@ def _two_documents_per_row(request: Request) -> PackedDocuments:
     return documents.to(backend.device)
 
 
-def count_parameters(request: Request) -> int:
-    """Return the number of parameters of rank 0 at full depth."""
-    with pretended_world(request.parallel_config().tensor_model_parallel_size, rank=0):
+def count_parameters(request: Request) -> tuple[int, int]:
+    """Return the number of parameters of rank 0 at full depth, and how many of them are experts'."""
+    with pretended_world(request, rank=0):
         model = _meta_model(request, request.config["num_hidden_layers"])
         # parameters() yields a tied head and embedding once, as they are stored.
-        return sum(param.numel() for param in model.parameters())
+        params = list(model.parameters())
+        experts = [param for param in params if is_expert_parallel(param)]
+        return sum(param.numel() for param in params), sum(param.numel() for param in experts)
 
 
 def _meta_model(request: Request, layers: int) -> nn.Module:
     """Return the model with ``layers`` decoder layers on the meta device, without memory."""
-    config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
+    config: Any = config_of({**request.config, "num_hidden_layers": layers})
     options: dict[str, Any] = {}
     if request.moe is not None:
         options["moe"] = request.moe_config()

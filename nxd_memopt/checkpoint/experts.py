@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.files import Sources
 from nxd_memopt.parallel_layers.resharding import LazySlice, full_shape, stored_shape
-from nxd_memopt.planner.architectures import LAYERS
+from nxd_memopt.planner.architecture_layers import LAYERS
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class ExpertNames:
 
 NAMES = {
     "mixtral": ExpertNames("block_sparse_moe", ("w1", "w3"), "w2"),
+    "qwen2_moe": ExpertNames("mlp", ("gate_proj", "up_proj"), "down_proj"),
     "qwen3_moe": ExpertNames("mlp", ("gate_proj", "up_proj"), "down_proj"),
 }
 """By ``model_type``, for every architecture with experts."""
@@ -119,8 +120,15 @@ def stack_experts(model: torch.nn.Module, sources: Sources) -> Sources:
         ValueError: experts of a layer are missing.
     """
     names = names_of(model)
-    if names is None:
-        return sources
+    return sources if names is None else stack_named_experts(names, sources)
+
+
+def stack_named_experts(names: ExpertNames, sources: Sources) -> Sources:
+    """Return ``sources``, whose experts have ``names``, as ``stack_experts``.
+
+    Raises:
+        ValueError: experts of a layer are missing.
+    """
     block = re.escape(names.block)
     own = "|".join(re.escape(part) for part in (*names.gate_up, names.down))
     pattern = re.compile(rf"(.*\.){block}\.experts\.(\d+)\.({own})\.weight")

@@ -1,25 +1,28 @@
 """Replaces the MLPs of a dense model by experts that are copies of them (sparse upcycling, arXiv:2212.05055).
 
-LLaMA becomes a Mixtral, GPT-NeoX a model that this library alone has.
+LLaMA becomes a Mixtral, or with a gated shared expert a Qwen2-MoE; GPT-NeoX a model that this library alone has.
 
-The weights of the chosen experts of a token add up to 1, so the first forward computes what the dense model does,
-whatever the router chooses.
+The weights of the chosen experts of a token add up to 1, and a shared expert starts with a zero down projection, so
+the first forward computes what the dense model does, whatever the router chooses.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nxd_memopt.checkpoint.experts import StackedExperts
+from nxd_memopt.checkpoint.experts import NAMES, StackedExperts, stack_experts, stack_named_experts
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import num_kv_heads
+from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
+from nxd_memopt.planner.architectures import num_kv_heads, parameters, sizes
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
@@ -50,19 +53,37 @@ _SHARED = (
 
 # GPT-NeoX's linear layers of an MLP, which have biases.
 _NEOX_PARTS = ("dense_h_to_4h", "dense_4h_to_h")
+_EXPERTS = re.compile(r"\.experts\.")
 
 
-def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> MixtralConfig | GPTNeoXMoEConfig:
+def upcycled_config(
+    config: PretrainedConfig,
+    num_experts: int,
+    top_k: int,
+    *,
+    shared_width: int | None = None,
+    shared_gate: bool = False,
+) -> PretrainedConfig:
     """Return the config of the model whose experts are MLPs of the dense model with ``config``.
 
     Args:
         config: config of the dense model.
         num_experts: E, experts of each layer.
         top_k: k, experts of a token.
+        shared_width: width of a shared expert, or None for none.
+        shared_gate: scale its output by a sigmoid of the token.
 
     Raises:
         ValueError: the model is neither LLaMA nor GPT-NeoX, or a LLaMA with biases, which Mixtral does not have.
     """
+    routed = _routed_config(config, num_experts, top_k)
+    if shared_width is None:
+        return routed
+    return with_shared_expert(routed, shared_width, gate=shared_gate)
+
+
+def _routed_config(config: PretrainedConfig, num_experts: int, top_k: int) -> MixtralConfig | GPTNeoXMoEConfig:
+    """Return the config without a shared expert; errors as ``upcycled_config``."""
     from transformers import MixtralConfig
 
     from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
@@ -94,15 +115,16 @@ def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> M
 
 
 def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None:
-    """Load a model with experts from the Hugging Face directory of the dense one. Every rank calls.
+    """Load a model with experts from the Hugging Face directory of one without them. Every rank calls.
 
     Each rank reads its slices of the MLPs for each of its experts. The routers are drawn from the
-    normal distribution with the config's ``initializer_range``, equal for every T and EP.
+    normal distribution with the config's ``initializer_range``, equal for every T and EP. So is the shared
+    expert, whose down projection is zero. A directory with experts lacks the shared expert alone.
 
     Args:
-        model: a model with ``upcycled_config`` of the dense model's config.
-        directory: the dense model.
-        seed: seed of the routers' weights.
+        model: a model with ``upcycled_config`` of the dense model's config, or ``with_shared_expert``.
+        directory: the model without experts, or without a shared one.
+        seed: seed of the weights that are drawn.
 
     Raises:
         ValueError: on every rank, as ``load_pretrained``.
@@ -112,14 +134,65 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
         raise_together(f"loading {directory}"),
         open_weights(location) as sources,
     ):
-        load_sources(model, _upcycled(model, sources, seed), Path(directory))
+        if any(_EXPERTS.search(name) for name in sources):
+            upcycled = _stacked(model, sources)
+        else:
+            upcycled = _upcycled(model, sources, seed)
+        load_sources(model, upcycled | _shared_experts(model, seed), Path(directory))
+
+
+def _stacked(model: nn.Module, sources: Sources) -> Sources:
+    """Return ``sources`` of a model with experts with the names of ``model``."""
+    # A Mixtral with a gated shared expert is a Qwen2-MoE: its experts have Mixtral's names in the files.
+    is_mixtral = any(f".{NAMES['mixtral'].block}." in name for name in sources)
+    return stack_named_experts(NAMES["mixtral"], sources) if is_mixtral else stack_experts(model, sources)
+
+
+def _shared_experts(model: nn.Module, seed: int) -> Sources:
+    """Return the shared experts of ``model`` by name: drawn, with zeros for down projection and biases."""
+    config: Any = model.config
+    shared: Sources = {}
+    for parameter in parameters(config):
+        if ".mlp.shared_expert" not in parameter.name:
+            continue
+        is_zero = parameter.sharding == "row" or len(parameter.shape) == 1
+        std = 0.0 if is_zero else config.initializer_range
+        # A seed for each tensor: what a rank draws does not depend on what it has drawn before.
+        shared[parameter.name] = DrawnTensor(parameter.shape, std, seed=seed + 1 + len(shared))
+    return shared
+
+
+class DrawnTensor:
+    """A lazy tensor of normally distributed numbers, fp32, which are drawn as a whole when a part is read.
+
+    Args:
+        shape: full shape.
+        std: standard deviation; 0 for zeros.
+        seed: seed of the numbers.
+    """
+
+    def __init__(self, shape: tuple[int, ...], std: float, *, seed: int) -> None:
+        self._shape = shape
+        self._std = std
+        self._seed = seed
+
+    def get_shape(self) -> list[int]:
+        """Return the full shape."""
+        return list(self._shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part of the numbers."""
+        full = torch.zeros(self._shape)
+        if self._std:
+            full.normal_(0, self._std, generator=torch.Generator().manual_seed(self._seed))
+        return full[index]
 
 
 def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
     """Return ``sources`` of a dense model with the names and shapes of ``model``."""
-    config: MixtralConfig | GPTNeoXMoEConfig = model.config  # pyright: ignore[reportAssignmentType]
-    experts = config.num_local_experts
-    is_neox = config.model_type == "gpt_neox_moe"
+    config: Any = model.config
+    experts = sizes(config)["E"]
+    is_neox = config.model_type == GPT_NEOX_MOE
     backbone = "gpt_neox" if is_neox else "model"
     experts_of_layer = _neox_experts if is_neox else _mixtral_experts
     generator = torch.Generator().manual_seed(seed)

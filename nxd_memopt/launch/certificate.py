@@ -70,8 +70,8 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
     """Return the options for the model; write a config.json if there is no pretrained directory."""
     overrides = config.model.config_overrides
     file = directory / "config.json"
-    if config.moe.num_moe_experts is not None:
-        # An upcycled model has the config of a model with experts, which no file has yet.
+    if config.moe.num_moe_experts is not None or config.moe.moe_shared_expert_intermediate_size is not None:
+        # Added experts are in the config of the model that has them, which no file has yet.
         from nxd_memopt.training.model import load_hf_config
 
         content = load_hf_config(config.model, config.moe).to_dict()
@@ -111,18 +111,11 @@ def _require_measured(config: TrainConfig) -> None:
 
 
 def _step(config: TrainConfig) -> list[str]:
-    """Return the options for parallelism, S, B, dtype and experts.
-
-    Raises:
-        ValueError: certify has no option for expert parallelism.
-    """
+    """Return the options for parallelism, S, B, dtype and experts."""
     parallel = config.parallel
-    if parallel.expert_model_parallel_size > 1:
-        raise ValueError(
-            f"certify has no option for parallel.expert_model_parallel_size {parallel.expert_model_parallel_size}: "
-            "leave it out for the dry run"
-        )
     options = ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
+    if parallel.expert_model_parallel_size > 1:
+        options += ["--expert-model-parallel-size", str(parallel.expert_model_parallel_size)]
     if parallel.sequence_parallel_enabled:
         options += ["--sequence-parallel-enabled"]
     if parallel.reduce_dtype is not None:

@@ -1,8 +1,6 @@
 """The parameters of each architecture: name, shape, and how tensor parallelism shards them.
 
-Models, checkpoints, certificates and the planner read this table. Letters: H hidden size, F MLP
-width, V vocabulary, h query heads, g KV heads (query groups), d head size, E experts, M width of an
-expert.
+Models, checkpoints, certificates and the planner read them from the table in ``architecture_layers.py``.
 """
 
 from __future__ import annotations
@@ -12,54 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.planner.architecture_layers import (
+    EXPERT_SHARDINGS,
+    GPT_NEOX_MOE,
+    LAYERS,
+    QWEN2_MOE,
+    SHARDED_DIMENSIONS,
+    Layer,
+)
 
-GPT_NEOX_MOE = "gpt_neox_moe"
-"""``model_type`` of GPT-NeoX with experts. It has no entry in ``LAYERS``: it has no files of Hugging Face, and
-is not planned."""
-
-SHARDED_DIMENSIONS: dict[str, int | None] = {
-    "vocab": 0,
-    "column": 0,
-    "query_column": 0,
-    "kv_column": 0,
-    "row": 1,
-    "query_row": 1,
-    "expert_column": 1,
-    "expert_row": 2,
-    "replicated": None,
-}
-"""Sharded dimension of a weight, by kind of sharding.
-
-- ``vocab``: rows of an embedding table or head, padded to a multiple of T.
-- ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
-  of KV heads, replicated if T exceeds their number.
-- ``row``: input columns. ``query_row``: input columns that come from query heads.
-- ``expert_column``: output rows of each expert's gate and up, of a tensor ``[E, 2 M, H]``.
-  ``expert_row``: input columns of each expert, of ``[E, H, M]``. Expert-parallel ranks have
-  consecutive experts.
-- ``replicated``: no sharding.
-
-A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
-"""
+GPT_NEOX_TYPES = ("gpt_neox", GPT_NEOX_MOE)
+"""Architectures with GPT-NeoX's attention, norms and biases."""
+_MODELS_WITH_EXPERTS = ("mixtral", QWEN2_MOE, "qwen3_moe", GPT_NEOX_MOE)
+_MODELS_WITH_DENSE_LAYERS = (QWEN2_MOE, "qwen3_moe")
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer, norm or embedding.
+class ExpertShape(tuple[int, ...]):
+    """Shape of a parameter of experts on one rank: D/EP data-parallel ranks have the same one, not D."""
 
-    Attributes:
-        name: Hugging Face's name, with ``{}`` for the index of the decoder layer.
-        weight: dimensions of the weight in letters, such as ``("g*d", "H")``.
-        sharding: key of ``SHARDED_DIMENSIONS``.
-        bias: whether there is a bias, or the config option that says so.
-        only_in: decoder layers that have it, ``"dense"`` or ``"moe"`` ones; None for all.
-    """
-
-    name: str
-    weight: tuple[str, ...]
-    sharding: str
-    bias: bool | str = False
-    only_in: str | None = None
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -82,9 +51,14 @@ class Parameter:
     is_sequence_partial: bool
 
     @property
+    def is_head_partial(self) -> bool:
+        """Whether the gradient is a partial sum over the rank's heads, with and without sequence parallelism."""
+        return self.sharding == "head_norm"
+
+    @property
     def is_expert(self) -> bool:
         """Whether expert-parallel ranks have different experts of it, along dimension 0."""
-        return self.sharding in _EXPERT_SHARDINGS
+        return self.sharding in EXPERT_SHARDINGS
 
     def local_shape(
         self, tensor_model_parallel_size: int, kv_replicas: int = 1, expert_model_parallel_size: int = 1
@@ -109,104 +83,8 @@ class Parameter:
         shape[self.sharded_dimension] = -(-shape[self.sharded_dimension] // shards)
         if self.is_expert:
             shape[0] //= expert_model_parallel_size
+            return ExpertShape(shape)
         return tuple(shape)
-
-
-_EXPERT_SHARDINGS = ("expert_column", "expert_row")
-
-
-_ROUTED_EXPERTS = (
-    Layer("model.layers.{}.mlp.gate", ("E", "H"), "replicated", only_in="moe"),
-    Layer("model.layers.{}.mlp.experts.gate_up_proj", ("E", "2*M", "H"), "expert_column", only_in="moe"),
-    Layer("model.layers.{}.mlp.experts.down_proj", ("E", "H", "M"), "expert_row", only_in="moe"),
-)
-
-# One weight for all heads: each rank's gradient is the sum over its own heads.
-_HEAD_NORMS = (
-    Layer("model.layers.{}.self_attn.q_norm", ("d",), "replicated"),
-    Layer("model.layers.{}.self_attn.k_norm", ("d",), "replicated"),
-)
-
-
-def _llama_layers(
-    *,
-    attention_bias: bool | str = False,
-    output_bias: bool | str = False,
-    mlp_bias: bool | str = False,
-    head_norms: tuple[Layer, ...] = (),
-) -> tuple[Layer, ...]:
-    """Return the layers of LLaMA and of the models that differ from it by biases and norms of heads.
-
-    Args:
-        attention_bias: ``Layer.bias`` of the query, key and value projections.
-        output_bias: of the output projection.
-        mlp_bias: of the MLP.
-        head_norms: norms of query and key.
-    """
-    return (
-        Layer("model.embed_tokens", ("V", "H"), "vocab"),
-        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias=attention_bias),
-        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias=attention_bias),
-        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias=attention_bias),
-        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias=output_bias),
-        *head_norms,
-        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", bias=mlp_bias),
-        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", bias=mlp_bias),
-        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", bias=mlp_bias),
-        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
-        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
-        Layer("model.norm", ("H",), "replicated"),
-        Layer("lm_head", ("V", "H"), "vocab"),
-    )
-
-
-LAYERS: dict[str, tuple[Layer, ...]] = {
-    "llama": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": _llama_layers(),
-    "qwen2": _llama_layers(attention_bias=True),
-    "qwen3": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", head_norms=_HEAD_NORMS),
-    "gpt_neox": (
-        Layer("gpt_neox.embed_in", ("V", "H"), "vocab"),
-        Layer("gpt_neox.layers.{}.input_layernorm", ("H",), "replicated", bias=True),
-        Layer("gpt_neox.layers.{}.post_attention_layernorm", ("H",), "replicated", bias=True),
-        # Rows are [q, k, v] of head 0, then of head 1: a contiguous shard has complete heads.
-        Layer("gpt_neox.layers.{}.attention.query_key_value", ("3*h*d", "H"), "column", bias="attention_bias"),
-        Layer("gpt_neox.layers.{}.attention.dense", ("H", "h*d"), "row", bias="attention_bias"),
-        Layer("gpt_neox.layers.{}.mlp.dense_h_to_4h", ("F", "H"), "column", bias=True),
-        Layer("gpt_neox.layers.{}.mlp.dense_4h_to_h", ("H", "F"), "row", bias=True),
-        Layer("gpt_neox.final_layer_norm", ("H",), "replicated", bias=True),
-        Layer("lm_head", ("V", "H"), "vocab"),
-    ),
-    "mixtral": (
-        Layer("model.embed_tokens", ("V", "H"), "vocab"),
-        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column"),
-        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column"),
-        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column"),
-        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row"),
-        *_ROUTED_EXPERTS,
-        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
-        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
-        Layer("model.norm", ("H",), "replicated"),
-        Layer("lm_head", ("V", "H"), "vocab"),
-    ),
-    "qwen3_moe": (
-        Layer("model.embed_tokens", ("V", "H"), "vocab"),
-        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias="attention_bias"),
-        *_HEAD_NORMS,
-        *_ROUTED_EXPERTS,
-        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", only_in="dense"),
-        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", only_in="dense"),
-        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", only_in="dense"),
-        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
-        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
-        Layer("model.norm", ("H",), "replicated"),
-        Layer("lm_head", ("V", "H"), "vocab"),
-    ),
-}
-"""The layers of each architecture by Hugging Face's ``model_type``, in the order of the model."""
 
 
 def shardings(model_type: str) -> dict[str, str]:
@@ -215,7 +93,7 @@ def shardings(model_type: str) -> dict[str, str]:
     ``modules.moe.Experts`` describes its parameters itself. Some of their names are those of dense
     layers too.
     """
-    layers = [layer for layer in LAYERS[model_type] if layer.sharding not in _EXPERT_SHARDINGS]
+    layers = [layer for layer in LAYERS[model_type] if layer.sharding not in EXPERT_SHARDINGS]
     return {layer.name.rsplit(".", 1)[-1]: layer.sharding for layer in layers}
 
 
@@ -244,6 +122,11 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def smallest_window(config: Any) -> int | None:
+    """Return the shortest attention window of the decoder layers, or None if no layer has one."""
+    return min((window for window in attention_windows(config) if window is not None), default=None)
+
+
 def sizes(config: Any) -> dict[str, int]:
     """Return the value of each letter.
 
@@ -259,11 +142,30 @@ def sizes(config: Any) -> dict[str, int]:
         "g": num_kv_heads(config),
         "d": option(config, "head_dim") or option(config, "hidden_size") // heads,
     }
-    if option(config, "model_type") in ("mixtral", "qwen3_moe", GPT_NEOX_MOE):
+    if option(config, "model_type") in _MODELS_WITH_EXPERTS:
         # Files of older versions of transformers call Qwen3's experts num_experts.
         letters["E"] = option(config, "num_local_experts") or option(config, "num_experts")
         letters["M"] = option(config, "moe_intermediate_size") or letters["F"]
+        letters["W"] = shared_expert_width(config) or 0
     return letters
+
+
+def shared_expert_width(config: Any) -> int | None:
+    """Return W, the width of the shared expert of each layer with experts; None if there is none.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+    """
+    if option(config, "model_type") not in _MODELS_WITH_EXPERTS:
+        return None
+    return option(config, "shared_expert_intermediate_size") or None
+
+
+def has_shared_expert_gate(config: Any) -> bool:
+    """Return whether a sigmoid of the token scales the output of the shared expert, as always in Qwen2-MoE."""
+    if shared_expert_width(config) is None:
+        return False
+    return option(config, "model_type") == QWEN2_MOE or bool(option(config, "shared_expert_gate"))
 
 
 def moe_layers(config: Any) -> tuple[bool, ...]:
@@ -274,8 +176,8 @@ def moe_layers(config: Any) -> tuple[bool, ...]:
     """
     count = option(config, "num_hidden_layers")
     model_type = option(config, "model_type")
-    if model_type != "qwen3_moe":
-        return (model_type in ("mixtral", GPT_NEOX_MOE),) * count
+    if model_type not in _MODELS_WITH_DENSE_LAYERS:
+        return (model_type in _MODELS_WITH_EXPERTS,) * count
     dense = option(config, "mlp_only_layers") or ()
     step = option(config, "decoder_sparse_step") or 1
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
@@ -307,7 +209,16 @@ def parameters(config: Any) -> Iterator[Parameter]:
     require_one_of("model_type", model_type, tuple(LAYERS))
     letters = sizes(config)
     is_tied = bool(option(config, "tie_word_embeddings"))
-    layers = [layer for layer in LAYERS[model_type] if not (is_tied and layer.name == "lm_head")]
+    present: set[str | None] = {None}
+    if shared_expert_width(config) is not None:
+        present.add("shared_expert")
+    if has_shared_expert_gate(config):
+        present.add("shared_expert_gate")
+    layers = [
+        layer
+        for layer in LAYERS[model_type]
+        if layer.only_with in present and not (is_tied and layer.name == "lm_head")
+    ]
     # Three groups in the order of the table: before, inside and after the decoder layers.
     inside = [layer for layer in layers if "{}" in layer.name]
     start = layers.index(inside[0])
@@ -335,14 +246,14 @@ def _layer_parameters(
     # own tokens only, so that the gradient on a rank is a partial sum over these tokens.
     # The experts are one tensor each, a parameter of the module that holds all of them.
     weight_name = f"{name}.weight"
-    if layer.sharding in _EXPERT_SHARDINGS:
+    if layer.sharding in EXPERT_SHARDINGS:
         weight_name = name
     yield Parameter(
         weight_name,
         shape,
         layer.sharding,
         sharded_dimension,
-        is_sequence_partial=layer.sharding == "replicated",
+        is_sequence_partial=layer.sharding in ("replicated", "head_norm"),
     )
     if not _has_bias(layer, config):
         return
@@ -398,7 +309,9 @@ def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
     if any(is_moe):
         width = "moe_intermediate_size" if option(config, "moe_intermediate_size") else "intermediate_size"
         require_divisible(width, letters["M"], size_name, tensor_model_parallel_size)
-    if option(config, "model_type") in ("gpt_neox", GPT_NEOX_MOE):
+        name = "moe_shared_expert_intermediate_size"
+        require_divisible(name, letters["W"], size_name, tensor_model_parallel_size)
+    if option(config, "model_type") in GPT_NEOX_TYPES:
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
         if letters["g"] != letters["h"]:
             raise ValueError(

@@ -203,8 +203,30 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         "dW": columns * b.width_weight,
     }
     return [
+        *_shared_expert_moments(sizes, b, columns),
         Moment("MLP, last projection", down | written),
         Moment("MLP, first projections", up | written, frozenset({"mlp activation"}), b.width_weight),
+    ]
+
+
+def _shared_expert_moments(sizes: RankSizes, b: _Bytes, columns: int) -> list[Moment]:
+    """Return the moments of the shared expert, whose backward comes before that of the routed ones."""
+    if sizes.moe is None or not sizes.moe.shared_width:
+        return []
+    width = sizes.tokens * sizes.moe.shared_width * sizes.element_bytes
+    weight = sizes.moe.shared_width * sizes.hidden * sizes.element_bytes
+    down = {"gradients of the stream": 2 * b.stream, "gathered": b.gathered, "dA": width, "dW": weight}
+    up = {
+        "gradients of the stream": 2 * b.stream + b.reduced,
+        "gathered": b.gathered,
+        "gradients of the columns": columns * width,
+        "dX": b.full,
+        "dW": columns * weight,
+    }
+    freed = frozenset({"shared activation", "shared output", "gate of the shared output"})
+    return [
+        Moment("shared expert, last projection", down),
+        Moment("shared expert, first projections", up, freed, weight),
     ]
 
 

@@ -22,6 +22,7 @@ of tokens                          reduce-scatter a
                                    all-gather 8 S B T       (two fp32 sums a token of each rank)
  in fp16                           as above, no reduction   its all-gathers again, and the reduction
 gradient hook, SP                  --                       all-reduce of norms, row biases, routers
+ without SP                                                 all-reduce of the norms of heads
 mixture of experts, k of E         SP all-gathers a, 4 N k  SP all-gather a, reduce-scatters a, 4 N k
                                    and 8 N k (weights and   else all-reduces a, 4 N k
                                    indices of the choices),
@@ -29,12 +30,20 @@ mixture of experts, k of E         SP all-gathers a, 4 N k  SP all-gather a, red
                                    (sums of the router),
                                    reduce-scatter a
                                    else all-reduce a
+ shared expert                     as a column input and a row output
+ EP ranks, all-gather              all-gathers EP a, EP 4 N k,  all-gather EP a, reduce-scatters
+                                   EP 8 N k (twice with         EP a, EP 4 N k
+                                   capacities),
+                                   reduce-scatter EP a
+ EP ranks, all-to-all              2 all-to-alls E C H      2 all-to-alls E C H
 =================================  =======================  ==================================
+
+Here C is the capacity of an expert, N is S B, and the group's size in the last two rows is EP instead of T.
 
 Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops
 at the last tensor that backward needs, so a region that ends in a row-parallel layer omits the last
 reduction; on XLA collectives are chained and the reduction stays. ``reduce_dtype="float32"`` widens
-the reductions of linear layers, not the all-gathers, and not those of experts. N is S B.
+the reductions of linear layers, not the all-gathers, and not those of experts.
 """
 
 from __future__ import annotations
@@ -43,6 +52,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.moe_sizes import expert_capacity
 
 GRADIENT_BUCKET_BYTES = 128 << 20
 """Bytes of a bucket of ``parallel_layers.grads``.
@@ -78,12 +88,24 @@ class RouterShape:
         top_k: k.
         score_bytes: bytes per element of scores and weights: 4, or 8 for a router in fp64.
         gathers_logits: Sinkhorn balances the tokens of all tensor-parallel ranks together.
+        shared_blocks: 1 with a shared expert, which is one more dense block.
+        saves_shared_output: a gate scales the output of the shared expert, and saves it.
+        expert_ranks: EP, ranks over which the experts are divided.
+        sends_rows: rows are sent to the ranks of their experts, instead of all tokens to all ranks.
+        capacity_factor: rows of an expert, if they are padded to its capacity; None for blocks.
+        counted_bytes: numbers of choices that the ranks add up for ``global_aux_loss``; 0 for other losses.
     """
 
     num_experts: int
     top_k: int
     score_bytes: int = _FP32_BYTES
     gathers_logits: bool = False
+    shared_blocks: int = 0
+    saves_shared_output: bool = False
+    expert_ranks: int = 1
+    sends_rows: bool = False
+    capacity_factor: float | None = None
+    counted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,13 +235,15 @@ def expected_collectives(
         stops_early: whether a recomputation ends with the last tensor that backward needs, as in
             PyTorch's eager checkpoint.
     """
-    # A group of one rank sends nothing, and no collective is issued for it.
-    if shape.tensor_model_parallel_size == 1:
-        return Counter()
     total = _around_layers(shape) + _gradient_hook(shape)
     for blocks in shape.blocks:
         total += per_layer(shape, blocks)
-    return total + _recomputed(shape, memory, stops_early=stops_early)
+    return _issued(total + _recomputed(shape, memory, stops_early=stops_early))
+
+
+def _issued(collectives: Counter[Collective]) -> Counter[Collective]:
+    """Return the collectives without those of one rank, which sends nothing."""
+    return Counter({each: count for each, count in collectives.items() if each.group_size > 1})
 
 
 def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
@@ -227,8 +251,8 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     total: Counter[Collective] = Counter()
     dense = blocks
     if shape.router is not None:
-        dense -= 1
-        total += _experts_forward(shape, shape.router) + shape.reduction(wide=False)
+        dense += shape.router.shared_blocks - 1
+        total += _experts_forward(shape, shape.router) + _experts_output(shape, shape.router)
         total += _experts_backward(shape, shape.router)
     for _ in range(dense):
         total += shape.column_forward() + shape.reduction()
@@ -242,22 +266,63 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     if shape.kv_replicas > 1:
         for gradient_bytes in shape.kv_gradient_bytes:
             total += shape._one("all_reduce", gradient_bytes, shape.kv_replicas)
-    return total
+    return _issued(total)
 
 
 def _experts_forward(shape: StepShape, router: RouterShape) -> Counter[Collective]:
-    """Return the forward collectives of a mixture of experts before the reduction of its output."""
+    """Return the forward collectives of a mixture of experts before those of its output."""
+    total = _dispatch(shape, router)
+    if router.counted_bytes:
+        total += shape._one("all_reduce", router.counted_bytes, router.expert_ranks)
     # Without SP every rank has all tokens, and routes them.
     if not shape.sequence_parallel_enabled:
-        return Counter()
+        return total
     choices = shape.tokens * router.top_k
     sums = shape.micro_batch_size * (2 + 3 * router.num_experts)
-    total = shape.gather()
+    total += shape.gather()
     total += shape._one("all_gather", choices * router.score_bytes)
     total += shape._one("all_gather", choices * _INT64_BYTES)
     total += shape._one("all_reduce", sums * router.score_bytes)
     if router.gathers_logits:
         total += shape._one("all_gather", shape.tokens * router.num_experts * router.score_bytes)
+    return total
+
+
+def _dispatch(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+    """Return what expert-parallel ranks exchange in forward, without the reduction of gathered tokens."""
+    ranks = router.expert_ranks
+    if ranks == 1:
+        return Counter()
+    if router.sends_rows:
+        sent = shape._one("all_to_all", _sent_bytes(shape, router), ranks)
+        return sent + sent
+    choices = ranks * shape.tokens * router.top_k
+    total = shape._one("all_gather", _gathered_bytes(shape, router), ranks)
+    total += shape._one("all_gather", choices * router.score_bytes, ranks)
+    total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
+    if router.capacity_factor is not None:
+        # The place of each choice in the queue of its expert.
+        total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
+    return total
+
+
+def _sent_bytes(shape: StepShape, router: RouterShape) -> int:
+    """Return the bytes of the rows of all experts, each padded to its capacity."""
+    assert router.capacity_factor is not None, "rows are sent in the padded form alone"
+    capacity = expert_capacity(shape.tokens, router.top_k, router.num_experts, router.capacity_factor)
+    return router.num_experts * capacity * shape.hidden_size * shape.element_bytes
+
+
+def _gathered_bytes(shape: StepShape, router: RouterShape) -> int:
+    """Return the bytes of the tokens of all expert-parallel ranks."""
+    return router.expert_ranks * shape.tokens * shape.hidden_size * shape.element_bytes
+
+
+def _experts_output(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+    """Return the reductions of the experts' outputs, which a recomputation that stops early omits."""
+    total = shape.reduction(wide=False)
+    if router.expert_ranks > 1 and not router.sends_rows:
+        total += shape._one("reduce_scatter", _gathered_bytes(shape, router), router.expert_ranks)
     return total
 
 
@@ -269,7 +334,17 @@ def _experts_backward(shape: StepShape, router: RouterShape) -> Counter[Collecti
     """
     kind = "reduce_scatter" if shape.sequence_parallel_enabled else "all_reduce"
     weights = shape._one(kind, shape.tokens * router.top_k * router.score_bytes)
-    return shape.row_backward() + shape.reduction(wide=False) + weights
+    total = shape.row_backward() + shape.reduction(wide=False) + weights
+    ranks = router.expert_ranks
+    if ranks > 1 and router.sends_rows:
+        sent = shape._one("all_to_all", _sent_bytes(shape, router), ranks)
+        total += sent + sent
+    elif ranks > 1:
+        gathered = _gathered_bytes(shape, router)
+        total += shape._one("all_gather", gathered, ranks) + shape._one("reduce_scatter", gathered, ranks)
+        choices = ranks * shape.tokens * router.top_k
+        total += shape._one("reduce_scatter", choices * router.score_bytes, ranks)
+    return total
 
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
@@ -289,10 +364,7 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
-    """Return the all-reduces of sequence-parallel gradients, one per flat bucket."""
-    # Without SP every rank computes these gradients from all tokens, so nothing is summed.
-    if not shape.sequence_parallel_enabled:
-        return Counter()
+    """Return the all-reduces of gradients that are partial sums, one per flat bucket."""
     # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
     # gradient larger than a bucket has one alone.
     buckets: list[int] = []
@@ -318,7 +390,8 @@ def _recomputed(
     dense, experts = _recomputed_parts(shape, memory, stops_early=stops_early)
     parts = [(shape.column_forward(), dense[0]), (shape.reduction(), dense[1])]
     if shape.router is not None:
-        parts += [(_experts_forward(shape, shape.router), experts[0]), (shape.reduction(wide=False), experts[1])]
+        output = _experts_output(shape, shape.router)
+        parts += [(_experts_forward(shape, shape.router), experts[0]), (output, experts[1])]
     total: Counter[Collective] = Counter()
     for part, count in parts:
         for collective, number in part.items():
@@ -359,7 +432,13 @@ def _recomputed_parts(
         if shape.router is None:
             return (blocks, blocks - omitted), (0, 0)
         dense = blocks - recomputed_layers
-        return (dense, dense), (recomputed_layers, recomputed_layers - omitted)
+        shared = shape.router.shared_blocks * recomputed_layers
+        if not shared:
+            return (dense, dense), (recomputed_layers, recomputed_layers - omitted)
+        # The shared expert comes last. A gate saves its output.
+        if shape.router.saves_shared_output:
+            omitted = 0
+        return (dense + shared, dense + shared - omitted), (recomputed_layers, recomputed_layers)
     # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
     # mlp_act run without communication.
     named = set(memory.recompute_modules or ())
@@ -368,6 +447,11 @@ def _recomputed_parts(
     # which stops early omits. Layers with experts have no dense MLP.
     regions = layers * len(named & ({"attn", "mlp"} if shape.router is None else {"attn"}))
     expert_regions = layers if shape.router is not None and "moe" in named else 0
+    if shape.router is not None and shape.router.shared_blocks:
+        # The shared expert is the last part of its region, so that the reduction of the others comes before it.
+        gathered = regions + expert_regions
+        reduced = expert_regions if shape.router.saves_shared_output else 0
+        return (gathered, reduced if stops_early else gathered), (expert_regions, expert_regions)
     if stops_early:
         return (regions, 0), (expert_regions, 0)
     return (regions, regions), (expert_regions, expert_regions)

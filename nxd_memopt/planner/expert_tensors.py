@@ -10,13 +10,39 @@ _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 _NORMED = "normed mlp input"
 
 
-def expert_tensors(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> dict[str, int]:
     """Return what router, dispatch and experts save, by name.
 
     The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all
     tokens that the tensor-parallel ranks have together.
+
+    Args:
+        sizes: sizes of the rank.
+        moe: sizes of the experts.
+        fused: the shared expert runs the gated kernel of GPUs, which saves gate and up alone.
     """
-    return _router(sizes, moe) | _losses(sizes, moe) | _rows(sizes, moe)
+    return _router(sizes, moe) | _losses(sizes, moe) | _rows(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
+
+
+def _shared_expert(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
+    """Return what the shared expert saves, as a dense MLP, and its gate."""
+    if not moe.shared_width:
+        return {}
+    stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    width = sizes.tokens * moe.shared_width * sizes.element_bytes
+    tensors = {_NORMED: stream}
+    # ReLU's gradient needs its result, not its input.
+    saves_input = sizes.hidden_act != "relu"
+    if moe.has_biases:
+        tensors |= {"shared activation": width} | ({"shared expanded": width} if saves_input else {})
+    elif fused:
+        tensors["shared gate, up"] = 2 * width
+    else:
+        tensors |= dict.fromkeys(("shared up", "shared activated gate", "shared activation"), width)
+        tensors |= {"shared gate": width} if saves_input else {}
+    if moe.options.moe_shared_expert_gate:
+        tensors |= {"shared output": stream, "gate of the shared output": sizes.shard_tokens * sizes.element_bytes}
+    return tensors
 
 
 def _router(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
@@ -94,19 +120,41 @@ def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
         "tokens to gather": rows * _INT64_BYTES,
         "tokens to add to": rows * _INT64_BYTES,
         "rows": rows * sizes.hidden * element,
-        "gate, up of the rows": rows * 2 * moe.width * element,
-        "activated gate of the rows": rows * moe.width * element,
         "activation of the rows": rows * moe.width * element,
         "outputs of the rows": rows * sizes.hidden * element,
         "weights of the rows": rows * moe.number_bytes,
         "weighted rows": rows * sizes.hidden * element,
     }
+    tensors |= _activations(sizes, moe, rows)
     if is_padded or block is not None:
         tensors["which rows are tokens"] = rows * element
+        if moe.has_biases:
+            tensors["which weights are of tokens"] = rows * moe.number_bytes
     if block is not None:
         tensors["experts of the blocks"] = rows // block * _INT64_BYTES
     if moe.sends_rows and not is_padded:
         # At the rank of the expert each row is a token of its own, with a weight of 1.
         order = dict.fromkeys(("arrived rows to gather", "arrived rows to add to"), rows * _INT64_BYTES)
         tensors |= order | {"weights of 1": rows * element, "added rows": rows * sizes.hidden * element}
+    return tensors
+
+
+def _activations(sizes: RankSizes, moe: MoESizes, rows: int) -> dict[str, int]:
+    """Return what the experts save besides the operands of their second matmul."""
+    element = sizes.element_bytes
+    if not moe.has_biases:
+        return {
+            "gate, up of the rows": rows * 2 * moe.width * element,
+            "activated gate of the rows": rows * moe.width * element,
+        }
+    # Each bias is added by a matmul with the experts of the rows; of the second one each tensor-parallel rank has a
+    # part.
+    tensors = {
+        "experts of the rows": rows * moe.local_experts * element,
+        "experts of the rows (outputs)": rows * moe.local_experts * element,
+    }
+    if sizes.hidden_act != "relu":
+        tensors["expanded rows"] = rows * moe.width * element
+    if sizes.tensor_model_parallel_size > 1:
+        tensors["own part of the bias"] = sizes.tensor_model_parallel_size
     return tensors

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nxd_memopt.config import require_divisible
+from nxd_memopt.planner.architectures import ExpertShape
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
 from nxd_memopt.planner.states import (
     ADAM_MOMENTS,
@@ -26,18 +28,23 @@ class OptimizerState:
             too.
         zero1: shard moments and master weights over the data-parallel ranks (arXiv:1910.02054).
         data_parallel_size: D, number of data-parallel ranks.
+        expert_ranks: EP; ``zero1`` shards the experts' states over the D/EP ranks that have the same ones.
 
     Raises:
-        ValueError: D is less than 1, or greater than 1 without ``zero1``.
+        ValueError: D is less than 1, greater than 1 without ``zero1``, or with it not divisible by EP.
     """
 
     master_weights: bool = False
     zero1: bool = False
     data_parallel_size: int = 1
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.data_parallel_size < 1:
             raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
+        if self.zero1:
+            size = self.data_parallel_size
+            require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
         if self.data_parallel_size > 1 and not self.zero1:
             raise ValueError(
                 f"data_parallel_size {self.data_parallel_size} changes one rank's memory only "
@@ -77,17 +84,19 @@ def memory_terms(
     input_bytes: int,
     capacity_gib: float,
     reserve_gib: float = RESERVE_GIB,
+    num_expert_parameters: int = 0,
 ) -> MemoryTerms:
     """Add up one rank's memory at the peak of a step.
 
     Args:
-        num_parameters: number of parameters on this rank.
+        num_parameters: number of parameters on this rank, those of experts included.
         element_bytes: bytes of a parameter and, without master weights, of its gradient.
         optimizer: memory options of AdamW.
         temporary_bytes: activations and scratch memory at the peak.
         input_bytes: bytes of the token ids and labels.
         capacity_gib: memory of the device in GiB.
         reserve_gib: memory in GiB that tensors cannot use.
+        num_expert_parameters: number of parameters of this rank's experts.
     """
     # fp32 parameters are their own master weights.
     layout = StateLayout(
@@ -95,8 +104,9 @@ def memory_terms(
         master_weights=optimizer.master_weights and element_bytes < FP32_BYTES,
         sharding="zero1" if optimizer.zero1 else "none",
         data_parallel_size=optimizer.data_parallel_size,
+        expert_ranks=optimizer.expert_ranks if optimizer.zero1 else 1,
     )
-    shapes = [(num_parameters,)]
+    shapes = [(num_parameters - num_expert_parameters,), ExpertShape((num_expert_parameters,))]
     terms = {
         "parameters": weight_bytes(shapes, layout),
         "gradients": gradient_bytes(shapes, layout),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.expert_tensors import expert_tensors
+from nxd_memopt.planner.moe_sizes import MoESizes
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
@@ -151,7 +152,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         return _llama_layer(sizes, memory, kernels, index)
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_gpt_neox_layer(sizes, memory, kernels)
-    return _gpt_neox_layer(sizes, memory, kernels)
+    return _gpt_neox_layer(sizes, memory, kernels, index)
 
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
@@ -330,9 +331,7 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
 
 def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
-    statistics: Tensors = {}
-    if sizes.moe is not None and index:
-        statistics = {"router statistics": index * sizes.moe.row_bytes}
+    statistics = _statistics(sizes, index)
     normed = {"normed attention input": _stream(sizes)}
     normed_mlp = {"normed mlp input": _stream(sizes)}
     parts = (
@@ -342,10 +341,21 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
         _gated_mlp(sizes, memory, kernels, normed_mlp),
     )
     if sizes.moe is not None:
-        # Nothing but a checkpoint saves the statistics of the layers before.
-        experts = Part("moe", normed_mlp | statistics, expert_tensors(sizes, sizes.moe))
-        parts = (*parts[:-1], experts)
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
     return Part("layer", {"layer input": _stream(sizes)} | statistics, {}, parts)
+
+
+def _statistics(sizes: RankSizes, index: int) -> Tensors:
+    """Return the statistics of the routers before layer ``index``, an input of the layer."""
+    if sizes.moe is None or index == 0:
+        return {}
+    return {"router statistics": index * sizes.moe.row_bytes}
+
+
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
+    """Return what a mixture of experts saves; nothing but a checkpoint saves the statistics of the layers before."""
+    inputs = {"normed mlp input": _stream(sizes)} | statistics
+    return Part("moe", inputs, expert_tensors(sizes, moe, fused=kernels.fused))
 
 
 def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
@@ -361,7 +371,7 @@ def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kern
     return Part("layer", norm.inputs, norm.saves, (attention, mlp))
 
 
-def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
     """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
     mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
     parts = (
@@ -370,10 +380,13 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) ->
         layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
         _plain_mlp(sizes, memory, {"normed mlp input": _stream(sizes)}),
     )
+    statistics = _statistics(sizes, index)
+    if sizes.moe is not None:
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
     masks: Tensors = {}
     if sizes.hidden_dropout:
         masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
-    return Part("layer", {"layer input": _stream(sizes)}, masks, parts)
+    return Part("layer", {"layer input": _stream(sizes)} | statistics, masks, parts)
 
 
 def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.config import require_one_of
+from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
+from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, moe_layers, num_kv_heads, shared_expert_width
 
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-neox-20b": {
@@ -148,6 +150,28 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128},
+    "qwen2_moe": {
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "qkv_bias": True,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "qwen3_moe": {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -170,7 +194,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """transformers' values of options that a config leaves out, by model type."""
+DEFAULTS[GPT_NEOX_MOE] = DEFAULTS["gpt_neox"] | {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 _GPT_NEOX_ROTARY_FRACTION = 0.25
+_WITH_EXPERTS = {"llama": "mixtral", "gpt_neox": GPT_NEOX_MOE}
+"""The architecture with experts by the dense one."""
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,9 +215,40 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     require_one_of("model_type", model_type, tuple(DEFAULTS))
     complete = DEFAULTS[str(model_type)] | dict(config)
     rope = complete.get("rope_parameters") or {}
-    if model_type == "gpt_neox" and "partial_rotary_factor" not in rope and complete.get("rotary_pct") is None:
+    if model_type in GPT_NEOX_TYPES and "partial_rotary_factor" not in rope and complete.get("rotary_pct") is None:
         complete["rotary_pct"] = _GPT_NEOX_ROTARY_FRACTION
     return complete
+
+
+def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the experts that the options ``moe`` add to it (``checkpoint/upcycling.py``).
+
+    A gated shared expert stays an option of Mixtral here: it has the sizes of Qwen2-MoE's.
+
+    Args:
+        config: complete config, ``with_defaults``.
+        moe: options of the section ``moe`` that are set.
+
+    Raises:
+        ValueError: the model cannot have experts, or is a LLaMA with biases.
+    """
+    result = dict(config)
+    experts = moe.get("num_moe_experts")
+    model_type = config["model_type"]
+    if experts is not None and not any(moe_layers(config)):
+        require_one_of("moe.num_moe_experts: model_type", model_type, tuple(_WITH_EXPERTS))
+        biases = [name for name in ("attention_bias", "mlp_bias") if model_type == "llama" and config.get(name)]
+        if biases:
+            raise ValueError(f"num_moe_experts {experts} makes a Mixtral, which has no biases, and {biases} are true")
+        result["model_type"] = _WITH_EXPERTS[model_type]
+        result |= {"num_local_experts": experts, "num_experts_per_tok": moe.get("moe_router_topk") or 2}
+        # Defaults of the model with experts that the dense one has otherwise.
+        result |= {"num_key_value_heads": num_kv_heads(config), "router_aux_loss_coef": 0.0}
+    width = moe.get("moe_shared_expert_intermediate_size")
+    if width is not None and shared_expert_width(config) is None:
+        result["shared_expert_intermediate_size"] = width
+        result["shared_expert_gate"] = bool(moe.get("moe_shared_expert_gate"))
+    return result
 
 
 def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import moe_layers, option, sizes
+from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
+from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, option, shared_expert_width, sizes
 
 BALANCED_ROUTING = "a balanced routing; a rank whose experts are chosen more often needs more memory"
 """What plans of expert parallelism assume, unless the shapes do not depend on the routing."""
@@ -28,11 +29,15 @@ class MoESizes:
         options: options of the layers.
         expert_ranks: EP, ranks over which the experts are divided.
         width: M/T, width of an expert.
+        shared_width: W/T, width of the shared expert; 0 for none.
+        has_biases: the experts are GPT-NeoX's MLPs with biases, without a gate.
     """
 
     options: MoEConfig
     expert_ranks: int
     width: int
+    shared_width: int = 0
+    has_biases: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -124,11 +129,14 @@ def moe_sizes(config: Any, parallel: ParallelConfig, options: MoEConfig | None =
     expert_ranks = parallel.expert_model_parallel_size
     options = options_of(config) if options is None else options
     require_divisible("num_moe_experts", options.num_moe_experts, "expert_model_parallel_size", expert_ranks)
-    return MoESizes(options, expert_ranks, sizes(config)["M"] // parallel.tensor_model_parallel_size)
+    letters = sizes(config)
+    size = parallel.tensor_model_parallel_size
+    has_biases = option(config, "model_type") == GPT_NEOX_MOE
+    return MoESizes(options, expert_ranks, letters["M"] // size, letters["W"] // size, has_biases)
 
 
 def fixed_options(config: Any) -> dict[str, Any]:
-    """Return the options that follow from Hugging Face's ``config`` of Mixtral or Qwen3-MoE.
+    """Return the options that follow from the config of a model with experts.
 
     Args:
         config: as an object or as a complete mapping.
@@ -136,8 +144,8 @@ def fixed_options(config: Any) -> dict[str, Any]:
     letters = sizes(config)
     is_moe = moe_layers(config)
     return {
-        # Mixtral's and Qwen3-MoE's layers have no shared experts.
-        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_intermediate_size": shared_expert_width(config),
+        "moe_shared_expert_gate": has_shared_expert_gate(config),
         "num_moe_experts": letters["E"],
         "moe_router_topk": option(config, "num_experts_per_tok"),
         "moe_ffn_hidden_size": letters["M"],

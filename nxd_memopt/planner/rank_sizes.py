@@ -7,7 +7,7 @@ from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import attention_windows, option, require_shardable, sizes
+from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, attention_windows, option, require_shardable, sizes
 from nxd_memopt.planner.moe_sizes import FP32_BYTES as FP32_BYTES
 from nxd_memopt.planner.moe_sizes import MoESizes, moe_sizes
 
@@ -83,8 +83,8 @@ class RankSizes:
 
     @property
     def is_gated(self) -> bool:
-        """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX."""
-        return self.model_type != "gpt_neox"
+        """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX's."""
+        return self.model_type not in GPT_NEOX_TYPES
 
     @property
     def mergeable(self) -> bool:
@@ -138,7 +138,7 @@ def rank_sizes(
     # A sequence that fits its window runs like one without.
     windows = tuple(None if each is None or each >= sequence_length else each for each in attention_windows(config))
     letters = sizes(config)
-    is_llama = option(config, "model_type") != "gpt_neox"
+    is_llama = option(config, "model_type") not in GPT_NEOX_TYPES
     return RankSizes(
         model_type="llama" if option(config, "model_type") in _AS_LLAMA else option(config, "model_type"),
         num_layers=option(config, "num_hidden_layers"),

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import require_divisible, require_one_of
-from nxd_memopt.planner.architectures import Parameter, num_kv_heads, option, parameters
+from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, ExpertShape, Parameter, num_kv_heads, option, parameters
 
 FP32_BYTES = 4
 ADAM_MOMENTS = 2
-_EXPERT_DIMENSIONS = 3  # [E/EP, rows, columns]; all other parameters are matrices and vectors
 STAGES = ("none", "zero1", "zero2", "zero3")
 RESIDENT_ELEMENTS = 1 << 16
 """Parameters with fewer elements keep their states on the device: norms and biases, which are
@@ -70,8 +69,8 @@ class StateLayout:
         return 1 if self.sharding == "none" else self.data_parallel_size
 
     def shards_of(self, shape: Sequence[int]) -> int:
-        """Return ``shards`` of a parameter of ``shape``, of experts if it has their three dimensions."""
-        if self.shards == 1 or len(shape) != _EXPERT_DIMENSIONS:
+        """Return ``shards`` of a parameter of ``shape``, an ``ExpertShape`` for experts."""
+        if self.shards == 1 or not isinstance(shape, ExpertShape):
             return self.shards
         return self.shards // self.expert_ranks
 
@@ -100,7 +99,7 @@ def local_shapes(
 def kv_replicas(config: Any, tensor_model_parallel_size: int) -> int:
     """Return r, the ranks that share a KV head: T/g with more ranks than KV heads, else 1."""
     # GPT-NeoX has as many KV heads as query heads.
-    if option(config, "model_type") == "gpt_neox":
+    if option(config, "model_type") in GPT_NEOX_TYPES:
         return 1
     return max(1, tensor_model_parallel_size // num_kv_heads(config))
 

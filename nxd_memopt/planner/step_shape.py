@@ -7,7 +7,7 @@ from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import num_kv_heads, parameters
+from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, num_kv_heads, parameters
 from nxd_memopt.planner.collectives import RouterShape, StepShape
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
@@ -41,7 +41,7 @@ def step_shape(
         if value is not None:
             raise ValueError(f"{name} {value!r}: the collectives of tiles and groups are not planned: leave it out")
     size = parallel.tensor_model_parallel_size
-    is_llama = config.model_type != "gpt_neox"
+    is_llama = config.model_type not in GPT_NEOX_TYPES
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
     replicas = 1
@@ -72,21 +72,31 @@ def step_shape(
         tagged_gradient_bytes=tuple(
             math.prod(parameter.shape) * element_bytes
             for parameter in parameters(config)
-            if parameter.is_sequence_partial
+            # Without SP the rank has all tokens, but of the heads still its own only.
+            if (parameter.is_sequence_partial if parallel.sequence_parallel_enabled else parameter.is_head_partial)
         ),
         head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
         row_output_dropout=has_dropout,
         loss_in_backward=loss_in_backward,
-        router=None if moe is None else _router_shape(moe),
+        router=None if moe is None else _router_shape(moe, parallel.expert_model_parallel_size),
     )
 
 
-def _router_shape(moe: MoEConfig) -> RouterShape:
+def _router_shape(moe: MoEConfig, expert_ranks: int) -> RouterShape:
+    score_bytes = 8 if moe.moe_router_dtype == "fp64" else 4
+    counts_globally = moe.moe_router_load_balancing_type == "global_aux_loss" and moe.has_aux_loss
+    has_shared_expert = moe.moe_shared_expert_intermediate_size is not None
     return RouterShape(
         moe.num_moe_experts,
         moe.moe_router_topk,
-        score_bytes=8 if moe.moe_router_dtype == "fp64" else 4,
+        score_bytes=score_bytes,
         gathers_logits=moe.moe_router_load_balancing_type == "sinkhorn",
+        shared_blocks=int(has_shared_expert),
+        saves_shared_output=moe.moe_shared_expert_gate,
+        expert_ranks=expert_ranks,
+        sends_rows=moe.moe_token_dispatcher_type == "alltoall",
+        capacity_factor=moe.moe_expert_capacity_factor,
+        counted_bytes=(1 + moe.num_moe_experts) * score_bytes if counts_globally else 0,
     )
 
 

@@ -175,8 +175,8 @@ def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
 
 
 def _active_width(sizes: RankSizes) -> int:
-    """Return the MLP's columns that a token passes on this rank: those of its k experts, if there are experts."""
-    return sizes.width if sizes.moe is None else sizes.moe.top_k * sizes.moe.width
+    """Return the MLP's columns that a token passes on this rank: those of its k experts and of the shared one."""
+    return sizes.width if sizes.moe is None else sizes.moe.top_k * sizes.moe.width + sizes.moe.shared_width
 
 
 def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -327,6 +327,8 @@ def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
     """Return how many times a layer gathers or scatters a full activation, forward and backward."""
     merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
     blocks = 1 if merged else 2
+    if sizes.moe is not None and sizes.moe.shared_width:
+        blocks += 1
     transfers = 5 if sizes.shards > 1 else 4
     if memory.recompute_granularity == "full":
         transfers += 2

@@ -25,7 +25,7 @@ from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import require_shardable, sizes
+from nxd_memopt.planner.architectures import require_shardable, sizes, smallest_window
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.isolation import require_attention
@@ -209,7 +209,7 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
-    window = getattr(hf_config, "sliding_window", None)
+    window = smallest_window(hf_config)
     if window is not None and config.data.seq_length > window:
         raise ValueError(
             f"data.seq_length {config.data.seq_length} exceeds sliding_window {window}, and attention here has no "

@@ -21,7 +21,8 @@ OLDER_NAMES = {
     "mixtral": ("rope_theta", "rope_scaling", "torch_dtype"),
     "qwen2": ("rope_theta", "rope_scaling", "torch_dtype"),
     "qwen3": ("rope_theta", "rope_scaling", "torch_dtype"),
-    # head_dim is no field of Qwen3MoeConfig, and stored in every file of it.
+    # head_dim is no field of Qwen2MoeConfig and Qwen3MoeConfig, which both read it.
+    "qwen2_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
     "qwen3_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
     "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),
 }

@@ -12,9 +12,11 @@ from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.config import require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.planner.architectures import has_shared_expert_gate, shared_expert_width
 from nxd_memopt.training.config import ModelConfig, TrainConfig
 from nxd_memopt.training.distributed import ranks_per_host, world_size
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
@@ -30,17 +32,24 @@ DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that o
 def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> PretrainedConfig:
     """Return the Hugging Face configuration, updated with ``config_overrides``.
 
-    With ``moe.num_moe_experts`` a dense model's is replaced by that of a model with experts.
+    With ``moe.num_moe_experts`` a dense model's is replaced by that of a model with experts. A model with
+    experts gets a shared expert by ``moe.moe_shared_expert_intermediate_size``.
 
     Raises:
         ValueError: the directory does not exist, the model type is not supported, or cannot have
             experts.
     """
     hf_config = _own_hf_config(config)
-    if moe is None or moe.num_moe_experts is None or has_experts(hf_config):
+    if moe is None:
         return hf_config
-    top_k = MoEConfig.moe_router_topk if moe.moe_router_topk is None else moe.moe_router_topk
-    return upcycled_config(hf_config, moe.num_moe_experts, top_k)
+    if moe.num_moe_experts is not None and not has_experts(hf_config):
+        top_k = MoEConfig.moe_router_topk if moe.moe_router_topk is None else moe.moe_router_topk
+        hf_config = upcycled_config(hf_config, moe.num_moe_experts, top_k)
+    width = moe.moe_shared_expert_intermediate_size
+    if width is None or not has_experts(hf_config):
+        return hf_config
+    gate = has_shared_expert_gate(hf_config) if moe.moe_shared_expert_gate is None else moe.moe_shared_expert_gate
+    return with_shared_expert(hf_config, width, gate=gate)
 
 
 def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -231,8 +240,10 @@ def expert_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str
 
 
 def is_upcycled(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
-    """Return whether the model with experts starts from a dense one."""
-    return has_experts(hf_config) and not has_experts(_own_hf_config(config.model))
+    """Return whether the model starts from one without experts, or without its shared expert."""
+    own = _own_hf_config(config.model)
+    adds_experts = has_experts(hf_config) and not has_experts(own)
+    return adds_experts or shared_expert_width(hf_config) != shared_expert_width(own)
 
 
 def require_fp16_range(model: ParallelCausalLM) -> None:

@@ -44,12 +44,15 @@ class MoEOptions:
         moe_token_drop_policy: which tokens a full expert keeps: ``probs`` or ``position``.
         moe_layer_recompute: recompute the MoE layers in backward.
         moe_layer_freq: must agree with the layers of the model.
-        moe_router_score_function: ``softmax``, or ``sigmoid`` without export: Mixtral and Qwen3-MoE have softmax only.
+        moe_router_score_function: ``softmax``, or ``sigmoid`` without export: transformers' models here have softmax.
         moe_router_pre_softmax: must agree with the model.
         moe_router_dtype: dtype of the router's matmul, ``fp32`` or ``fp64``; default that of the activations.
         moe_router_enable_expert_bias: balance sigmoid scores by a bias, without a loss and without export.
         moe_router_bias_update_rate: step of that bias in every optimizer step.
-        moe_shared_expert_intermediate_size: Mixtral and Qwen3-MoE have no shared experts.
+        moe_shared_expert_intermediate_size: width of an MLP that every token passes in addition. A model that has
+            none gets it, drawn at random with a zero down projection.
+        moe_shared_expert_gate: multiply its output by a sigmoid of the token. A Mixtral with it is a Qwen2-MoE; other
+            models with a shared expert are trained without export.
         moe_ffn_hidden_size: must agree with the width of the model's experts.
     """
 
@@ -74,6 +77,7 @@ class MoEOptions:
     moe_router_enable_expert_bias: bool | None = None
     moe_router_bias_update_rate: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool | None = None
     moe_ffn_hidden_size: int | None = None
 
     def given(self) -> dict[str, Any]:

@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from nxd_memopt.certify import worker
 from nxd_memopt.certify.command import Certify
 from nxd_memopt.certify.request import Request
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.formulas import OptimizerState, memory_terms
 from tests.certify.test_certify import certificate
 from tests.certify_steps import SIZES
 from tests.reference import assert_says, error_message
@@ -64,6 +67,51 @@ STEPS = {
     ),
 }
 
+EXPERT_PARALLEL = {"expert_model_parallel_size": 2}
+SENT = "moe_token_dispatcher_type=alltoall"
+SHARED = "moe_shared_expert_intermediate_size=24"
+GATED = "moe_shared_expert_gate=true"
+NEOX = {name: SIZES[name] for name in SIZES} | {"model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 96}
+ADDED = ("num_moe_experts=4", *PADDED)
+STEPS |= {
+    "EP, T=1, padded, rows sent": (MIXTRAL, (*PADDED, SENT), {**EXPERT_PARALLEL, "tensor_model_parallel_size": 1}),
+    "EP, padded, tokens gathered, SP": (
+        MIXTRAL,
+        PADDED,
+        {**EXPERT_PARALLEL, **FULL, "sequence_parallel_enabled": True},
+    ),
+    "EP, padded, rows sent, experts recomputed, global loss": (
+        MIXTRAL,
+        (
+            *PADDED,
+            SENT,
+            "moe_layer_recompute=true",
+            "moe_router_load_balancing_type=global_aux_loss",
+            "moe_aux_loss_coeff=0.1",
+        ),
+        EXPERT_PARALLEL,
+    ),
+    "EP, blocks, router in fp64": (QWEN3, (*BLOCKS, "moe_router_dtype=fp64"), {**EXPERT_PARALLEL, **FULL}),
+    "shared expert, SP": (MIXTRAL, (*PADDED, SHARED), {**FULL, "sequence_parallel_enabled": True}),
+    "shared expert with a gate, recomputed, EP": (
+        MIXTRAL,
+        (*BLOCKS, SHARED, GATED, "moe_layer_recompute=true"),
+        {**EXPERT_PARALLEL, "sequence_parallel_enabled": True},
+    ),
+    "shared expert with a gate, full": (MIXTRAL, (*PADDED, SHARED, GATED), FULL),
+    "shared expert, attention and experts recomputed": (
+        MIXTRAL,
+        (*PADDED, SHARED),
+        {**SELECTIVE, "recompute_modules": ("attn", "moe"), "sequence_parallel_enabled": True},
+    ),
+    "GPT-NeoX, SP, EP": (NEOX, (*ADDED, SENT), {**EXPERT_PARALLEL, **FULL, "sequence_parallel_enabled": True}),
+    "GPT-NeoX with dropout, shared expert, blocks": (
+        NEOX | {"hidden_dropout": 0.1},
+        ("num_moe_experts=4", *BLOCKS, SHARED),
+        FULL,
+    ),
+}
+
 
 def asked(tmp_path, config, moe, **options) -> Request:
     file = tmp_path / "config.json"
@@ -89,10 +137,17 @@ def test_collectives_equal_the_formulas(name, tmp_path):
     # The weights of the choices are exchanged in every layer, [N, k] in the router's dtype.
     kind = "all_gather" if request.parallel["sequence_parallel_enabled"] else "all_reduce"
     width = 8 if "fp64" in str(moe) else 4
-    sent = Collective(
-        kind, 2 * 32 * config["num_experts_per_tok"] * width, request.parallel["tensor_model_parallel_size"]
-    )
-    assert certified.survivals[3].baseline.collectives[sent] >= 3
+    size = request.parallel["tensor_model_parallel_size"]
+    counted = certified.survivals[3].baseline.collectives
+    if size > 1:
+        assert counted[Collective(kind, 2 * 32 * config.get("num_experts_per_tok", 2) * width, size)] >= 3
+    # Expert-parallel ranks exchange tokens, or the rows of each expert's capacity, in every layer and back.
+    if request.parallel["expert_model_parallel_size"] == 2:
+        hidden = config["hidden_size"] * 4
+        rows = (
+            Collective("all_to_all", 4 * 48 * hidden, 2) if SENT in moe else Collective("all_gather", 128 * hidden, 2)
+        )
+        assert counted[rows] >= 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -120,3 +175,40 @@ def test_the_saving_of_recomputed_experts_is_seen(moe, least, tmp_path):
 )
 def test_refusals(config, moe, facts, tmp_path):
     assert_says(error_message(lambda: asked(tmp_path, config, moe)), *facts)
+
+
+def test_every_rank_is_traced(tmp_path, monkeypatch):
+    """Each of T x EP ranks, with its own place in both groups."""
+    places = []
+
+    def traced(request, layers, rank):
+        with worker.pretended_world(request, rank=rank):
+            state = parallel_state
+            places.append((state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()))
+        return "graph"
+
+    monkeypatch.setattr(worker, "rank_fingerprint", traced)
+    certificate(asked(tmp_path, MIXTRAL, BLOCKS, **EXPERT_PARALLEL))
+    assert sorted(places) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_states_of_experts_are_sharded_over_the_ranks_that_have_them(tmp_path):
+    options = {**EXPERT_PARALLEL, "tensor_model_parallel_size": 1, "zero1": True}
+    request = asked(tmp_path, MIXTRAL, BLOCKS, **options, data_parallel_size=4)
+    total, experts = worker.count_parameters(request)
+    layers = SIZES["num_hidden_layers"]
+    assert experts == layers * 2 * 3 * 64 * 96  # two of four experts with gate, up and down
+    terms = memory_terms(
+        num_parameters=total,
+        num_expert_parameters=experts,
+        element_bytes=4,
+        optimizer=OptimizerState(zero1=True, data_parallel_size=4, expert_ranks=2),
+        temporary_bytes=0,
+        input_bytes=0,
+        capacity_gib=16,
+    ).terms
+    assert terms["optimizer moments"] == 2 * 4 * (-(-(total - experts) // 4) + experts // 2)
+    message = error_message(lambda: OptimizerState(zero1=True, data_parallel_size=3, expert_ranks=2))
+    assert_says(message, "data_parallel_size 3", "expert_model_parallel_size 2")
+    message = error_message(lambda: asked(tmp_path, SIZES | {"model_type": "llama"}, (), **EXPERT_PARALLEL))
+    assert_says(message, "expert_model_parallel_size 2", "llama", "leave it out")

@@ -6,18 +6,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
-from nxd_memopt.checkpoint.upcycling import upcycled_config
+from nxd_memopt.checkpoint import load_pretrained
+from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.convert import Convert
+from nxd_memopt.models import model_class
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.modules.moe.hf_options import with_shared_expert
+from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error
-from tests.reference_models import LLAMA3_ROPE, batch, hugging_face, llama_config, qwen3_config
+from tests.reference_models import (
+    LLAMA3_ROPE,
+    batch,
+    gathered,
+    hugging_face,
+    llama_config,
+    mixtral_config,
+    parallel_model,
+    qwen3_config,
+)
 
 # fp32 has 6e-8; the weights of a token's experts add up to 1 with such an error.
 TOLERANCE = 1e-6
+# Gradients are sums over tokens and ranks in another order.
+GRADIENT_TOLERANCE = 2e-5
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "head_dim": 12, "rope_parameters": LLAMA3_ROPE}])
@@ -42,13 +56,74 @@ def test_transformers_computes_the_same_with_the_written_files(tmp_path: Path, c
     assert not torch.equal(other.model.layers[1].mlp.gate.weight, model.model.layers[1].mlp.gate.weight)
 
 
+def test_a_gated_shared_expert_is_written_as_a_qwen2_moe(tmp_path: Path) -> None:
+    """Its down projection is zero: the first forward is the dense model's. Then every weight of it counts."""
+    dense = hugging_face(llama_config(head_dim=12)).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    Convert(tmp_path / "dense", tmp_path / "moe", num_moe_experts=4, moe_shared_expert_intermediate_size=20)()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
+    assert isinstance(model, Qwen2MoeForCausalLM)
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        assert relative_error(model(ids).logits, dense(ids).logits) < TOLERANCE
+    shared = model.model.layers[1].mlp.shared_expert
+    assert 0.1 < shared.gate_proj.weight.std() < 0.3 and not shared.down_proj.weight.any()
+    assert not torch.equal(shared.gate_proj.weight, shared.up_proj.weight)
+    assert not torch.equal(shared.gate_proj.weight, model.model.layers[0].mlp.shared_expert.gate_proj.weight)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_model_with_experts_gets_a_shared_one(tmp_path: Path, gate: bool) -> None:
+    """With a gate Mixtral's files are read by a Qwen2-MoE: other names, the same function."""
+    parallel_state.destroy_model_parallel()
+    config = mixtral_config()
+    own = hugging_face(config).eval()
+    own.save_pretrained(tmp_path)
+    model = model_class("qwen2_moe" if gate else "mixtral")(with_shared_expert(config, 20, gate=gate)).eval()
+    load_upcycled(model, tmp_path, seed=3)
+    with torch.no_grad():
+        assert relative_error(model(**batch()).loss, own(**batch()).loss - aux_loss(own)) < TOLERANCE
+        model.model.layers[0].mlp.shared_expert.down_proj.weight.fill_(0.1)
+        assert abs(model(**batch()).loss - own(**batch()).loss + aux_loss(own)) > 1e-3
+
+
+def aux_loss(model: torch.nn.Module) -> torch.Tensor:
+    return model.config.router_aux_loss_coef * model(**batch()).aux_loss
+
+
+@distributed(world_size=[2])
+def test_a_shared_expert_is_the_same_on_every_split(tmp_path, world_size):
+    """Two steps from one dense model at T=2 with SP and at EP=2: equal losses and shared weights."""
+    config = llama_config()
+    if parallel_state.get_global_rank() == 0:
+        hugging_face(config).save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    results = []
+    for tensor, expert in ((2, 1), (1, 2)):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
+        upcycled = upcycled_config(config, 4, 2, shared_width=20, shared_gate=True)
+        model = parallel_model(upcycled, sequence_parallel=True)
+        load_upcycled(model, tmp_path, seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(**batch()).loss
+            loss.backward()
+            grads.allreduce_sequence_parallel_gradients(model)
+            grads.bucket_allreduce_gradients(model)
+            optimizer.step()
+        mlp = model.model.layers[0].mlp
+        shared = [gathered(param.detach(), param) for param in mlp.shared_expert.parameters()]
+        results.append([model(**batch()).loss.detach(), mlp.shared_expert_gate.weight.detach(), *shared])
+    assert results[0][2].abs().max() > 0 and len(results[0]) == 5
+    for first, second in zip(*results, strict=True):
+        assert relative_error(first, second) < GRADIENT_TOLERANCE
+
+
 @distributed(world_size=[2])
 def test_every_split_computes_what_the_dense_model_does(tmp_path, world_size):
     """T=2, then EP=2: each rank reads its columns for its experts."""
-    from nxd_memopt.checkpoint import load_pretrained
-    from nxd_memopt.checkpoint.upcycling import load_upcycled
-    from tests.reference_models import parallel_model
-
     config = llama_config()
     if parallel_state.get_global_rank() == 0:
         hugging_face(config).save_pretrained(tmp_path)

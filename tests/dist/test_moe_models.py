@@ -12,8 +12,10 @@ from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.models.mixtral import MixtralForCausalLM
+from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.planner.architectures import require_shardable
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error
 from tests.reference_models import (
@@ -24,6 +26,7 @@ from tests.reference_models import (
     mixtral_config,
     padded_batch,
     parallel_model,
+    qwen2_moe_config,
     qwen3_moe_config,
 )
 
@@ -31,15 +34,14 @@ from tests.reference_models import (
 # order: measured 4e-6 at most. A lost reduction, or the balancing loss at another scale, is above 1e-2.
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 2e-5
-MODELS = {"mixtral": mixtral_config, "qwen3_moe": qwen3_moe_config}
+MODELS = {"mixtral": mixtral_config, "qwen2_moe": qwen2_moe_config, "qwen3_moe": qwen3_moe_config}
 
 
 def options_of(config: Any, dispatcher: str, **changes: Any) -> MoEConfig:
     """The options that the config implies, with another dispatcher."""
-    is_qwen = config.model_type == "qwen3_moe"
     given = {
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": is_qwen and not config.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "hf_aux_loss",
         "moe_aux_loss_coeff": config.router_aux_loss_coef,
     }
@@ -282,7 +284,25 @@ REFUSALS = {
     ),
     "shared experts": (
         lambda: build(moe=MoEConfig(4, moe_shared_expert_intermediate_size=8)),
-        ["moe_shared_expert_intermediate_size 8", "MixtralConfig"],
+        ["moe_shared_expert_intermediate_size 8", "MixtralConfig", "with_shared_expert"],
+    ),
+    "export of a shared expert without a gate": (
+        lambda: save_pretrained(
+            MixtralForCausalLM(with_shared_expert(mixtral_config(), 8, gate=False), device="meta"), "nowhere"
+        ),
+        ["moe_shared_expert_intermediate_size 8", "transformers' mixtral", "save_training_state"],
+    ),
+    "another shared expert than the config's": (
+        lambda: with_shared_expert(qwen2_moe_config(), 8, gate=True),
+        ["moe_shared_expert_intermediate_size 8", "Qwen2MoeConfig", "20"],
+    ),
+    "shared expert and ranks": (
+        lambda: require_shardable(with_shared_expert(mixtral_config(), 7, gate=False), 2),
+        ["moe_shared_expert_intermediate_size 7", "tensor_model_parallel_size 2"],
+    ),
+    "windows of a gated shared expert": (
+        lambda: with_shared_expert(mixtral_config(sliding_window=64), 8, gate=True),
+        ["moe_shared_expert_gate True", "sliding_window is 64"],
     ),
     "expert size of the groups": (
         lambda: build(parallel=ParallelConfig()),

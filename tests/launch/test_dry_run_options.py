@@ -38,10 +38,14 @@ PASSED: dict[str, dict[str, Any]] = {
     "data.isolate_documents": {"isolate_documents": True},
     "data_parallel.sharding": {"sharding": "none"},
     "optimizer.master_weights": {"master_weights": False},
+    "parallel.expert_model_parallel_size": {"expert_model_parallel_size": 2},
     "moe.num_moe_experts": {"num_moe_experts": 4},
+    "moe.moe_shared_expert_intermediate_size": {
+        "num_moe_experts": 4,
+        "moe_shared_expert_intermediate_size": 512,
+    },
 }
 REFUSED: dict[str, dict[str, Any]] = {
-    "parallel.expert_model_parallel_size": {"expert_model_parallel_size": 2},
     "memory.recompute_keep_core_attn_num_layers": {
         "recompute_keep_core_attn": True,
         "recompute_keep_core_attn_num_layers": 2,

@@ -13,7 +13,8 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import MODELS, model_class
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.architectures import LAYERS, num_kv_heads, parameters, require_shardable
+from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, LAYERS
+from nxd_memopt.planner.architectures import num_kv_heads, parameters, require_shardable
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
 
@@ -46,7 +47,7 @@ def test_a_config_file_and_a_config_object_give_the_same_table():
 
 
 def test_every_model_has_a_table():
-    assert set(LAYERS) == set(MODELS)
+    assert set(LAYERS) == {*MODELS, GPT_NEOX_MOE}
 
 
 def test_llama_3_8b_has_its_published_number_of_parameters():

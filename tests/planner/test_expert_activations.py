@@ -10,6 +10,7 @@ import torch
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe import router
+from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.planner.activations import activations
@@ -18,7 +19,7 @@ from nxd_memopt.planner.moe_sizes import options_of
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes
-from tests.reference_models import batch, mixtral_config
+from tests.reference_models import batch, gpt_neox_config, mixtral_config, qwen2_moe_config
 
 ROUTERS = {
     "no loss": {},
@@ -68,11 +69,45 @@ def balance(setattr):
     setattr(router, "choose_experts", choose_evenly)
 
 
-def check(options, dtype, parallel, memory):
-    config = mixtral_config(output_router_logits=False)
+SHARED = {
+    "shared expert": (mixtral_config, {"shared_expert_intermediate_size": 20}),
+    "shared expert with a gate": (mixtral_config, {"shared_expert_intermediate_size": 20, "shared_expert_gate": True}),
+    "shared expert of Qwen2-MoE, ReLU": (
+        qwen2_moe_config,
+        {"hidden_act": "relu", "mlp_only_layers": [], "output_router_logits": False},
+    ),
+}
+
+
+def neox_moe_config(**changes):
+    """GPT-NeoX with experts, the layer's second norm on the stream after attention."""
+    dense = gpt_neox_config().to_dict()
+    del dense["model_type"]
+    return GPTNeoXMoEConfig(**dense | {"num_local_experts": 4} | changes)
+
+
+NEOX = {
+    "GPT-NeoX": (neox_moe_config, {}),
+    "GPT-NeoX, sequential residual, dropout": (
+        neox_moe_config,
+        {"use_parallel_residual": False, "hidden_dropout": 0.1},
+    ),
+    "GPT-NeoX, ReLU, shared expert": (
+        neox_moe_config,
+        {"hidden_act": "relu", "shared_expert_intermediate_size": 12},
+    ),
+    "GPT-NeoX, shared expert with a gate": (
+        neox_moe_config,
+        {"shared_expert_intermediate_size": 12, "shared_expert_gate": True},
+    ),
+}
+
+
+def check(options, dtype, parallel, memory, config=None):
+    config = config or mixtral_config(output_router_logits=False)
     moe = dataclasses.replace(options_of(config), **options)
     memory = MemoryConfig(attention_backend="sdpa", **memory)
-    net = model_class("mixtral")(config, parallel=parallel, memory=memory, dtype=dtype, moe=moe)
+    net = model_class(config.model_type)(config, parallel=parallel, memory=memory, dtype=dtype, moe=moe)
     inputs = batch(rows=ROWS, length=LENGTH)
     net(**inputs).loss.backward()
     counted, listed = counted_bytes(net, inputs)
@@ -122,3 +157,33 @@ def test_storages_of_an_expert_parallel_rank(world_size, sent):
                 continue
             for memory in ({}, RECOMPUTED):
                 check(options | (SENT if sent else {}), torch.bfloat16, parallel, memory)
+
+
+@pytest.mark.parametrize("form", DISPATCH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*SHARED, *NEOX])
+def test_storages_of_shared_and_of_biased_experts(name, dtype, form):
+    config, changes = (SHARED | NEOX)[name]
+    check(DISPATCH[form], dtype, ParallelConfig(1), {}, config(**changes))
+
+
+@pytest.mark.parametrize("memory", [RECOMPUTED, {"recompute_granularity": "full"}], ids=["moe", "full"])
+@pytest.mark.parametrize("name", [*SHARED, *NEOX])
+def test_storages_of_shared_and_of_biased_experts_under_recompute(name, memory):
+    config, changes = (SHARED | NEOX)[name]
+    check({"moe_router_dtype": "fp32"}, torch.bfloat16, ParallelConfig(1), memory, config(**changes))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=2, slow=[4])
+def test_storages_of_shared_and_of_biased_experts_on_ranks(world_size, sequence_parallel):
+    """T = 2, with two expert-parallel ranks in the larger world."""
+    with pytest.MonkeyPatch.context() as patch:
+        balance(patch.setattr)
+        experts = world_size // 2
+        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=experts)
+        model_parallel_manual_seed(7)
+        parallel = ParallelConfig(2, sequence_parallel_enabled=sequence_parallel, expert_model_parallel_size=experts)
+        for config, changes in (SHARED | NEOX).values():
+            for form in ("all rows", "padded", "blocks"):
+                check(DISPATCH[form], torch.bfloat16, parallel, {}, config(**changes))

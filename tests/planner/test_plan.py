@@ -15,6 +15,9 @@ import yaml
 
 from nxd_memopt import plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.modules.moe.gpt_neox_config import config_of
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
@@ -24,7 +27,8 @@ from nxd_memopt.planner.peak import rank_model, step_memory
 from nxd_memopt.planner.plan import Problem, Setting, evaluate, kernels_of, plans, settings, smallest
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
-from tests.reference import assert_says, error_message
+from nxd_memopt.training.model import load_hf_config
+from tests.reference import assert_says, error_message, fake_world
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
@@ -112,7 +116,33 @@ def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
     assert_says(message, "precison", "did you mean 'precision'")
     assert_says(error_message(lambda: planned_of(planer={"version": 2})), "unknown key 'planer'")
     assert_says(error_message(lambda: planned_of(lora={"lora_rank": 4})), "lora_rank 4", "not planned")
-    assert_says(error_message(lambda: planned_of(moe={"num_moe_experts": 4})), "num_moe_experts 4", "leave it out")
+    assert_says(error_message(lambda: planned_of(moe={"moe_z_loss_coeff": 0.1})), "moe_z_loss_coeff", "leave it out")
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-neox-20b"])
+def test_experts_that_a_yaml_adds_are_planned(name, tmp_path, capsys):
+    """As many parameters as the training program has with the same section."""
+    sizes = {**NAMED_CONFIGS[name], "num_hidden_layers": 2}
+    file = tmp_path / "run.yaml"
+    moe = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": True}
+    file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, "moe": moe}))
+    options = ["--device", "h200", "--devices", "2", "--precision", "bf16-true", "--json", "--show", "99"]
+    assert plan_command.main(["--model", str(file), *options]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
+    hf_config = load_hf_config(config.model, config.moe)
+    for expert_ranks in (1, 2):
+        with fake_world(expert_ranks):
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_ranks)
+            net = model_class(hf_config.model_type)(hf_config, device="meta")
+            counted = sum(param.numel() for param in net.parameters())
+            parallel_state.destroy_model_parallel()
+        setting = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": expert_ranks}
+        asked = [plan for plan in plans if setting.items() <= plan["setting"].items()]
+        # zero3 shards the weights too.
+        found = [plan["device_bytes"]["weights"] for plan in asked if plan["setting"]["sharding"] != "zero3"]
+        assert found and set(found) == {2 * counted}
 
 
 def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys):
@@ -295,8 +325,7 @@ def test_settings_have_different_descriptions():
 
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_defaults_are_those_of_transformers(model_type):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoConfig.for_model(model_type)
+    theirs = config_of({"model_type": model_type})
     for name, value in DEFAULTS[model_type].items():
         assert getattr(theirs, name) == value, name
     if model_type == "gpt_neox":

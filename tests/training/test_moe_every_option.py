@@ -50,6 +50,12 @@ WORKS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "moe_router_pre_softmax": ({"moe_router_pre_softmax": False}, {}, set()),
     "moe_router_dtype": ({"moe_router_dtype": "fp64"}, {}, set()),
     "moe_ffn_hidden_size": ({"moe_ffn_hidden_size": 36}, {}, set()),
+    "moe_shared_expert_intermediate_size": ({"moe_shared_expert_intermediate_size": 16}, {}, ALL),
+    "moe_shared_expert_gate": (
+        {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+        {"moe_shared_expert_intermediate_size": 16},
+        ALL,
+    ),
 }
 
 # Values that neither Mixtral nor Qwen3-MoE can express, or that contradict the model: name them and say what to do.
@@ -77,8 +83,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "moe_router_bias_update_rate": ({"moe_router_bias_update_rate": 0.1}, "leave the rate out"),
     "moe_shared_expert_intermediate_size": (
         {"moe_shared_expert_intermediate_size": 16},
-        "contradicts MixtralConfig",
+        "16 is unknown to transformers' mixtral.*trainer.export is true",
     ),
+    "moe_shared_expert_gate": ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
     "moe_ffn_hidden_size": ({"moe_ffn_hidden_size": 12}, "contradicts MixtralConfig"),
 }
 

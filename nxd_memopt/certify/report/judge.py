@@ -101,9 +101,10 @@ def judge(
 
 def _shape(request: Request, layers: int) -> StepShape:
     """Return the sizes of the step of a model with ``layers`` decoder layers."""
-    config: Any = require_transformers("nxd-memopt certify").AutoConfig.for_model(
-        **{**request.config, "num_hidden_layers": layers}
-    )
+    require_transformers("nxd-memopt certify")
+    from nxd_memopt.modules.moe.gpt_neox_config import config_of
+
+    config: Any = config_of({**request.config, "num_hidden_layers": layers})
     return step_shape(
         config,
         request.parallel_config(),
@@ -174,6 +175,7 @@ def _fit(
     inputs = 3 if request.isolate_documents else 1
     return memory_terms(
         num_parameters=answer.num_parameters,
+        num_expert_parameters=answer.num_expert_parameters,
         element_bytes=getattr(torch, request.dtype).itemsize,
         optimizer=optimizer,
         temporary_bytes=temporary_bytes,

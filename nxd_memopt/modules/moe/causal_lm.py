@@ -20,6 +20,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.random import get_rng_tracker
+from nxd_memopt.planner.architectures import smallest_window
 
 LayerState = tuple[Tensor, Tensor]
 """What decoder layers pass on: hidden states, and the rows of ``RouterStatistics`` so far."""
@@ -143,7 +144,7 @@ class MoECausalLM(ParallelCausalLM):
 
     def _check_window(self, input_ids: Tensor) -> None:
         """Raise ``ValueError`` if the config limits attention to a window shorter than the sequence."""
-        window = getattr(self.config, "sliding_window", None)
+        window = smallest_window(self.config)
         if window is not None and input_ids.size(-1) > window:
             raise ValueError(
                 f"sequence length {input_ids.size(-1)} exceeds sliding_window {window}, and attention here has no "

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import GPT_NEOX_MOE, moe_layers
+from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, QWEN2_MOE
+from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, shared_expert_width
 from nxd_memopt.planner.moe_sizes import fixed_options
 from nxd_memopt.planner.moe_sizes import options_of as options_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # What transformers' Mixtral and Qwen3-MoE cannot express. Such a model is trained and saved in
 # checkpoints; an exported one would be another function.
 _TRAINED_ONLY = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+
+# Options that may be left out, and those that come with them.
+_OF_CONFIG: dict[str, tuple[str, ...]] = {
+    "moe_ffn_hidden_size": (),
+    "moe_layer_freq": (),
+    "moe_shared_expert_intermediate_size": ("moe_shared_expert_gate",),
+}
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
 
@@ -30,27 +41,86 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
     if moe is None:
         return options_of(config)
     fixed = fixed_options(config)
-    # Width and layers may be left out: they are those of the config. A list of all layers is the
-    # same choice as a frequency.
-    for name in ("moe_ffn_hidden_size", "moe_layer_freq"):
+    # What follows from the sizes of the config may be left out. A list of all layers is the same choice as a
+    # frequency.
+    for name in _OF_CONFIG:
         if getattr(moe, name) == _DEFAULTS[name]:
-            moe = dataclasses.replace(moe, **{name: fixed[name]})
+            moe = dataclasses.replace(moe, **{each: fixed[each] for each in (name, *_OF_CONFIG[name])})
     if moe.is_moe_layer(config.num_hidden_layers) == moe_layers(config):
         moe = dataclasses.replace(moe, moe_layer_freq=fixed["moe_layer_freq"])
     for name, value in fixed.items():
         given = getattr(moe, name)
         if given != value:
-            raise ValueError(
-                f"{name} {given!r} contradicts {type(config).__name__}, which says {value!r}: leave it out, or "
-                "change the config"
-            )
+            remedy = "leave it out, or change the config"
+            if name.startswith("moe_shared_expert"):
+                remedy = "leave it out, or build the model with hf_options.with_shared_expert(config, width, gate=...)"
+            raise ValueError(f"{name} {given!r} contradicts {type(config).__name__}, which says {value!r}: {remedy}")
     return moe
+
+
+def with_shared_expert(config: PretrainedConfig, width: int, *, gate: bool) -> PretrainedConfig:
+    """Return the config of the model with ``config`` and a shared expert in each layer with experts.
+
+    A Mixtral whose shared expert has a gate is a Qwen2-MoE, which transformers has. Other models get the options
+    ``shared_expert_intermediate_size`` and ``shared_expert_gate``, of which transformers knows nothing: they are
+    trained without export.
+
+    Args:
+        config: config of a model with experts.
+        width: W, width of all shared experts together.
+        gate: scale their output by a sigmoid of the token.
+
+    Raises:
+        ValueError: the model has another shared expert already.
+    """
+    found = shared_expert_width(config)
+    if found is not None:
+        if (found, has_shared_expert_gate(config)) == (width, gate):
+            return config
+        raise ValueError(
+            f"moe_shared_expert_intermediate_size {width} with moe_shared_expert_gate {gate} contradicts "
+            f"{type(config).__name__}, which says {found} and {has_shared_expert_gate(config)}: leave them out"
+        )
+    values = config.to_dict()
+    for name in ("model_type", "transformers_version"):
+        values.pop(name, None)
+    if config.model_type == "mixtral" and gate:
+        return _as_qwen2_moe(values, width)
+    values |= {"shared_expert_intermediate_size": width, "shared_expert_gate": gate}
+    return type(config)(**values)
+
+
+def _as_qwen2_moe(values: dict[str, Any], width: int) -> PretrainedConfig:
+    """Return the config of the Qwen2-MoE that computes what the Mixtral of ``values`` does, with a shared expert."""
+    from transformers import Qwen2MoeConfig
+
+    experts = values.pop("num_local_experts")
+    window = values.pop("sliding_window", None)
+    if window is not None:
+        # Qwen2-MoE's own rule gives windows to every second layer.
+        raise ValueError(
+            f"moe_shared_expert_gate True makes a Qwen2-MoE of Mixtral, and sliding_window is {window}: set it to null"
+        )
+    # Qwen2-MoE reads a head_dim that is there, and divides by no other number if it is null. The jitter is not
+    # an option of transformers' model; it is none of the exported function either.
+    kept = {name: value for name, value in values.items() if value is not None and name != "architectures"}
+    # A softmax over the chosen experts is a softmax over all, divided by the sum of the chosen ones.
+    return Qwen2MoeConfig(
+        **kept,
+        num_experts=experts,
+        moe_intermediate_size=values["intermediate_size"],
+        shared_expert_intermediate_size=width,
+        norm_topk_prob=True,
+        qkv_bias=False,
+    )
 
 
 def trained_only(moe: MoEConfig, model_type: str) -> tuple[str, Any] | None:
     """Return the first option that transformers' model cannot express, and its value, or None."""
     if model_type == GPT_NEOX_MOE:
         return "num_moe_experts", moe.num_moe_experts
+    if moe.moe_shared_expert_intermediate_size is not None and model_type != QWEN2_MOE:
+        return "moe_shared_expert_intermediate_size", moe.moe_shared_expert_intermediate_size
     for name, value in _TRAINED_ONLY.items():
         if getattr(moe, name) != value:
             return name, getattr(moe, name)

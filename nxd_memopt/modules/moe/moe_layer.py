@@ -12,6 +12,7 @@ from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
 from nxd_memopt.modules.moe.router import Router, Routing
+from nxd_memopt.modules.moe.shared_expert import SharedExpertGate
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.planner.moe_sizes import expert_capacity
@@ -29,13 +30,13 @@ class MoELayer(nn.Module):
         hidden_act: one of ``ops.activation.ACTIVATIONS``.
         moe: options.
         factory: builds the parameters.
-        shared_experts: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
-            layout of this layer.
+        shared_expert: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
+            layout of this layer; its width is that of all shared experts together.
         expert_class: gated MLPs without biases, or GPT-NeoX's.
 
     Raises:
-        ValueError: the number of experts or their width cannot be divided over the ranks, shared
-            experts are missing or superfluous, the device needs a static form, or blocks another dispatcher.
+        ValueError: the number of experts or their width cannot be divided over the ranks, a
+            shared expert is missing or superfluous, the device needs a static form, or blocks another dispatcher.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class MoELayer(nn.Module):
         moe: MoEConfig,
         *,
         factory: LayerFactory,
-        shared_experts: nn.Module | None = None,
+        shared_expert: nn.Module | None = None,
         expert_class: type[Experts | BiasedExperts] = Experts,
     ) -> None:
         super().__init__()
         width = moe.moe_shared_expert_intermediate_size
-        if (width is None) != (shared_experts is None):
+        if (width is None) != (shared_expert is None):
             raise ValueError(
-                f"moe_shared_expert_intermediate_size {width} and shared_experts {type(shared_experts).__name__} go "
+                f"moe_shared_expert_intermediate_size {width} and shared_expert {type(shared_expert).__name__} go "
                 "together: pass both or neither"
             )
         is_static = moe.moe_pad_expert_input_to_capacity or moe.moe_expert_block_size is not None
@@ -74,7 +75,10 @@ class MoELayer(nn.Module):
         width = moe.moe_ffn_hidden_size or intermediate_size
         self.gate = _router(hidden_size, moe, factory)
         self.experts = _experts(expert_class, moe.num_moe_experts, hidden_size, width, hidden_act, factory)
-        self.shared_experts = shared_experts
+        self.shared_expert = shared_expert
+        self.shared_expert_gate = None
+        if moe.moe_shared_expert_gate:
+            self.shared_expert_gate = SharedExpertGate(hidden_size, factory=factory)
         self.step_fractions: Tensor | None = None
 
     def forward(self, hidden: Tensor, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -90,9 +94,16 @@ class MoELayer(nn.Module):
         sums = token_sums(routing, self.moe, mask, sequence_first=self.sequence_first)
         rows = with_row(rows, sums, self.moe, self.step_fractions)
         output = self._routed(hidden, routing)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(hidden)
+        if self.shared_expert is not None:
+            output = output + self._shared(self.shared_expert, hidden)
         return output, rows
+
+    def _shared(self, shared_expert: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the output of the shared expert for this rank's tokens."""
+        output = shared_expert(hidden)
+        if self.shared_expert_gate is None:
+            return output
+        return self.shared_expert_gate(hidden) * output
 
     def _routed(self, hidden: Tensor, routing: Routing) -> Tensor:
         """Return the output of the routed experts, reduced over the tensor-parallel ranks."""

@@ -81,17 +81,9 @@ class Router(ShardedModule):
             bias = torch.zeros(moe.num_moe_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias)
 
-    @torch.no_grad()
     def initialize(self, init_method: InitMethod, *, on_cpu: bool) -> None:
         """Draw the weight, on the CPU in fp32 or on its device; meta parameters are skipped."""
-        if self.weight.is_meta:
-            return
-        # From the stream that the tensor-parallel ranks share: they have the same router.
-        if on_cpu:
-            set_tensor_model_parallel_attributes(self.weight, False, -1, full_shape=tuple(self.weight.shape))
-            initialize_sharded_(self.weight, init_method)
-        else:
-            init_method(self.weight)
+        initialize_replicated_(self.weight, init_method, on_cpu=on_cpu)
 
     def forward(self, hidden: Tensor) -> Routing:
         """Route ``hidden``, ``[..., H]``, which is not modified."""
@@ -123,6 +115,19 @@ class Router(ShardedModule):
         dtype = ROUTER_DTYPES[name]
         with torch.autocast(hidden.device.type, enabled=False) if hidden.device.type != "meta" else nullcontext():
             return F.linear(hidden.to(dtype), self.weight.to(dtype))
+
+
+@torch.no_grad()
+def initialize_replicated_(weight: nn.Parameter, init_method: InitMethod, *, on_cpu: bool) -> None:
+    """Draw a weight that is equal on all ranks, on the CPU in fp32 or on its device; meta parameters are skipped."""
+    if weight.is_meta:
+        return
+    # From the stream that the tensor-parallel ranks share.
+    if on_cpu:
+        set_tensor_model_parallel_attributes(weight, False, -1, full_shape=tuple(weight.shape))
+        initialize_sharded_(weight, init_method)
+    else:
+        init_method(weight)
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
-from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.moe import MoELayer, Router, RouterStatistics, empty_rows
 from nxd_memopt.modules.moe.capacity import ranks_in_expert
 from nxd_memopt.modules.moe.load_balancing import token_sums, update_expert_bias, with_row
@@ -21,7 +20,6 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.grouped_linear import grouped_linear, grouped_mm_linear, loop_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.planner.architectures import shardings
 from nxd_memopt.planner.moe_sizes import expert_capacity
 from tests.dist.pool import distributed
 from tests.modules.moe.definitions import Options, Weights, kept_choices, moe_forward, sinkhorn_matrix
@@ -251,24 +249,6 @@ def test_grouped_linear(function, counts):
 def test_equal_rows_are_one_batched_matmul():
     rows, weight = tensors(8, 3, seed=1), tensors(4, 5, 3, seed=2)
     assert_float64_close(grouped_linear(rows, weight, None), loop_linear(rows, weight, torch.full((4,), 2)))
-
-
-@distributed(world_size=2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_shared_experts(sequence_parallel):
-    """Their output is added, whatever is routed."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    parallel = ParallelConfig(2, sequence_parallel_enabled=sequence_parallel)
-    factory = LayerFactory(shardings("llama"), parallel, 0.3, torch.float64, None)
-    shared = GatedMLP(HIDDEN, 4, "silu", bias=False, factory=factory)
-    moe = MoEConfig(EXPERTS, moe_shared_expert_intermediate_size=4)
-    layer = MoELayer(HIDDEN, WIDTH, "silu", moe, factory=factory, shared_experts=shared)
-    x = local(tensors(LENGTH, ROWS, HIDDEN, seed=1), sequence_parallel)
-    with_shared, _ = layer(x, empty_rows(EXPERTS, x.device))
-    layer.shared_experts = None
-    without, _ = layer(x, empty_rows(EXPERTS, x.device))
-    assert_float64_close(with_shared, without + shared(x))
-    assert not torch.allclose(with_shared, without)
 
 
 def test_missing_shared_experts_are_refused():
