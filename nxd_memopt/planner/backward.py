@@ -214,6 +214,11 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     row_weights = b.output_weight + b.width_weight
     after_rows = frozenset({"mlp activation"})
     attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
+    # For the gradients of the norms' weights XLA multiplies both branches' gradients with the
+    # normalised rows, in fp32, before it sums over the tokens: f32[2048,6144] in GPT-NeoX-20B's graph.
+    gradients: Tensors = {"dX": b.full}
+    if kernels.compiles_steps:
+        gradients = {"dX": 2 * b.full, "dX * normalised": 2 * b.full // sizes.element_bytes * FP32_BYTES}
     return [
         Moment(
             "output projections",
@@ -251,10 +256,10 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
                 "dQ, dK, dV": b.qkv,
                 # normalised, and both branches' inputs or their gradients
                 "normalised": b.stream + b.gathered,
-                "dX": b.full,
                 "inputs of the branches": 2 * b.full,
                 "dW": b.qkv_weight + b.width_weight,
-            },
+            }
+            | gradients,
             after_rows | attention_saved | {"expanded"},
             row_weights,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -295,32 +296,33 @@ def _in_backward(
             remaining -= sum(own.values())
             finished += per_layer
             continue
-        everything = layers[index].everything
-        restored = _restored(memory, sizes.num_layers, index, sum(everything.values()), layers[index].input_bytes)
-        for moment in layers[index].moments:
-            freed = sum(size for name, size in everything.items() if name in moment.freed)
+        layer = layers[index]
+        own_bytes = sum(own.values())
+        others = remaining - own_bytes
+        # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
+        live = max(own_bytes, layer.all_bytes)
+        live += _restored(memory, sizes.num_layers, index, layer.all_bytes, layer.input_bytes)
+        absent = -offloaded.absent_bytes(sizes.num_layers, index)
+        for moment, freed in layer.moments:
             current = moment.finished_gradients
             if layout.in_backward:
                 current = 0
             elif layout.master_weights:
                 current = current * layout.gradient_element_bytes // element
             gradients = standing_gradients or finished + min(current, per_layer)
-            others = remaining - sum(own.values())
-            # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
-            live = max(sum(own.values()), sum(everything.values())) + restored - freed
             found.append(
                 (
                     f"backward of layer {index}: {moment.name}",
                     {
-                        _ABSENT: -offloaded.absent_bytes(sizes.num_layers, index),
+                        _ABSENT: absent,
                         "gradients": gradients,
-                        "activations": others + live,
+                        "activations": others + live - freed,
                         "temporary tensors": _temporary_bytes(moment, has_slots=has_slots),
                         "gradient buckets": buckets,
                     },
                 )
             )
-        remaining -= sum(own.values())
+        remaining -= own_bytes
         finished += per_layer
     return found
 
@@ -330,16 +332,18 @@ class _LayerBackward:
     """A layer's backward.
 
     Args:
-        everything: storages of a forward without recompute, which a recomputed layer has again.
+        all_bytes: bytes of a forward without recompute, which a recomputed layer has again.
         input_bytes: bytes of the layer's input.
-        moments: the moments at which most memory is in use.
+        moments: the moments at which most memory is in use, each with the bytes of ``all_bytes`` that
+            are free by then.
     """
 
-    everything: Tensors
+    all_bytes: int
     input_bytes: int
-    moments: list[Moment]
+    moments: list[tuple[Moment, int]]
 
 
+@lru_cache(maxsize=512)
 def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[_LayerBackward]:
     """Return the backward of every layer."""
     layers: list[_LayerBackward] = []
@@ -362,8 +366,11 @@ def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
         # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
         projected = sizes.tokens * (sizes.query + 2 * sizes.kv) * sizes.element_bytes
         everything |= {"output of the projections": projected}
-    moments = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
-    return _LayerBackward(everything, sum(layer.inputs.values()), moments)
+    moments = [
+        (moment, sum(size for name, size in everything.items() if name in moment.freed))
+        for moment in layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+    ]
+    return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), moments)
 
 
 def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
