@@ -53,8 +53,11 @@ class _Bytes:
         self.full = sizes.tokens * sizes.hidden * element
         # Sequence parallelism gathers a copy; without it every rank has all tokens.
         self.gathered = self.full if sizes.shards > 1 else 0
-        # A reduction over ranks writes its result next to the partial sum.
+        # A reduction over ranks writes its result next to the partial sum; in fp32 both are copies,
+        # of which the result is cast back.
         self.reduced = self.stream if sizes.tensor_model_parallel_size > 1 else 0
+        if self.reduced and sizes.reduces_in_fp32 and element < FP32_BYTES:
+            self.reduced += (self.stream + self.full) // element * FP32_BYTES
         self.query = sizes.tokens * sizes.query * element
         self.qkv = sizes.tokens * (sizes.query + 2 * sizes.kv) * element
         # Of experts: rows instead of tokens, and the weights of all experts.
@@ -299,6 +302,8 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
         chunk["gathered input of a chunk"] = 2 * hidden
+        if sizes.reduces_in_fp32:
+            chunk["dX of a chunk in fp32"] = hidden // sizes.element_bytes * FP32_BYTES
     joined = {"parts of dX": b.stream}
     largest = chunk if sum(chunk.values()) > b.stream else joined
     return {"input of the head": b.stream} | largest

@@ -13,6 +13,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
+from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
 from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_kernels, layer_runs, layer_tensors
@@ -41,6 +42,8 @@ _PEER_SLOTS = 4
 _ABSENT = "weights in host memory"
 """Term of a moment that is subtracted from the weights."""
 _BUCKET_BYTES = 25 << 20
+OVERLAPPED_BUCKETS = 4
+"""Buckets of ``parallel_layers/overlapped_grads.py`` that are reduced at the same time."""
 _STAGE1_BUCKET_BYTES = 128 << 20
 
 
@@ -234,8 +237,9 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
             on_host // optimizer_state_bytes(1), chunk_elements=CHUNK_ELEMENTS, staging_bytes=layout.staging_bytes
         )
     if layout.sharding == "zero3" and layout.shards > 1:
-        # The root's unit is gathered throughout; of the layers, the running and the next one.
-        layers = 2 * sum(math.prod(shape) for shape in model.layer_shapes)
+        # The root's unit is gathered throughout; of the layers, the running and the next one, or all.
+        count = model.sizes.num_layers if layout.keeps_gathered else min(2, model.sizes.num_layers)
+        layers = count * sum(math.prod(shape) for shape in model.layer_shapes)
         others = sum(math.prod(shape) for shape in model.other_shapes)
         states["gathered weights"] = (layers + others) * layout.element_bytes
     return states
@@ -286,6 +290,10 @@ def _in_backward(
     buckets = 0
     if layout.sharding in ("zero2", "zero3") and layout.shards > 1:
         buckets = 2 * max(_BUCKET_BYTES, _largest(model.layer_shapes) * element) * 2
+    elif layout.overlaps_reduction and layout.data_parallel_size > 1:
+        # A copy of each bucket's gradients, and its sum over the ranks.
+        bucket = max(_BUCKET_BYTES, _largest(model.layer_shapes) * layout.gradient_element_bytes)
+        buckets = 2 * OVERLAPPED_BUCKETS * bucket
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     has_slots = "peer memory" in _library_buffers(sizes, kernels)
@@ -426,7 +434,12 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> tuple[s
         bucket = max(_STAGE1_BUCKET_BYTES, _largest(shapes) * layout.gradient_element_bytes)
         terms["reduced gradients"] = shards
         terms["gradient buckets"] = bucket
-    elif layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes:
+    elif layout.sharding == "none" and layout.data_parallel_size > 1 and not layout.overlaps_reduction:
+        # A copy of a bucket's gradients, and its sum over the ranks.
+        shapes = (*model.layer_shapes, *model.other_shapes)
+        bucket = max(GRADIENT_BUCKET_BYTES, _largest(shapes) * layout.gradient_element_bytes)
+        terms["gradient buckets"] = 2 * min(bucket, gradients)
+    if layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes:
         # All gradients are cast before the first update, because the norm is of all of them.
         terms["reduced gradients"] = model.total(shard_bytes, layout)
     return "update", terms
