@@ -99,6 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     devices = f"{', '.join(DEVICES)}; a FILE.json of nxd-memopt plan --calibrate FILE.json, run on the machine"
     parser.add_argument("--device", required=True, help=devices)
     parser.add_argument("--devices", type=int, help="number of ranks; default: those of one host")
+    parser.add_argument("--tensor-model-parallel-size", type=int, metavar="T", help="T; default: all sizes are tried")
     parser.add_argument("--seq-length", type=int, help="tokens per sequence; default: the YAML's or the model's")
     parser.add_argument("--global-batch", type=int, help="sequences per optimizer step; default: one per rank")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16-mixed, fp32 master weights")
@@ -134,6 +135,12 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if name not in NAMED_CONFIGS and (path.suffix in (".yaml", ".yml") or (recipe.is_file() and not path.exists())):
         return _run(path if path.suffix else recipe)
     if name not in NAMED_CONFIGS and not path.exists():
+        # A name of the Hugging Face Hub, or a file that is not there.
+        if len(path.parts) > 1 or path.suffix:
+            raise ValueError(
+                f"--model {name} is no file and no directory here: of a model of the Hugging Face Hub the config.json "
+                "is enough: hf download ORGANIZATION/MODEL config.json --local-dir DIRECTORY, then --model DIRECTORY"
+            )
         names = (*NAMED_CONFIGS, *sorted(file.stem for file in RECIPES.glob("*.yaml")))
         require_one_of("model", name, names)
     config = load_model_config(name, ())
@@ -199,6 +206,7 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
         device_gib=options.device_memory_gib,
         host_gib=options.host_memory_gib,
         moe=moe,
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
     )
 
 

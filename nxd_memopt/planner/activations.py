@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
@@ -116,6 +117,8 @@ def offloaded_checkpoint_bytes(
     return activations(sizes, memory, kernels, smallest_bytes=smallest_bytes).host_bytes
 
 
+# A search plans the same activations with many ZeRO stages and fractions of offloaded states.
+@lru_cache(maxsize=512)
 def activations(
     sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, smallest_bytes: int | None = None
 ) -> Activations:

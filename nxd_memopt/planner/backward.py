@@ -53,8 +53,11 @@ class _Bytes:
         self.full = sizes.tokens * sizes.hidden * element
         # Sequence parallelism gathers a copy; without it every rank has all tokens.
         self.gathered = self.full if sizes.shards > 1 else 0
-        # A reduction over ranks writes its result next to the partial sum.
+        # A reduction over ranks writes its result next to the partial sum; in fp32 both are copies,
+        # of which the result is cast back.
         self.reduced = self.stream if sizes.tensor_model_parallel_size > 1 else 0
+        if self.reduced and sizes.reduces_in_fp32 and element < FP32_BYTES:
+            self.reduced += (self.stream + self.full) // element * FP32_BYTES
         self.query = sizes.tokens * sizes.query * element
         self.qkv = sizes.tokens * (sizes.query + 2 * sizes.kv) * element
         # Of experts: rows instead of tokens, and the weights of all experts.
@@ -236,6 +239,11 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     row_weights = b.output_weight + b.width_weight
     after_rows = frozenset({"mlp activation"})
     attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
+    # For the gradients of the norms' weights XLA multiplies both branches' gradients with the
+    # normalised rows, in fp32, before it sums over the tokens: f32[2048,6144] in GPT-NeoX-20B's graph.
+    gradients: Tensors = {"dX": b.full}
+    if kernels.compiles_steps:
+        gradients = {"dX": 2 * b.full, "dX * normalised": 2 * b.full // sizes.element_bytes * FP32_BYTES}
     return [
         Moment(
             "output projections",
@@ -273,10 +281,10 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
                 "dQ, dK, dV": b.qkv,
                 # normalised, and both branches' inputs or their gradients
                 "normalised": b.stream + b.gathered,
-                "dX": b.full,
                 "inputs of the branches": 2 * b.full,
                 "dW": b.qkv_weight + b.width_weight,
-            },
+            }
+            | gradients,
             after_rows | attention_saved | {"expanded"},
             row_weights,
         ),
@@ -316,6 +324,8 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
         chunk["gathered input of a chunk"] = 2 * hidden
+        if sizes.reduces_in_fp32:
+            chunk["dX of a chunk in fp32"] = hidden // sizes.element_bytes * FP32_BYTES
     joined = {"parts of dX": b.stream}
     largest = chunk if sum(chunk.values()) > b.stream else joined
     return {"input of the head": b.stream} | largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
 from nxd_memopt.moe_config import MoEConfig
@@ -50,6 +50,7 @@ class Problem:
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
         moe: options of experts; None: those of ``config``.
+        tensor_model_parallel_size: T of all settings; None tries every size.
 
     Raises:
         ValueError: a number is below 1, or the precision is unknown.
@@ -68,10 +69,11 @@ class Problem:
     device_gib: float | None = None
     host_gib: float | None = None
     moe: MoEConfig | None = None
+    tensor_model_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("precision", self.precision, tuple(PRECISIONS))
-        for name in ("devices", "sequence_length", "global_batch_size"):
+        for name in ("devices", "sequence_length", "global_batch_size", "tensor_model_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -123,6 +125,9 @@ class Setting:
         optimizer_staging_gib: device memory for offloaded states on their way.
         optimizer_in_backward: each parameter is updated in backward, which frees its gradient.
         expert_model_parallel_size: EP, of the data-parallel ranks.
+        reduce_dtype: ``parallel.reduce_dtype``, of reductions over tensor-parallel ranks.
+        reshard_after_forward: zero3 frees gathered weights between forward and backward.
+        overlap_grad_reduce: without sharding, gradients are averaged during backward.
     """
 
     tensor_model_parallel_size: int = 1
@@ -138,6 +143,9 @@ class Setting:
     optimizer_staging_gib: float = STAGING_BYTES / GIB
     optimizer_in_backward: bool = False
     expert_model_parallel_size: int = 1
+    reduce_dtype: Literal["float32"] | None = None
+    reshard_after_forward: bool = True
+    overlap_grad_reduce: bool = False
 
     def describe(self) -> str:
         """Return the setting in words."""
@@ -211,8 +219,8 @@ class Plan:
         return self.memory.device_bytes <= self.usable_bytes and self.memory.host_bytes <= self.usable_host_bytes
 
 
-Models = dict[tuple[int, int, int, bool | None], RankModel]
-"""Shares of one rank by tensor- and expert-parallel size, micro-batch size and sequence parallelism."""
+Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
+"""Shares of one rank by tensor- and expert-parallel size, micro-batch size, sequence parallelism and dtype of sums."""
 
 
 def plans(problem: Problem) -> list[Plan]:
@@ -268,9 +276,11 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         update_in_forward=setting.optimizer_update_in_forward,
         staging_bytes=int(setting.optimizer_staging_gib * GIB),
         expert_ranks=setting.expert_model_parallel_size,
+        keeps_gathered=not setting.reshard_after_forward,
+        overlaps_reduction=setting.overlap_grad_reduce,
     )
     experts = setting.expert_model_parallel_size
-    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled)
+    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype)
     models = {} if models is None else models
     if key not in models:
         models[key] = _model(problem, setting, dtype)
@@ -311,6 +321,7 @@ def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
         ParallelConfig(
             size,
             sequence_parallel_enabled=sharded,
+            reduce_dtype=setting.reduce_dtype,
             expert_model_parallel_size=setting.expert_model_parallel_size,
         ),
         sequence_length=problem.sequence_length,
@@ -393,7 +404,15 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
             reason = str(error)
     if not found:
         raise ValueError(reason)
-    return found
+    size = problem.tensor_model_parallel_size
+    if size is None:
+        return found
+    if size not in found:
+        raise ValueError(
+            f"tensor_model_parallel_size {size} is not possible for this model on {problem.devices} x "
+            f"{problem.device.name}: use one of {found}, or leave it out"
+        )
+    return [size]
 
 
 def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:

@@ -46,6 +46,7 @@ class RankSizes:
         hidden_dropout: the embedding's and, in GPT-NeoX, the branches' outputs are dropped.
         windows: for each layer the keys that a query sees, if they are fewer than S, else None;
             empty if no layer has a window.
+        reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class RankSizes:
     attention_dropout: bool = False
     hidden_dropout: bool = False
     windows: tuple[int | None, ...] = ()
+    reduces_in_fp32: bool = False
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
@@ -165,6 +167,7 @@ def rank_sizes(
         # LLaMA and the models with experts have no other dropout.
         hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
         windows=windows if any(windows) else (),
+        reduces_in_fp32=parallel.reduce_dtype == "float32",
     )
 
 

@@ -33,6 +33,8 @@ class StateLayout:
         sharding: ZeRO stage over the data-parallel ranks (arXiv:1910.02054).
         data_parallel_size: D, ranks over which the stage shards.
         expert_ranks: EP; the stage shards experts over the D/EP ranks that have the same ones.
+        keeps_gathered: stage 3 keeps the gathered weights of all layers until their backward.
+        overlaps_reduction: without sharding, gradients are averaged during backward.
         optimizer_offload_fraction: part of masters and moments in host memory.
         in_backward: the optimizer runs inside backward, which frees each gradient.
         grad_reduce_in_fp32: False adds up gradients in the parameters' dtype, without sharding of
@@ -55,6 +57,8 @@ class StateLayout:
     update_in_forward: bool = False
     staging_bytes: int = STAGING_BYTES
     expert_ranks: int = 1
+    keeps_gathered: bool = False
+    overlaps_reduction: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)

@@ -190,6 +190,9 @@ def setting_of(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         optimizer_staging_gib=config.optimizer.optimizer_staging_gib,
         optimizer_in_backward=config.optimizer.in_backward,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        reduce_dtype=config.parallel.reduce_dtype,
+        reshard_after_forward=config.data_parallel.reshard_after_forward,
+        overlap_grad_reduce=config.optimizer.overlap_grad_reduce,
         **options,
     )
 

@@ -6,9 +6,10 @@
 
 A problem is a model, a length, a batch and a limit of the device's memory, which PyTorch's allocator then
 has. The planner ranks the settings that fit. Measured are the ``BEST`` first ones and ``DRAWN`` others, which
-``--seed`` draws, in the order of their ranks, as ``planned_memory`` measures a cell. The last line
-has the speed of the chosen setting, rank 0, as a part of the best measured one. With ``--append``
-settings that the file has from this commit are passed over, so that repeated calls go on.
+``--seed`` draws, in the order of their ranks, as ``planned_memory`` measures a cell. The last lines
+have the errors of the planned times, and the speed of the chosen setting, rank 0, as a part of the best
+measured one. With ``--append`` settings that the file has from this commit are passed over, so that
+repeated calls go on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import csv
 import dataclasses
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +31,13 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.hardware import GIB, Device, device_named, host_device
+from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.plan import Plan, Problem, plans
 from nxd_memopt.training.model import load_hf_config
 from scripts.bench.planned_cells import DEVICE, Cell
 from scripts.bench.planned_memory import expected_s, measured_row
-from scripts.bench.record import append, environment
+from scripts.bench.record import append, environment, last_commit
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_choice.csv"
 BEST = 12
@@ -125,13 +127,14 @@ def recorded(path: Path, about: Row, problem: str) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     own = [row for row in rows if row["problem"] == problem and row["commit"] == about["commit"]]
-    return [row | {"rank": int(row["rank"]), "step_s": float(row["step_s"])} for row in own if not row["failure"]]
+    numbers = {"rank": int, "step_s": float, "ranked_step_s": float}
+    return [row | {name: kind(row[name]) for name, kind in numbers.items()} for row in own if not row["failure"]]
 
 
 def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
     """Measure, print and append setting by setting until ``--seconds`` would be exceeded; return all rows."""
     choice = CHOICES[args.problem]
-    about = environment("scripts.bench.planned_choice")
+    about = environment("scripts.bench.planned_choice") | {"formulas": last_commit("nxd_memopt/planner")}
     rows = recorded(args.csv, about, args.problem) if args.append else []
     done = {row["rank"] for row in rows}
     begun = time.monotonic()
@@ -143,7 +146,8 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
         if rank in done:
             continue
         if args.seconds is not None and passed + lasts > args.seconds:
-            print(f"{rank} {plan.setting.describe()}: left out, {lasts:.0f} s of {args.seconds - passed:.0f} s")
+            left = f"{lasts:.0f} s of {args.seconds - passed:.0f} s"
+            print(f"{rank} {plan.setting.describe()}: left out, {left}", flush=True)
             continue
         row = {"problem": args.problem, "limit_gib": choice.limit_gib, "rank": rank, "fitting": len(found)}
         row |= {"setting": plan.setting.describe(), "choice_seed": args.seed}
@@ -178,6 +182,15 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def time_errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the errors of the times by which the settings are ranked, in words."""
+    errors = [100 * (row["ranked_step_s"] / row["step_s"] - 1) for row in rows if not row["failure"]]
+    if not errors:
+        return "no time was measured"
+    median = statistics.median(abs(error) for error in errors)
+    return f"planned times: median error {median:.1f} %, {min(errors):+.1f} to {max(errors):+.1f} %"
+
+
 def show(args: argparse.Namespace, found: Sequence[Plan]) -> None:
     """Print the settings that would be measured, and how long they take."""
     total_s = 0.0
@@ -205,13 +218,19 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def ranked_device(args: argparse.Namespace) -> Device:
+    """Return the device whose settings are ranked: this machine's GPU, and for ``--list`` without one ``DEVICE``."""
+    if backend.name == "cuda":
+        return gpu_named(backend.hardware_name()) or device_named(DEVICE)
+    # The settings of a tiny problem are those of the device on which it runs.
+    return host_device(CHOICES[args.problem].limit_gib, 1) if args.tiny else device_named(DEVICE)
+
+
 def main() -> None:
     parser = argument_parser()
     args = parser.parse_args()
     choice = CHOICES[args.problem]
-    # The settings of a tiny problem are those of the device on which it runs.
-    on_host = args.tiny and backend.name != "cuda"
-    found = ranked(choice, host_device(choice.limit_gib, 1) if on_host else device_named(DEVICE), tiny=args.tiny)
+    found = ranked(choice, ranked_device(args), tiny=args.tiny)
     if args.list:
         show(args, found)
         return
@@ -220,7 +239,9 @@ def main() -> None:
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     limit_memory(choice.limit_gib)
-    print(verdict(run(args, found)))
+    rows = run(args, found)
+    print(time_errors(rows))
+    print(verdict(rows))
     leave_process_groups()
 
 

@@ -6,9 +6,10 @@
 
 Each cell is built, planned and stepped as in the training program (``training/``), with random ids
 instead of text. Cells run one after the other in one process, and a cell that fails is a row with its
-failure. ``--drawn`` cells follow the named ones; ``--seed`` draws them. With ``--append`` cells that
-the file has from this commit are passed over, so that repeated calls with ``--seconds`` go on where
-the last one ended.
+failure. A cell whose plan is above the memory of the card or the host is named and passed over, as is
+one that would end after ``--seconds``. ``--drawn`` cells follow the named ones; ``--seed`` draws them.
+With ``--append`` cells that the file has from this commit are passed over, so that repeated calls go on
+where the last one ended. The last lines sum up all rows of this commit.
 
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator has
@@ -172,19 +173,40 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool) -> Row:
     try:
         row |= measure(cell, tiny=tiny)
         row |= errors(row)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
     clean()
     return row | about
 
 
-def recorded(path: Path, about: Row) -> set[tuple[str, str]]:
-    """Return the names and seeds of the cells that the file has from this commit."""
+def recorded(path: Path, about: Row) -> dict[tuple[str, str], Row]:
+    """Return the rows without a failure that the file has from this commit, by name and seed of the cell."""
     if not path.exists():
-        return set()
+        return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return {(row["cell"], row["seed"]) for row in rows if row["commit"] == about["commit"] and not row["failure"]}
+    own = [row for row in rows if row["commit"] == about["commit"] and not row["failure"]]
+    return {(row["cell"], row["seed"]): _with_numbers(row) for row in own}
+
+
+def _with_numbers(row: Mapping[str, str]) -> Row:
+    """Return a row of a file with the columns that are summed up as numbers, without the empty ones."""
+    found: Row = {}
+    for name, text in row.items():
+        is_number = name.endswith(("_bytes", "_error"))
+        if text or not is_number:
+            found[name] = float(text) if is_number else text
+    return found
+
+
+def obstacle(plan: Plan) -> str | None:
+    """Return why a cell cannot run on this machine, or None."""
+    memory = plan.memory
+    if memory.device_bytes > plan.usable_bytes:
+        return f"{memory.device_bytes / GIB:.1f} GiB of {plan.usable_bytes / GIB:.1f} on the device"
+    if memory.host_bytes > plan.usable_host_bytes:
+        return f"{memory.host_bytes / GIB:.1f} GiB of {plan.usable_host_bytes / GIB:.1f} on the host"
+    return None
 
 
 def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
@@ -196,26 +218,39 @@ def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
 
 
 def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
-    """Measure, print and append cell by cell, until ``--seconds`` would be exceeded."""
+    """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
     about = environment("scripts.bench.planned_memory") | {"formulas": last_commit("nxd_memopt/planner")}
-    done = recorded(args.csv, about) if args.append else set()
+    done = recorded(args.csv, about) if args.append else {}
+    print(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}", flush=True)
     begun = time.monotonic()
-    rows: list[Row] = []
+    rows: list[Row] = list(done.values())
     for number, cell in cells.items():
         if (cell.name, "" if cell.seed is None else str(cell.seed)) in done:
             continue
         start = time.monotonic()
-        if args.seconds is not None:
-            lasts = expected_s(plan_of(cell, device_named(DEVICE)), cuda_graph=cell.cuda_graph)
-            if start - begun + lasts > args.seconds:
-                print(f"{cell.name}: left out, {lasts:.0f} s of {args.seconds - (start - begun):.0f} s", flush=True)
-                continue
+        left_s = None if args.seconds is None else args.seconds - (start - begun)
+        reason = left_out(cell, left_s, tiny=args.tiny)
+        if reason is not None:
+            print(f"{number} {cell.name}: left out, {reason}", flush=True)
+            continue
         row = measured_row(cell, about, tiny=args.tiny)
         rows.append(row)
         print(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
         if args.append:
             append([row], args.csv)
     return rows
+
+
+def left_out(cell: Cell, left_s: float | None, *, tiny: bool) -> str | None:
+    """Return why a cell is not tried: it needs more memory than there is, or more than ``left_s`` seconds."""
+    if left_s is not None:
+        lasts = expected_s(plan_of(cell, device_named(DEVICE)), cuda_graph=cell.cuda_graph)
+        if lasts > left_s:
+            return f"{lasts:.0f} s of {left_s:.0f} s"
+    try:
+        return obstacle(plan_of(cell, tiny=tiny))
+    except ValueError:
+        return None  # not planned: the row has the failure
 
 
 def summary(row: Row) -> str:
@@ -227,20 +262,45 @@ def summary(row: Row) -> str:
     return ", ".join(shown)
 
 
+BOUNDS = {
+    "allocated": (1.0, 48 << 20),
+    "reserved": (2.0, 128 << 20),
+    "host": (2.0, 0),
+    "step": (8.0, 0),
+}
+"""Columns -> largest error in percent, and in bytes where these are more."""
+
+
 def totals(rows: Sequence[Row]) -> list[str]:
-    """Return for each error its median and its ends over all rows, and the number of rows below 0."""
+    """Return for each error its median and its ends over all rows, and the cells that are beyond the bounds."""
     lines: list[str] = []
-    for name in ("allocated_error", "reserved_error", "host_error", "step_error"):
-        values = [row[name] for row in rows if name in row]
-        if values:
-            median = statistics.median(abs(value) for value in values)
-            below = sum(value < 0 for value in values)
-            lines.append(
-                f"{name}: {len(values)} rows, median {median:.2f} %, {min(values):+.2f} to {max(values):+.2f} %, "
-                f"{below} below 0"
-            )
+    for name, (percent, least_bytes) in BOUNDS.items():
+        error = f"{name}_error"
+        values = [row[error] for row in rows if error in row]
+        if not values:
+            continue
+        median = statistics.median(abs(value) for value in values)
+        drawn_cells = sum(row["seed"] != "" for row in rows if error in row)
+        lines.append(
+            f"{error}: {len(values)} rows, {drawn_cells} of them drawn, median {median:.2f} %, "
+            f"{min(values):+.2f} to {max(values):+.2f} %, {sum(value < 0 for value in values)} below 0"
+        )
+        # A time has no bytes, and a promise of too little memory is none, however little is missing.
+        beyond = [
+            f"{row['cell']} {row[error]:+.2f} %"
+            for row in rows
+            if error in row
+            and ((name != "step" and row[error] < 0) or abs(row[error]) > _bound(row, name, percent, least_bytes))
+        ]
+        if beyond:
+            lines.append(f"  beyond {percent:g} % or {least_bytes >> 20} MiB, or below 0: {', '.join(beyond)}")
     failed = [row["cell"] for row in rows if row["failure"]]
     return [*lines, *([f"failed: {', '.join(failed)}"] if failed else [])]
+
+
+def _bound(row: Row, name: str, percent: float, least_bytes: int) -> float:
+    """Return the largest error of a column in percent."""
+    return max(percent, 100 * least_bytes / row[f"{name}_bytes"]) if least_bytes else percent
 
 
 def show(cells: Mapping[int, Cell]) -> None:

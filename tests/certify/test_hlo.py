@@ -30,18 +30,6 @@ ENTRY %main (p0: f32[4,8]) -> f32[4,8] {
   ROOT %dot.9 = f32[4,8]{1,0} dot(%dot.2, %p0.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """
-ASSIGNMENT = """BufferAssignment:
-allocation 0: size 999, maybe-live-out:
- value: <1 dot.9 @0> (size=999,offset=0): f32[4,8]{1,0}
-allocation 1: size 4096, preallocated-temp:
- value: <2 fusion.1 @0> (size=1024,offset=0): f32[16,16]{1,0}
- value: <3 fusion.2 @0> (size=1024,offset=512): f32[16,16]{1,0}
- value: <4 mask.1 @0> (size=64,offset=3072): pred[2,32]{1,0}
- value: <5 tuple @0> (size=16,offset=3136): (f32[2]{0}, f32[2]{0})
-allocation 2: size 4B, thread-local:
-
-Total bytes used: 5099
-"""
 
 
 def test_matmuls_are_dots_and_library_calls():
@@ -62,14 +50,6 @@ def test_collectives():
 def test_a_collective_over_everyone_is_refused():
     line = "  %ag = f32[4]{0} all-gather(%p), replica_groups={}, dimensions={0}"
     assert_says(error_message(lambda: hlo.collectives(line)), "replica_groups", "dimensions={0}")
-
-
-def test_temporary_memory_leaves_outputs_out():
-    assert hlo.temporary_bytes(ASSIGNMENT) == 4096
-    assert hlo.largest_temporaries(ASSIGNMENT) == (
-        LiveTensor("f32", (16, 16), 1024, "fusion.2"),
-        LiveTensor("pred", (2, 32), 64, "mask.1"),
-    )
 
 
 def test_fingerprint_ignores_the_modules_name_alone():

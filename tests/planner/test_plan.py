@@ -57,6 +57,10 @@ def test_it_runs_without_torch(precision):
         ("--model llama-3-8b --device h20", ("h20", "did you mean 'h200'")),
         ("--model lama-3-8b --device h200", ("lama-3-8b", "llama-3-8b")),
         ("--model llama-3-8b --device h200 --devices 0", ("devices", "0")),
+        ("--model llama-3-8b --device h200 --tensor-model-parallel-size 3", ("parallel_size 3", "[1, 2, 4, 8]")),
+        ("--model llama-3-8b --device h200 --tensor-model-parallel-size 0", ("tensor_model_parallel_size", "0")),
+        ("--model meta-llama/Meta-Llama-3-8B --device h200", ("meta-llama/Meta-Llama-3-8B", "hf download")),
+        ("--model other/config.json --device h200", ("other/config.json", "no file")),
         ("--model llama-3-8b --device h200 --seq-length 1", ("sequence_length", "1")),
         ("--model llama-3-8b --device h200 --global-batch -4", ("global_batch_size", "-4")),
         ("--model llama-3-8b --device h200 --show 0", ("--show", "0")),
@@ -67,6 +71,15 @@ def test_it_runs_without_torch(precision):
 )
 def test_refusals(arguments, words):
     assert_says(error_message(lambda: plan_command.main(arguments.split())), *words)
+
+
+def test_a_tensor_parallel_size_can_be_asked_for(capsys):
+    """GPT-NeoX-20B on eight GPUs of 80 GB, where other sizes are faster."""
+    arguments = "--model gpt-neox-20b --device a100-80gb --devices 8 --seq-length 2048 --show 3"
+    assert plan_command.main(f"{arguments} --tensor-model-parallel-size 8".split()) == 0
+    assert capsys.readouterr().out.count("T=8, ") == 3
+    assert plan_command.main(arguments.split()) == 0
+    assert "T=8, " not in capsys.readouterr().out
 
 
 def test_groups_that_the_first_step_chooses_are_not_planned():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from scripts.bench import planned_memory
 from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, drawn, plan_of
+from scripts.bench.planned_memory import totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -43,8 +45,12 @@ def test_rows_have_planned_and_measured_figures(tmp_path, monkeypatch, capsys):
     assert states["formulas"] and states["commit"] and states["precision"] == "bf16-mixed"
     # What the file has from this commit is passed over, what has failed is tried again.
     assert len(run(monkeypatch, path, "--cells", number("llama 2k"))) == 3
+    capsys.readouterr()
     assert len(run(monkeypatch, path, "--cells", number("neox 2k graph"))) == 4
-    assert "failed: neox 2k graph" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "failed: neox 2k graph" in shown
+    # The last lines are of all rows of the commit, not of this call's alone.
+    assert "2 recorded" in shown and "allocated_error: 2 rows" in shown and "host_error: 1 rows" in shown
 
 
 def test_no_cell_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
@@ -53,6 +59,59 @@ def test_no_cell_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
     path.write_text("cell,seed,commit,failure\n")
     assert run(monkeypatch, path, "--seconds", "3", "--cells", "0:2") == []
     assert capsys.readouterr().out.count("left out") == 2
+
+
+def test_a_cell_that_stops_in_any_way_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    measured: list[str] = []
+
+    def measure(cell, *, tiny):
+        measured.append(cell.name)
+        if len(measured) == 1:
+            raise AssertionError("no such kernel")
+        return {"planned_allocated_bytes": 99, "allocated_bytes": 100, "step_s": 1.0, "planned_step_s": 1.1}
+
+    monkeypatch.setattr(planned_memory, "measure", measure)
+    rows = run(monkeypatch, tmp_path / "rows.csv", "--cells", "0:2")
+    assert [row["failure"] for row in rows] == ["AssertionError: no such kernel", ""] and len(measured) == 2
+    assert f"failed: {rows[0]['cell']}" in capsys.readouterr().out
+
+
+def test_a_cell_that_the_card_or_the_host_cannot_hold_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planned_memory, "measured_row", lambda *_, **__: pytest.fail("a cell began"))
+    monkeypatch.setattr(planned_memory, "append", lambda *_: pytest.fail("a row was written"))
+    large, small = device_named("h200"), device_named("a100-40gb")
+    poor = replace(large, host_memory_gib=1.0)
+    cells = {cell.name: cell for cell in NAMED}
+    plans = {
+        "llama 8k": plan_of(cells["llama 8k"], small),
+        "llama 16k layers on host": plan_of(cells["llama 16k layers on host"], poor),
+    }
+    assert plan_of(cells["llama 16k layers on host"], large).fits
+    monkeypatch.setattr(planned_memory, "plan_of", lambda cell, *_, **__: plans[cell.name])
+    path = tmp_path / "rows.csv"
+    path.write_text("cell,seed,commit,failure\n")
+    for name in plans:
+        assert run(monkeypatch, path, "--cells", number(name)) == []
+    shown = capsys.readouterr().out
+    assert "llama 8k: left out" in shown and "GiB of 38." in shown and "on the device" in shown
+    assert "llama 16k layers on host: left out" in shown and "GiB of 0.9 on the host" in shown
+
+
+def test_the_summary_names_the_cells_beyond_the_bounds():
+    def row(name, error, measured, seed=""):
+        return {"cell": name, "allocated_error": error, "allocated_bytes": measured, "seed": seed, "failure": ""}
+
+    rows = [
+        row("exact", 0.0, 80 << 30),
+        row("few bytes", 4.0, 1 << 30, seed="7"),  # 41 MiB
+        row("above", 1.2, 80 << 30),
+        row("below", -0.1, 1 << 30),
+    ]
+    first, second = totals(rows)
+    assert "4 rows, 1 of them drawn, median 0.65 %, -0.10 to +4.00 %, 1 below 0" in first
+    assert second.endswith("above +1.20 %, below -0.10 %")
+    # A time may be below the measured one.
+    assert len(totals([{"cell": "a", "step_error": -7.9, "step_s": 1.0, "seed": "", "failure": ""}])) == 1
 
 
 def test_the_seed_decides_the_cells_and_they_fit():

@@ -1,4 +1,4 @@
-"""Parses HLO text and the buffer assignment of a compiled module, without importing XLA."""
+"""Parses HLO text of a compiled module, without importing XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nxd_memopt.certify.measure.measurement import LiveTensor, largest_distinct
 from nxd_memopt.planner.collectives import Collective
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
@@ -25,8 +24,6 @@ _COLLECTIVES = {
 }
 _LISTED_GROUP = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
-_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:")
-_VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=\d+\): ([a-z]\S*)")
 
 
 class Shape(NamedTuple):
@@ -151,36 +148,6 @@ def group_size(attributes: str) -> int:
             f"a collective without replica_groups spans all ranks, which HLO text does not count: {attributes}"
         )
     return int(iota[2])
-
-
-def temporary_bytes(buffer_assignment: str) -> int:
-    """Return the bytes of scratch memory ("preallocated-temp") of the compiled module."""
-    # Parameters, outputs and constants are other allocations of the dump, without this mark.
-    total = 0
-    for line in buffer_assignment.splitlines():
-        found = _TEMPORARY.match(line)
-        if found is not None:
-            total += int(found[1])
-    return total
-
-
-def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTensor, ...]:
-    """Return the largest distinct tensors in the scratch memory, at most ``limit``."""
-    # The dump lists each allocation with the values that are assigned to it on the next lines.
-    values = []
-    is_temporary = False
-    for line in buffer_assignment.splitlines():
-        if line.startswith("allocation "):
-            is_temporary = _TEMPORARY.match(line) is not None
-        found = _VALUE.match(line)
-        if not is_temporary or found is None:
-            continue
-        # Tuples are left out: they are tables of pointers to values that are listed themselves.
-        source, nbytes, text = found.groups()
-        shapes = parse_shapes(text)
-        if len(shapes) == 1:
-            values.append(LiveTensor(shapes[0].dtype, shapes[0].dims, int(nbytes), source))
-    return largest_distinct(values, limit)
 
 
 def fingerprint(hlo: str) -> str:

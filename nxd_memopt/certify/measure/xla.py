@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron import xla_inspect
-from nxd_memopt.certify.measure import hlo
+from nxd_memopt.certify.measure import buffers, hlo
 from nxd_memopt.certify.measure.measurement import Measurement, largest_distinct
 
 
@@ -82,15 +82,16 @@ def _read_module(directory: Path, name: str) -> Measurement:
     (assignment_file,) = directory.glob(f"{name}.*buffer-assignment.txt")
     optimized = optimized_file.read_text(encoding="utf-8")
     assignment = assignment_file.read_text(encoding="utf-8")
-    # XLA plans scratch memory at compile time, and values with disjoint lifetimes share it: its size
-    # is the peak, and also stands for what is saved for backward, which HLO does not mark.
+    # XLA plans memory at compile time. The peak of what is temporary also stands for what is saved
+    # for backward, which HLO does not mark.
+    temporary_bytes = buffers.temporary_bytes(assignment)
     return Measurement(
         matmuls=hlo.matmul_count(optimized),
         traced_matmuls=hlo.matmul_count(traced),
-        held_bytes=hlo.temporary_bytes(assignment),
-        peak_bytes=hlo.temporary_bytes(assignment),
+        held_bytes=temporary_bytes,
+        peak_bytes=temporary_bytes,
         flops=None,
         collectives=hlo.collectives(traced),
-        largest=hlo.largest_temporaries(assignment),
+        largest=buffers.largest_temporaries(assignment),
         fingerprint=hlo.fingerprint(traced),
     )

@@ -1,0 +1,51 @@
+"""What the plan of a compiled step keeps, against tensors of the graphs that a simulated XLA compiles for trn1."""
+
+from __future__ import annotations
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.activations import activations
+from nxd_memopt.planner.backward import layer_moments
+from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
+
+COMPILED = Kernels(fused=False, attention="tiled", compiles_steps=True)
+PLAIN = Kernels(fused=False, attention="tiled")
+MIB = 1 << 20
+
+
+def rank(model: str, ranks: int, length: int) -> RankSizes:
+    return rank_sizes(
+        with_defaults(NAMED_CONFIGS[model]),
+        ParallelConfig(ranks, sequence_parallel_enabled=True),
+        sequence_length=length,
+        micro_batch_size=1,
+        dtype="bfloat16",
+    )
+
+
+def test_a_compiled_norm_keeps_its_input():
+    """The graph of recipe llama2_7b grows by 64.25 MiB for each layer: both norms' inputs and results, query, key,
+    value, attention's result (4 MiB each), and gate, up and activation (10.75 each)."""
+    memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act"))
+    sizes = rank("llama-2-7b", 8, 4096)
+    layer = sum(activations(sizes, memory, COMPILED).layers[0].values())
+    statistics = 2 * 512 * 4
+    assert layer - statistics == 8 * 4 * MIB + 3 * 10.75 * MIB
+    plain = sum(activations(sizes, memory, PLAIN).layers[0].values())
+    assert plain - layer == 2 * 8 * MIB  # a copy in fp32 and the normalised input instead of the input
+
+
+def test_the_gradients_of_merged_norms_are_products_in_fp32():
+    """The graph of recipe gpt_neox_20b has two f32[2048,6144] and five f16[2048,6144] at its peak."""
+    sizes = rank("gpt-neox-20b", 32, 2048)
+
+    def temporary(kernels: Kernels) -> int:
+        moment = layer_moments(sizes, MemoryConfig(recompute_granularity="full"), kernels)[-1]
+        small = ("gradients of the stream", "gradient of expanded", "dQ, dK, dV", "dW")
+        return sum(size for name, size in moment.temporary.items() if name not in small)
+
+    tokens = 2048 * 6144
+    stream = 64 * 6144 * 2
+    assert temporary(COMPILED) == tokens * (2 * 4 + 5 * 2) + stream
+    assert temporary(PLAIN) == tokens * 4 * 2 + stream

@@ -1,0 +1,206 @@
+"""A run's plan is that of its step: each option of a configuration changes it, is refused, or is none of memory's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nxd_memopt.planner.hardware import device_named
+from nxd_memopt.planner.plan import Plan
+from nxd_memopt.training import memory_plan, model
+from nxd_memopt.training.arguments import SECTIONS
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.memory_plan import planned
+from nxd_memopt.training.model import load_hf_config
+from tests.launch.launching import planned as launched
+from tests.reference import assert_says, error_message
+
+OFFLOADED = {"optimizer_cpu_offload": True}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("norm",)}
+BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
+KEPT = {"recompute_keep_core_attn": True, "attention_backend": "flash4"}
+# Option -> the changes of its section, and what they are compared with: other changes, by default none.
+PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "model.config_overrides": ({"config_overrides": {"num_hidden_layers": 8}}, {}),
+    "model.dtype": ({"dtype": "float32"}, {}),
+    "parallel.tensor_model_parallel_size": ({"tensor_model_parallel_size": 4}, {}),
+    "parallel.sequence_parallel_enabled": ({"sequence_parallel_enabled": False}, {}),
+    "parallel.reduce_dtype": ({"reduce_dtype": "float32"}, {}),
+    "memory.recompute_granularity": ({"recompute_granularity": None}, {}),
+    "memory.recompute_method": ({"recompute_method": "nested"}, {}),
+    "memory.recompute_num_layers": ({**BLOCK, "recompute_num_layers": 3}, BLOCK),
+    "memory.recompute_modules": (SELECTIVE, {**SELECTIVE, "recompute_modules": ("mlp",)}),
+    "memory.recompute_keep_core_attn": (KEPT, {}),
+    "memory.recompute_keep_core_attn_num_layers": ({**KEPT, "recompute_keep_core_attn_num_layers": 2}, KEPT),
+    "memory.cpu_offloading": ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, {}),
+    "memory.cpu_offloading_num_layers": ({"cpu_offloading_num_layers": 2}, {}),
+    "memory.cpu_offloading_activations": ({"cpu_offloading_activations": True}, {}),
+    "memory.cpu_offloading_weights": (
+        {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 2},
+        {"cpu_offloading_num_layers": 2},
+    ),
+    "memory.mlp_tile_tokens": ({"mlp_tile_tokens": 4096}, {}),
+    "memory.attention_head_groups": (
+        {"recompute_granularity": None, "attention_head_groups": 1},
+        {"recompute_granularity": None},
+    ),
+    "memory.attention_backend": ({"attention_backend": "math"}, {}),
+    "memory.fused_linear_cross_entropy": ({"fused_linear_cross_entropy": False}, {}),
+    "memory.selective_activation_checkpointing_is_enabled": (
+        {"recompute_granularity": None, "selective_activation_checkpointing_is_enabled": True},
+        {},
+    ),
+    "data.seq_length": ({"seq_length": 4096}, {}),
+    "data.micro_batch_size": ({"micro_batch_size": 2}, {}),
+    "data_parallel.sharding": ({"sharding": "none"}, {}),
+    "data_parallel.num_distributed_optimizer_instances": (
+        {"sharding": "zero2", "num_distributed_optimizer_instances": 2},
+        {"sharding": "zero2"},
+    ),
+    "data_parallel.reshard_after_forward": (
+        {"sharding": "zero3", "reshard_after_forward": False},
+        {"sharding": "zero3"},
+    ),
+    "data_parallel.grad_reduce_in_fp32": ({"grad_reduce_in_fp32": False}, {}),
+    "optimizer.in_backward": ({"in_backward": True, "clip_grad": 0.0}, {}),
+    "optimizer.optimizer_cpu_offload": (OFFLOADED, {}),
+    "optimizer.optimizer_offload_fraction": ({**OFFLOADED, "optimizer_offload_fraction": 0.5}, OFFLOADED),
+    "optimizer.optimizer_staging_gib": ({**OFFLOADED, "optimizer_staging_gib": 0.5}, OFFLOADED),
+    "trainer.precision": ({"precision": "bf16-true"}, {}),
+    "trainer.enable_cuda_graph": ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}),
+    "moe.num_moe_experts": ({"num_moe_experts": 4}, {}),
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "memory.attention_head_groups": {"attention_head_groups": "auto"},
+    "trainer.compile": {"compile": "layer"},
+    "lora.lora_rank": {"lora_rank": 8},
+}
+# Sections and options that are no memory of a step on its device, or only its time.
+NOT_OF_THE_STEP = {
+    "model": "pretrained tokenizer random_init warm_start",
+    "parallel": "use_cpu_initialization",
+    "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
+    "long_conversations end_of_text packing held_out_every eval_sequences on_bad_rows streaming",
+    "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps weight_decay no_decay "
+    "do_layer_norm_weight_decay lr_multipliers betas eps clip_grad initial_loss_scale min_loss_scale "
+    "loss_scale_window hysteresis optimizer_update_in_forward",
+    "trainer": "output_dir resume_from allow_changes on_schedule_change max_steps seed val_check_interval "
+    "save_interval save_checkpoints async_save keep_checkpoints log_every_n_steps export verify_export "
+    "single_process_summary allow_tf32 distributed_timeout_minutes wandb_project",
+    "launch": "neuron_cc_flags compile_cache_dir",
+}
+ELSEWHERE = {
+    "parallel.expert_model_parallel_size": "tests/planner/test_expert_activations.py",
+    "data.global_batch_size": "test_accumulation_and_averages_of_gradients",
+    "data.isolate_documents": "test_isolated_documents_run_tiles_on_trainium",
+    "optimizer.overlap_grad_reduce": "test_accumulation_and_averages_of_gradients",
+    "optimizer.master_weights": "trainer.precision decides it",
+    "optimizer.zero1": "data_parallel.stage decides it",
+    "trainer.auto_memory": "tests/training/test_memory_plan.py",
+}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> TrainConfig:
+    return launched("llama3_8b").config
+
+
+@pytest.fixture
+def config(monkeypatch, recipe) -> TrainConfig:
+    """Twelve layers of LLaMA-3-8B on four data-parallel ranks; with few tokens, so that the peak is not in the loss."""
+    monkeypatch.setattr(memory_plan, "world_size", lambda: 32)
+    monkeypatch.setattr(model, "world_size", lambda: 32)
+    # Whether a graph can be captured is a question to the machine.
+    monkeypatch.setattr(memory_plan, "cuda_graph_conflict", lambda *_: None)
+    found = recipe
+    overrides = {**found.model.config_overrides, "num_hidden_layers": 12, "vocab_size": 8192}
+    found = changed(found, "model.config_overrides", {"config_overrides": overrides})
+    found = changed(found, "data.isolate_documents", {"isolate_documents": False})
+    return changed(found, "trainer.enable_cuda_graph", {"enable_cuda_graph": False})
+
+
+def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:
+    """Without the checks of the configuration."""
+    section = option.partition(".")[0]
+    if "config_overrides" in changes:
+        changes = {"config_overrides": {**config.model.config_overrides, **changes["config_overrides"]}}
+    options = dataclasses.replace(getattr(config, section), **changes)
+    copy = object.__new__(TrainConfig)
+    for name in SECTIONS:
+        object.__setattr__(copy, name, options if name == section else getattr(config, name))
+    if changes.get("dtype") == "float32":
+        object.__setattr__(copy, "trainer", dataclasses.replace(config.trainer, precision="32-true"))
+    return copy
+
+
+def plan_of(config: TrainConfig, device: str = "h200") -> Plan:
+    return planned(config, load_hf_config(config.model, config.moe), device_named(device))[1]
+
+
+def peaks(plan: Plan) -> tuple[Any, ...]:
+    return plan.memory.device, plan.memory.host, plan.memory.forward_backward_bytes
+
+
+def test_every_option_has_been_thought_of():
+    known = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
+    # Options of experts and adapters, which the first one of each section introduces.
+    known -= {option for option in known if option.startswith(("moe.", "lora."))} - PLANNED.keys() - REFUSED.keys()
+    others = {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
+    assert known == PLANNED.keys() | REFUSED.keys() | others | ELSEWHERE.keys()
+    assert not (PLANNED.keys() | REFUSED.keys()) & (others | ELSEWHERE.keys()) and not others & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("option", PLANNED)
+def test_options_that_change_the_plan(option, config):
+    changes, compared = PLANNED[option]
+    assert peaks(plan_of(changed(config, option, changes))) != peaks(plan_of(changed(config, option, compared)))
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_are_refused(option, config):
+    if option == "trainer.compile":
+        config = changed(config, "memory.recompute_granularity", {"recompute_granularity": None})
+    message = error_message(lambda: plan_of(changed(config, option, REFUSED[option])))
+    assert_says(message, option.partition(".")[2], "plan")
+
+
+def test_weights_that_stay_gathered_are_all_layers(config):
+    """With zero3 and reshard_after_forward false each layer's weights wait for its backward."""
+    sharded = changed(config, "data_parallel.sharding", {"sharding": "zero3"})
+    kept = changed(sharded, "data_parallel.reshard_after_forward", {"reshard_after_forward": False})
+    layer = (4096 * (4096 + 1024 + 4096) + 3 * 4096 * 14336) // 8 * 2 + 2 * 4096 * 2
+    terms = [plan_of(each).memory.device["gathered weights"] for each in (sharded, kept)]
+    # T = 8 has one KV head each for key and value.
+    assert terms[1] - terms[0] == 10 * (layer + 4096 * 1024 // 8 * 2)
+
+
+def test_sums_in_fp32_are_larger_copies(config):
+    wide = changed(config, "parallel.reduce_dtype", {"reduce_dtype": "float32"})
+    shard = 8192 * 4096 // 8
+    terms = [plan_of(each).memory for each in (config, wide)]
+    # In the moment of the peak, if it is the same one: a partial sum and its shard in fp32.
+    difference = terms[1].forward_backward_bytes - terms[0].forward_backward_bytes
+    assert 0 < difference <= (8 + 1) * shard * 4
+
+
+def test_accumulation_and_averages_of_gradients(config):
+    """Without sharding, a bucket's copy and its sum next to all gradients, or eight buckets during backward."""
+    plain = changed(config, "data_parallel.sharding", {"sharding": "none"})
+    alone = dataclasses.replace(plain.data, global_batch_size=4)
+    accumulated = dataclasses.replace(plain.data, global_batch_size=8)
+    once = changed(plain, "data.global_batch_size", vars(alone))
+    first, second = plan_of(once).memory, plan_of(changed(plain, "data.global_batch_size", vars(accumulated))).memory
+    assert second.forward_backward_bytes > first.forward_backward_bytes
+    overlapped = plan_of(changed(once, "optimizer.overlap_grad_reduce", {"overlap_grad_reduce": True})).memory
+    largest = 4096 * 14336 // 8 * 4
+    assert overlapped.forward_backward_bytes - first.forward_backward_bytes == 8 * largest
+    assert first.moment == "update" and first.device["gradient buckets"] == 2 * (128 << 20)
+
+
+def test_isolated_documents_run_tiles_on_trainium(config):
+    isolated = changed(config, "data.isolate_documents", {"isolate_documents": True})
+    options = {"recompute_granularity": None}
+    plans = [plan_of(changed(each, "memory.recompute_granularity", options), "trn1") for each in (config, isolated)]
+    assert peaks(plans[0]) != peaks(plans[1])
