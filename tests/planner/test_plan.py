@@ -279,6 +279,7 @@ def test_nothing_fits_is_said_with_what_to_change(capsys):
     assert plan_command.main(one.split()) == 1
     text = capsys.readouterr().out
     assert "Nothing fits" in text and "--devices 2: T=2" in text
+    assert "of host memory, of which a rank can use" in text
     assert smallest(problem("gpt-neox-20b", "h100", 1)).fits is False
 
 
