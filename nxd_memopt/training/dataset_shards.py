@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -180,6 +181,7 @@ def _data_files(config: DataConfig) -> list[str]:
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs an error before it raises it
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a README needs no metadata
     builder = datasets.load_dataset_builder(config.dataset, config.dataset_config)
     files = builder.config.data_files
     return [str(path) for path in files.get(config.split, ())] if files else []

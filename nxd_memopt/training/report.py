@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -250,6 +250,7 @@ class Reporter:
         self._metrics.append(values)
         self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
         self._show(row)
+        self._say_expected_end(row)
 
     def _show(self, row: StepMetrics) -> None:
         """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
@@ -259,13 +260,24 @@ class Reporter:
             self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}{self._time_left(row)}")
 
     def _time_left(self, row: StepMetrics) -> str:
-        """Return the time of the remaining steps at the present speed; empty after the last one."""
+        """Return the time of the remaining steps in words; empty after the last one."""
         # A terminal has it in its progress bar.
+        left = self._left(row)
+        return "" if left is None else f"  {left} left"
+
+    def _say_expected_end(self, row: StepMetrics) -> None:
+        """Say once when the last step will be done: after the second step, because the first one is a warm-up."""
+        left = self._left(row)
+        if left is not None and row.step - self._first_step == 2:
+            end = datetime.now().astimezone() + left
+            self.say(f"expected end of training: {end:%Y-%m-%d %H:%M %Z}, without evaluations and saves")
+
+    def _left(self, row: StepMetrics) -> timedelta | None:
+        """Return the time of the remaining steps at the present speed; None after the last one."""
         remaining = self._config.max_steps - row.step
         if self.tokens_per_step is None or not remaining:
-            return ""
-        seconds = round(remaining * self.tokens_per_step / row.tokens_per_s)
-        return f"  {timedelta(seconds=seconds)} left"
+            return None
+        return timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
 
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""

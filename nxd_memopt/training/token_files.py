@@ -198,7 +198,7 @@ def describe_rows(config: TrainConfig, log: TokenLog, read: int) -> list[str]:
     if config.data.has_conversations:
         lines.append(f"conversations: {last.documents:,} read so far, of which {described(last.outcomes)}")
     steps = f"{config.trainer.max_steps:,} steps read {read:,}"
-    if last.ended and read > last.rows:
+    if last.ended:
         lines.append(f"data: the text has {last.rows:,} sequences, of which {steps}: {read / last.rows:.1f} epochs")
     elif read > last.rows:
         lines.append(f"data: {last.rows:,} sequences are tokenized, {steps}: a process tokenizes while the run trains")
