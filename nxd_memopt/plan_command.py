@@ -18,7 +18,8 @@ from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults, with_experts
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
-from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
+from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
+from nxd_memopt.planner.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.config import OptimizerConfig, TrainConfig
 from nxd_memopt.training.moe_options import MoEOptions, completed_options

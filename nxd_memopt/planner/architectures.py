@@ -108,6 +108,9 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
 
     Args:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
+
+    Raises:
+        ValueError: ``layer_types`` is of another number of layers.
     """
     depth = option(config, "num_hidden_layers")
     window = option(config, "sliding_window")
@@ -119,6 +122,12 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         # A config.json of before layer_types: Qwen's first layers have no window, Mistral's all.
         first = option(config, "max_window_layers") or 0
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
+    # A model would be built with as many layers as there are types.
+    if len(kinds) != depth:
+        raise ValueError(
+            f"layer_types names {len(kinds)} layers and num_hidden_layers is {depth}: give each layer a type, or leave "
+            "layer_types out"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

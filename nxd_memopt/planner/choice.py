@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nxd_memopt.planner.candidates import memories
 from nxd_memopt.planner.hardware import GIB
-from nxd_memopt.planner.plan import Models, Plan, Problem, Setting, evaluate, memories
+from nxd_memopt.planner.plan import Models, Plan, evaluate
+from nxd_memopt.planner.problem import Problem, Setting
 
 
 def choose_memory(problem: Problem, setting: Setting) -> Plan:

@@ -17,7 +17,8 @@ from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
-from nxd_memopt.planner.plan import Plan, Problem, Setting, evaluate
+from nxd_memopt.planner.plan import Plan, evaluate
+from nxd_memopt.planner.problem import Problem, Setting
 from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size

@@ -19,7 +19,8 @@ from pathlib import Path
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.plan import Plan, Problem, evaluate
+from nxd_memopt.planner.plan import Plan, evaluate
+from nxd_memopt.planner.problem import Problem
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.memory_plan import setting_of

@@ -33,7 +33,8 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.plan import Plan, Problem, plans
+from nxd_memopt.planner.plan import Plan, plans
+from nxd_memopt.planner.problem import Problem
 from nxd_memopt.training.model import load_hf_config
 from scripts.bench.planned_cells import DEVICE, Cell
 from scripts.bench.planned_memory import expected_s, measured_row

@@ -14,7 +14,7 @@ from nxd_memopt.models import MODELS, model_class
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, LAYERS
-from nxd_memopt.planner.architectures import num_kv_heads, parameters, require_shardable
+from nxd_memopt.planner.architectures import attention_windows, num_kv_heads, parameters, require_shardable
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
 
@@ -78,3 +78,11 @@ def test_the_planner_imports_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_types_of_another_number_of_layers_are_refused():
+    config = CONFIGS["qwen2 tied, window in the second layer"]()
+    assert any(attention_windows(config))
+    config.num_hidden_layers = 4
+    message = error_message(lambda: attention_windows(config))
+    assert_says(message, "layer_types names 2 layers", "num_hidden_layers is 4")

@@ -1,0 +1,155 @@
+"""The settings that the planner tries: parallel sizes, micro-batches, ZeRO stages and memory techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.architectures import moe_layers, require_shardable, sizes
+from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
+from nxd_memopt.planner.problem import Problem, Setting, has_windows, kernels_of
+
+TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
+"""Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
+MICRO_BATCHES = (1, 2, 4, 8)
+_HEAD_GROUPS = 4
+
+
+def settings(problem: Problem) -> Iterator[Setting]:
+    """Yield the settings that are tried."""
+    is_gpu = problem.device.kind == "cuda"
+    for size in tensor_parallel_sizes(problem):
+        replicas = problem.devices // size
+        stages = problem.stages if replicas > 1 else ("none",)
+        if not is_gpu:
+            stages = tuple(stage for stage in stages if stage in ("none", "zero1"))
+        for batch in micro_batches(problem, replicas):
+            for memory in memories(problem):
+                for stage in stages:
+                    setting = Setting(size, stage, batch, memory, grad_reduce_in_fp32=problem.grad_reduce_in_fp32)
+                    for experts in expert_parallel_sizes(problem, replicas):
+                        yield from _variants(problem, replace(setting, expert_model_parallel_size=experts))
+
+
+def tensor_parallel_sizes(problem: Problem) -> list[int]:
+    """Return the tensor-parallel sizes of the model, the device and the number of devices.
+
+    Raises:
+        ValueError: no size fits; the message has the reason of the smallest one.
+    """
+    allowed = TENSOR_PARALLEL_SIZES.get(problem.device.name)
+    found: list[int] = []
+    reason = f"devices {problem.devices} has no divisor that the model can be split by"
+    for size in range(1, problem.devices + 1):
+        if problem.devices % size or size > problem.device.ranks_per_host:
+            continue
+        if allowed is not None and size not in allowed:
+            continue
+        try:
+            require_shardable(problem.config, size)
+            groups = sizes(problem.config)["g"]
+            if max(size, groups) % min(size, groups) == 0:
+                found.append(size)
+        except ValueError as error:
+            reason = str(error)
+    if not found:
+        raise ValueError(reason)
+    size = problem.tensor_model_parallel_size
+    if size is None:
+        return found
+    if size not in found:
+        raise ValueError(
+            f"tensor_model_parallel_size {size} is not possible for this model on {problem.devices} x "
+            f"{problem.device.name}: use one of {found}, or leave it out"
+        )
+    return [size]
+
+
+def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
+    """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
+    if not any(moe_layers(problem.config)):
+        return [1]
+    experts = sizes(problem.config)["E"]
+    return [size for size in range(1, replicas + 1) if replicas % size == 0 and experts % size == 0]
+
+
+def require_batch(problem: Problem) -> None:
+    """Raise ``ValueError`` if no data-parallel size divides the global batch."""
+    replicas = [problem.devices // size for size in tensor_parallel_sizes(problem)]
+    if not any(micro_batches(problem, count) for count in replicas):
+        raise ValueError(
+            f"global batch {problem.global_batch_size} is not divisible by any data-parallel size of "
+            f"{problem.devices} devices, {sorted(set(replicas))}: use a multiple of one of them, or other --devices"
+        )
+
+
+def micro_batches(problem: Problem, replicas: int) -> list[int]:
+    """Return the micro-batch sizes that divide the global batch over the replicas."""
+    if problem.global_batch_size is None:
+        return [1]
+    return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
+
+
+def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
+    """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
+    if problem.device.kind != "cuda":
+        yield setting
+        return
+    memory = setting.memory
+    offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
+    # A graph has a fixed routing and no host code.
+    has_experts = any(moe_layers(problem.config))
+    if not offloads and not has_experts and setting.sharding in ("none", "zero1"):
+        yield replace(setting, cuda_graph=True)
+    yield setting
+    # Masters and moments are fp32 only with mixed precision.
+    if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
+        for fraction in (0.5, 1.0):
+            yield replace(setting, optimizer_offload_fraction=fraction)
+            # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
+            if setting.sharding == "none":
+                yield replace(setting, optimizer_offload_fraction=fraction, optimizer_update_in_forward=True)
+
+
+def memories(problem: Problem) -> Iterator[MemoryConfig]:
+    """Yield the memory techniques that are tried, without those that cannot help on the device."""
+    depth = problem.config["num_hidden_layers"]
+    is_gpu = problem.device.kind == "cuda"
+    full: dict[str, Any] = {"recompute_granularity": "full"}
+    yield MemoryConfig()
+    has_experts = any(moe_layers(problem.config))
+    modules = ("norm", "moe") if has_experts else ("norm", "mlp")
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
+    for granularity in (selective, full):
+        yield MemoryConfig(**granularity)
+        for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
+            yield MemoryConfig(**granularity, recompute_method="block", recompute_num_layers=layers)
+    is_kernel = kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and not has_windows(problem)
+    if is_kernel and is_gpu:
+        yield MemoryConfig(**full, recompute_keep_core_attn=True)
+    if depth > 3:
+        yield MemoryConfig(**full, recompute_method="nested")
+    if not is_gpu:
+        return
+    for layers in sorted({depth // 4, depth // 2} - {0}):
+        yield MemoryConfig(cpu_offloading_num_layers=layers)
+    yield MemoryConfig(**full, cpu_offloading_activations=True)
+    # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
+    if problem.sequence_length > 32768 and not has_experts:
+        yield MemoryConfig(**full, mlp_tile_tokens="auto")
+        yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
+        if _has_head_groups(problem):
+            yield MemoryConfig(
+                **full, mlp_tile_tokens="auto", cpu_offloading_activations=True, attention_head_groups=_HEAD_GROUPS
+            )
+
+
+def _has_head_groups(problem: Problem) -> bool:
+    """Return whether the heads of every tensor-parallel size can be computed in groups."""
+    letters = sizes(problem.config)
+    ranks = tensor_parallel_sizes(problem)[-1]
+    queries = letters["h"] // ranks
+    groups = max(1, letters["g"] // ranks)
+    return queries % _HEAD_GROUPS == 0 and (groups % _HEAD_GROUPS == 0 or _HEAD_GROUPS % groups == 0)

@@ -1,0 +1,219 @@
+"""What is to be trained and where, the options of a setting, and the kernels that run there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.architectures import attention_windows, sizes
+from nxd_memopt.planner.hardware import GIB, Device
+from nxd_memopt.planner.layer_tensors import WINDOWED_KERNELS, Kernels
+from nxd_memopt.planner.states import STAGING_BYTES
+
+PRECISIONS = {
+    "32-true": ("float32", False),
+    "bf16-true": ("bfloat16", False),
+    "bf16-mixed": ("bfloat16", True),
+    "16-mixed": ("float16", True),
+}
+"""``trainer.precision`` -> dtype of the parameters, and whether there are fp32 masters."""
+_NKI_MULTIPLE = 2048
+SDPA_MULTIPLE = 512
+_LARGEST_FLASH_HEAD = 128
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be trained, and where.
+
+    Args:
+        config: the model's config, complete (``model_configs.with_defaults``).
+        device: one rank's device.
+        devices: number of ranks.
+        sequence_length: S.
+        global_batch_size: sequences per optimizer step; None: one micro-batch per rank.
+        precision: ``trainer.precision``.
+        isolate_documents: attention restarts at each document of a sequence.
+        stages: ZeRO stages that the training program offers.
+        offloads_optimizer: the training program offers ``optimizer_cpu_offload``.
+        grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
+        device_gib: memory of the device in GiB, instead of the table's.
+        host_gib: host memory of a rank in GiB, instead of the table's.
+        moe: options of experts; None: those of ``config``.
+        tensor_model_parallel_size: T of all settings; None tries every size.
+
+    Raises:
+        ValueError: a number is below 1, or the precision is unknown.
+    """
+
+    config: dict[str, Any]
+    device: Device
+    devices: int
+    sequence_length: int
+    global_batch_size: int | None = None
+    precision: str = "bf16-mixed"
+    isolate_documents: bool = False
+    stages: tuple[str, ...] = ("none", "zero1")
+    offloads_optimizer: bool = False
+    grad_reduce_in_fp32: bool = True
+    device_gib: float | None = None
+    host_gib: float | None = None
+    moe: MoEConfig | None = None
+    tensor_model_parallel_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("precision", self.precision, tuple(PRECISIONS))
+        for name in ("devices", "sequence_length", "global_batch_size", "tensor_model_parallel_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}: labels are next tokens")
+        for name in ("device_gib", "host_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.precision == "16-mixed" and self.device.kind == "neuron":
+            raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
+
+    @property
+    def placed_device(self) -> Device:
+        """The device, with the memory that was given."""
+        device = self.device
+        if self.device_gib is not None:
+            device = replace(device, memory_gib=self.device_gib)
+        if self.host_gib is not None:
+            device = replace(device, host_memory_gib=self.host_gib)
+        return device
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the device that tensors can use."""
+        return self.placed_device.usable_bytes(ranks=self.devices)
+
+    @property
+    def usable_host_bytes(self) -> int:
+        """Bytes of host memory for offloading: nine tenths of a rank's share."""
+        return int(self.placed_device.host_memory_gib * GIB * 0.9)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of a run that the planner chooses.
+
+    Args:
+        tensor_model_parallel_size: T; sequence parallelism is on above 1 if T divides S.
+        sharding: ZeRO stage.
+        micro_batch_size: B.
+        memory: memory techniques.
+        cuda_graph: forward and backward as one CUDA graph.
+        optimizer_offload_fraction: part of the optimizer's states in host memory.
+        sequence_parallel_enabled: None: where it is possible.
+        shard_ranks: data-parallel ranks over which ``sharding`` splits; None: all of them.
+        grad_reduce_in_fp32: sums of gradients with master weights are fp32.
+        optimizer_update_in_forward: offloaded states are updated in the next forward.
+        optimizer_staging_gib: device memory for offloaded states on their way.
+        optimizer_in_backward: each parameter is updated in backward, which frees its gradient.
+        expert_model_parallel_size: EP, of the data-parallel ranks.
+        reduce_dtype: ``parallel.reduce_dtype``, of reductions over tensor-parallel ranks.
+        reshard_after_forward: zero3 frees gathered weights between forward and backward.
+        overlap_grad_reduce: without sharding, gradients are averaged during backward.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sharding: str = "none"
+    micro_batch_size: int = 1
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    cuda_graph: bool = False
+    optimizer_offload_fraction: float = 0.0
+    sequence_parallel_enabled: bool | None = None
+    shard_ranks: int | None = None
+    grad_reduce_in_fp32: bool = True
+    optimizer_update_in_forward: bool = False
+    optimizer_staging_gib: float = STAGING_BYTES / GIB
+    optimizer_in_backward: bool = False
+    expert_model_parallel_size: int = 1
+    reduce_dtype: Literal["float32"] | None = None
+    reshard_after_forward: bool = True
+    overlap_grad_reduce: bool = False
+
+    def describe(self) -> str:
+        """Return the setting in words."""
+        parts = [f"T={self.tensor_model_parallel_size}", f"B={self.micro_batch_size}"]
+        if self.expert_model_parallel_size > 1:
+            parts.append(f"EP={self.expert_model_parallel_size}")
+        if self.sharding != "none":
+            parts.append(self.sharding)
+        parts.append(_describe_recompute(self.memory))
+        if self.memory.mlp_tile_tokens is not None:
+            parts.append("MLP tiles")
+        if self.memory.attention_head_groups is not None:
+            parts.append(f"{self.memory.attention_head_groups} groups of heads")
+        if self.optimizer_offload_fraction:
+            where = ", updated in forward" if self.optimizer_update_in_forward else ""
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}")
+        if self.optimizer_in_backward:
+            parts.append("optimizer in backward")
+        if self.cuda_graph:
+            parts.append("CUDA graph")
+        return ", ".join(parts)
+
+
+def _describe_recompute(memory: MemoryConfig) -> str:
+    parts = ["no recompute"]
+    if memory.recompute_granularity == "selective":
+        where = ""
+        if memory.recompute_num_layers is not None:
+            where = f" of {memory.recompute_num_layers} layers"
+        parts = [f"recompute {'+'.join(memory.recompute_modules or ())}{where}"]
+    elif memory.recompute_granularity == "full":
+        method = ""
+        if memory.recompute_method is not None:
+            method = f" {memory.recompute_method} {memory.recompute_num_layers or ''}".rstrip()
+        parts = [f"recompute full{method}"]
+    if memory.recompute_keep_core_attn:
+        number = memory.recompute_keep_core_attn_num_layers
+        parts.append("attention kept" if number is None else f"attention of {number} layers kept")
+    if memory.cpu_offloading_weights:
+        parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
+    if memory.cpu_offloading_activations:
+        parts.append("checkpoints on the host")
+    elif memory.cpu_offloading_num_layers and not memory.cpu_offloading_weights:
+        parts.append(f"{memory.cpu_offloading_num_layers} layers on the host")
+    return ", ".join(parts)
+
+
+def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
+    """Return the kernels that the training program will use on the device.
+
+    CPUs: plain operations and PyTorch's SDPA. GPUs: the Triton kernels, and a flash kernel. trn1:
+    NKI's flash kernel, trn2 and trn3: the one of PyTorch's SDPA, which need certain lengths and take
+    no bounds of documents; else tiles.
+    """
+    fused = problem.device.kind == "cuda"
+    if memory.attention_backend != "auto":
+        if has_windows(problem) and memory.attention_backend not in WINDOWED_KERNELS:
+            raise ValueError(
+                f"attention_backend {memory.attention_backend!r} has no attention windows, and the model's are below "
+                f"the sequence length {problem.sequence_length}: use one of {['auto', *WINDOWED_KERNELS]}, or set "
+                "sliding_window to null"
+            )
+        return Kernels(fused, memory.attention_backend, compiles_steps=problem.device.kind == "neuron")
+    if fused:
+        if PRECISIONS[problem.precision][0] == "float32":
+            return Kernels(fused, "efficient")
+        return Kernels(fused, "flash4")
+    if problem.device.kind == "cpu":
+        return Kernels(fused, "sdpa")
+    head_dim = sizes(problem.config)["d"]
+    name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
+    suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    # On TorchNeuron too: with compiled layers, and because no device was there to measure.
+    return Kernels(fused, name if suits and not problem.isolate_documents else "tiled", compiles_steps=True)
+
+
+def has_windows(problem: Problem) -> bool:
+    """Return whether a query of some layer sees fewer keys than the sequence has."""
+    return any(each is not None and each < problem.sequence_length for each in attention_windows(problem.config))
