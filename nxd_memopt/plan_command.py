@@ -254,8 +254,8 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
         closest = smallest(problem)
         print(
             f"Nothing fits. The smallest setting, {closest.setting.describe()}, needs "
-            f"{closest.memory.device_bytes / GIB:.1f} GiB and {closest.memory.host_bytes / GIB:.1f} GiB of host memory, "
-            f"of which a rank can use {problem.usable_host_bytes / GIB:.1f}."
+            f"{closest.memory.device_bytes / GIB:.1f} GiB and {closest.memory.host_bytes / GIB:.1f} GiB of host "
+            f"memory, of which a rank can use {problem.usable_host_bytes / GIB:.1f}."
         )
         changes = remedies(problem)
         print("\n".join(["Change one:", *(f"  {text}" for text in changes)]) if changes else "Use a larger device.")

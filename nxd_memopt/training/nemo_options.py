@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nxd_memopt.training import nemo_gpt_neox
+from nxd_memopt.training.nemo_gpt_neox import gpt_neox_sizes, is_gpt_neox
+
 VOCABULARY_OF_TOKENIZER = "tokenizer"
 """Value of ``vocab_size`` in ``model.config_overrides``: the tokenizer's number of tokens."""
 
@@ -227,7 +230,7 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     overrides = dict(own.pop("config_overrides", None) or {})
     overrides = _sizes(model, problems) | overrides
     sections["model"] = own | {"config_overrides": overrides}
-    for name, allowed in ONLY.items():
+    for name, allowed in _allowed(model).items():
         if name in model and model[name] not in allowed:
             shown = " or ".join(repr(value) for value in allowed)
             problems.append(f"model.{name} {model[name]!r} is not supported: only {shown} is")
@@ -271,8 +274,16 @@ def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict
     return remaining
 
 
+def _allowed(model: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the options that have one or a few values here, and these."""
+    if not is_gpt_neox(model):
+        return ONLY
+    allowed = ONLY | nemo_gpt_neox.ONLY
+    return {name: values for name, values in allowed.items() if name not in nemo_gpt_neox.CONFIGURED}
+
+
 def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return the Hugging Face configuration of a model of the LLaMA family of these sizes."""
+    """Return the Hugging Face configuration of a model of these sizes: of the LLaMA family, or GPT-NeoX."""
     sizes: dict[str, Any] = {}
     for name, theirs in SIZES.items():
         value = model.get(name)
@@ -284,6 +295,11 @@ def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             problems.append(f"model.{name} {value!r} contradicts {sizes[theirs]!r}: write one of {', '.join(others)}")
     # NeMo takes the size from the tokenizer.
     sizes = {"model_type": "llama", "vocab_size": VOCABULARY_OF_TOKENIZER, "tie_word_embeddings": True, **sizes}
+    if is_gpt_neox(model):
+        for name in ARCHITECTURE:
+            if model.get(name):
+                problems.append(f"model.{name} {model[name]!r} with normalization 'layernorm' is not supported")
+        return gpt_neox_sizes(model, sizes, problems)
     return sizes | _architecture(model, sizes, problems)
 
 

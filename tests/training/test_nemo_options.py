@@ -71,6 +71,16 @@ MODEL: dict[str, Any] = {
         "eod_mask_loss": False,
     },
 }
+# What differs in the section of a GPT-NeoX.
+GPT_NEOX: dict[str, Any] = {
+    "normalization": "layernorm",
+    "bias": True,
+    "activation": "gelu",
+    "bias_activation_fusion": False,
+    "transformer_block_type": "gpt_j",
+    "rotary_percentage": 0.5,
+    "num_query_groups": None,
+}
 TRAINER = {"devices": 8, "precision": 32, "logger": False, "max_epochs": -1, "max_steps": 10, "gradient_clip_val": 0.5}
 
 
@@ -138,6 +148,35 @@ def test_others_of_the_llama_family(changes: dict[str, Any], expected: dict[str,
     assert {name: getattr(sizes, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"use_parallel_residual": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0}),
+        ({"transformer_block_type": "pre_ln"}, {"use_parallel_residual": False}),
+        ({"transformer_block_type": None, "activation": None}, {"use_parallel_residual": False, "hidden_act": "gelu"}),
+        # NeMo's kernel of bias and activation computes GeLU by tanh.
+        (
+            {"bias_activation_fusion": True, "hidden_dropout": 0.25},
+            {"hidden_act": "gelu_pytorch_tanh", "hidden_dropout": 0.25},
+        ),
+    ],
+)
+def test_layer_norms_are_gpt_neox(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer(None).save_pretrained(tmp_path)
+    section = {"tokenizer": {"library": "huggingface", "type": str(tmp_path)}, "rotary_base": 5000} | GPT_NEOX | changes
+    without = {name: value for name, value in mapping(**section)["model"].items() if value is not None}
+    sizes = load_hf_config(config_from_mapping({"model": without, "trainer": dict(TRAINER)}).model)
+    assert (sizes.model_type, sizes.attention_bias, sizes.tie_word_embeddings) == ("gpt_neox", True, False)
+    assert (sizes.rope_parameters["partial_rotary_factor"], sizes.rope_parameters["rope_theta"]) == (0.5, 5000)
+    assert {name: getattr(sizes, name) for name in expected} == expected
+
+
+def test_gpt_neox_has_no_learned_positions() -> None:
+    section = {name: value for name, value in (MODEL | GPT_NEOX).items() if name != "position_embedding_type"}
+    with pytest.raises(ValueError, match="position_embedding_type is NeMo's 'learned_absolute' unless it is given"):
+        config_from_mapping({"model": section, "trainer": dict(TRAINER)})
+
+
 def test_scaled_positions_are_those_of_llama_3_1(tmp_path: Path) -> None:
     tokenizer(None).save_pretrained(tmp_path)
     library = {"tokenizer": {"library": "huggingface", "type": str(tmp_path)}}
@@ -167,7 +206,18 @@ def test_options_next_to_the_sections() -> None:
         ({"qkv_bias": True, "window_size": [4, 0]}, "model.qkv_bias with an attention window is not supported"),
         ({"mcore_customization_config": {"parallel_attention": True}}, "mcore_customization_config"),
         ({"fsdp": True}, "model.fsdp True is not supported"),
-        ({"normalization": "layernorm"}, "model.normalization 'layernorm' is not supported: only 'rmsnorm' is"),
+        ({"normalization": "layernorm1p"}, "model.normalization 'layernorm1p' is not supported: only 'rmsnorm' is"),
+        ({"normalization": "layernorm"}, "swiglu' is not supported: only 'gelu' or None is"),
+        (
+            GPT_NEOX | {"num_query_groups": 2},
+            "model.num_query_groups 2 is not supported with normalization 'layernorm'",
+        ),
+        (GPT_NEOX | {"kv_channels": 8}, "model.kv_channels 8 is not supported with normalization 'layernorm': 6 heads"),
+        (GPT_NEOX | {"qkv_bias": True}, "model.qkv_bias True with normalization 'layernorm' is not supported"),
+        (
+            GPT_NEOX | {"position_embedding_type": "learned_absolute"},
+            "model.position_embedding_type 'learned_absolute'",
+        ),
         ({"bias": True}, "model.bias True is not supported"),
         ({"use_scaled_init_method": True}, "model.use_scaled_init_method True"),
         ({"num_leyers": 3}, "unknown key 'num_leyers' in model"),
@@ -188,7 +238,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], says: str) -> N
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
-    values = mapping(normalization="layernorm", bias=True, num_leyers=3) | {
+    values = mapping(normalization="layernorm1p", bias=True, num_leyers=3) | {
         "exp_manager": {"name": "a"},
         "optimiser": {},
     }
@@ -220,15 +270,20 @@ def test_a_section_without_layers_is_not_nemos() -> None:
         config_from_mapping({"model": {"pretrained": "a", "hidden_size": 3}})
 
 
-def test_a_pasted_section_trains_the_model_of_these_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_gpt_neox", [False, True])
+def test_a_pasted_section_trains_the_model_of_these_sizes(is_gpt_neox: bool, tmp_path: Path) -> None:
     """Losses are those of the same options under Hugging Face's names."""
     tokenizer(None).save_pretrained(tmp_path / "tokenizer")
-    pasted = {name: value for name, value in MODEL.items() if name != "data"}
+    section = MODEL | GPT_NEOX if is_gpt_neox else MODEL
+    pasted = {name: value for name, value in section.items() if name != "data"}
     pasted["tokenizer"] = {"library": "huggingface", "type": str(tmp_path / "tokenizer")}
     trainer = TRAINER | {"output_dir": str(tmp_path / "pasted")}
     _run(tmp_path, {"model": pasted, "trainer": trainer})
-    sizes = {theirs: MODEL[name] for name, theirs in SIZES.items() if MODEL.get(name) is not None}
+    sizes = {theirs: section[name] for name, theirs in SIZES.items() if section.get(name) is not None}
     sizes |= {"max_position_embeddings": 24, "vocab_size": 257, "model_type": "llama"}
+    if is_gpt_neox:
+        sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
+        sizes |= {"model_type": "gpt_neox", "rotary_pct": 0.5, "use_parallel_residual": True, "hidden_act": "gelu"}
     plain = {
         "model": {"tokenizer": str(tmp_path / "tokenizer"), "config_overrides": sizes},
         "data": {"seq_length": 24, "micro_batch_size": 2, "global_batch_size": 4},
