@@ -110,7 +110,7 @@ def test_storages_of_a_rank(world_size, sequence_parallel):
 
 def without_dense_layers(config):
     """Planned are layers of one kind."""
-    if config.model_type == "qwen3_moe":
+    if getattr(config, "mlp_only_layers", None):
         config.mlp_only_layers = []
     return config
 

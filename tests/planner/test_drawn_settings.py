@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from nxd_memopt.planner.architectures import moe_layers
 from tests.planner.test_activations import LAYERS, MOE_TECHNIQUES, TECHNIQUES, check, without_dense_layers
 from tests.reference_models import CONFIGS
 
-DENSE = [name for name, config in CONFIGS.items() if config().model_type not in ("mixtral", "qwen3_moe")]
+DENSE = [name for name, config in CONFIGS.items() if not any(moe_layers(config()))]
 EXPERTS = [name for name in CONFIGS if name not in DENSE]
 MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
 
