@@ -124,7 +124,7 @@ def stack_experts(model: torch.nn.Module, sources: Sources) -> Sources:
 
 
 def stack_named_experts(names: ExpertNames, sources: Sources) -> Sources:
-    """Return ``sources``, whose experts have ``names``, as ``stack_experts``.
+    """Return ``sources`` with the experts under ``names`` stacked, see ``stack_experts``.
 
     Raises:
         ValueError: experts of a layer are missing.

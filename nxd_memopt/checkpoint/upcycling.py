@@ -118,8 +118,9 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
     """Load a model with experts from the Hugging Face directory of one without them. Every rank calls.
 
     Each rank reads its slices of the MLPs for each of its experts. The routers are drawn from the
-    normal distribution with the config's ``initializer_range``, equal for every T and EP. So is the shared
-    expert, whose down projection is zero. A directory with experts lacks the shared expert alone.
+    normal distribution with the config's ``initializer_range``, equal for every T and EP. The shared expert is
+    drawn in the same way, with a down projection of zeros. If the directory has experts, only the shared
+    expert is added.
 
     Args:
         model: a model with ``upcycled_config`` of the dense model's config, or ``with_shared_expert``.
@@ -142,7 +143,7 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
 
 
 def _stacked(model: nn.Module, sources: Sources) -> Sources:
-    """Return ``sources`` of a model with experts with the names of ``model``."""
+    """Return ``sources``, a model with experts, stacked and under the names of ``model``."""
     # A Mixtral with a gated shared expert is a Qwen2-MoE: its experts have Mixtral's names in the files.
     is_mixtral = any(f".{NAMES['mixtral'].block}." in name for name in sources)
     return stack_named_experts(NAMES["mixtral"], sources) if is_mixtral else stack_experts(model, sources)
@@ -163,7 +164,7 @@ def _shared_experts(model: nn.Module, seed: int) -> Sources:
 
 
 class DrawnTensor:
-    """A lazy tensor of normally distributed numbers, fp32, which are drawn as a whole when a part is read.
+    """A lazy fp32 tensor of normally distributed numbers; reading a part draws all of them.
 
     Args:
         shape: full shape.

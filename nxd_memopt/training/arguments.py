@@ -112,7 +112,7 @@ NEUTRAL_TRAINER = frozenset(
     ]
 )
 
-# Options of which one replaces the other; the first one has a default.
+# Section, option, and the option that replaces it: only one of the two may be given.
 REPLACED = (("data", "dataset", "mixture"), ("trainer", "max_steps", "max_epochs"))
 
 

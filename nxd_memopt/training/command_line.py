@@ -130,7 +130,7 @@ def _message_of_box(box: str) -> str:
     groups = re.split("[─-]{4,}", " ".join(lines))
     paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
     suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
-    # A check between sections, in the words of a file's errors.
+    # Errors of checks between sections have this prefix here, and none when they come from a YAML file.
     message = paragraphs[0].removeprefix("Error parsing TrainConfig: ")
     if suggestion is None:
         return message

@@ -192,7 +192,7 @@ class TrainerConfig:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
 
     def _check_epochs(self) -> None:
-        """Raise ``ValueError`` for a number of epochs that is none."""
+        """Replace -1 by None; raise ``ValueError`` for a number of epochs that is not positive and finite."""
         if self.max_epochs == -1:
             object.__setattr__(self, "max_epochs", None)
         if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
@@ -328,7 +328,8 @@ class TrainConfig:
                 f"trainer.max_epochs {self.trainer.max_epochs:g} and data.mixture are both given, and its sources end "
                 "at different steps: set trainer.max_steps instead"
             )
-        # A run of 0 steps, which evaluates and exports only, has no schedule; one of epochs has none yet.
+        # A run of 0 steps, which evaluates and exports only, has no schedule; the steps of a
+        # run of epochs are not known yet (``epochs.py``).
         optimizer = self.optimizer
         has_steps = self.trainer.max_steps and self.trainer.max_epochs is None
         if has_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:

@@ -64,7 +64,7 @@ class DataConfig:
         streaming: ``true`` reads the data once, in shards, while the run trains: the start and the
             memory do not depend on its size. Files are shuffled, and documents within windows of
             10,000. ``false`` reads and checks all data before training and shuffles it as a whole.
-            ``auto`` reads more than 64 MiB in shards.
+            ``auto`` is ``true`` for more than 64 MiB, and for a dataset of the hub of unknown size.
     """
 
     dataset: str = "stdlib"

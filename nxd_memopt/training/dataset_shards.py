@@ -1,4 +1,4 @@
-"""Shards of datasets that the datasets library reads row by row: of the hub, a copy of its repository, or saved."""
+"""Shards of what the ``datasets`` library reads: datasets of the hub, copies of their repositories, saved ones."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class RowShard:
             if row is None:
                 return
             number += 1
-            # A window of documents ends here, and the next one goes on: a shard of the hub would be
-            # downloaded again, up to this row, for each window.
+            # The caller stops at the end of a window of documents and calls again for the next one.
+            # Without this iterator the shard would be downloaded again up to this row.
             self._reading = (number, rows)
             found = self._document(row, self.place_of(number))
             if found["kind"] is None:
@@ -72,7 +72,7 @@ class RowShard:
         return f"{self._place} row {self._before + row}"
 
     def _rows_from(self, start: int) -> Iterator[Any]:
-        """Return the rows from ``start`` on: those of the last ``read`` if it stopped there."""
+        """Return an iterator over the rows from ``start`` on: that of the last ``read`` if it stopped there."""
         reading, self._reading = self._reading, None
         if reading is not None and reading[0] == start:
             return reading[1]
@@ -80,7 +80,7 @@ class RowShard:
             return self._open_rows(start)
 
     def _document(self, row: dict[str, Any], place: str) -> dict[str, str | None]:
-        """Return what ``RowReader.read`` does."""
+        """Return the text of a row, or the kind and description of a bad one, as ``RowReader.read``."""
         try:
             if isinstance(self._reader, TextRows):
                 return self._reader.read(row, place)
@@ -143,7 +143,7 @@ def _repository_shards(config: DataConfig) -> list[_Shard]:
         raise ValueError(
             "without a network it is in the cache of the datasets library alone: set data.streaming to false"
         )
-    # Names of files of the hub contain the commit. They stand for the content, which is not read before training.
+    # The content is not read before training. The address of a file of the hub contains the commit.
     facts = [_identity(path) for path in files]
 
     def opener(index: int) -> Callable[[int], Iterator[Any]]:
@@ -151,7 +151,7 @@ def _repository_shards(config: DataConfig) -> list[_Shard]:
 
     shards: list[_Shard] = []
     for index in range(count):
-        # One shard a file, but for archives.
+        # Each file is a shard, except in archives.
         place = files[index] if len(files) == count else f"{config.dataset} shard {index + 1} of {count}"
         shards.append((opener(index), place, 0, ["datasets", facts, index, count]))
     return shards
@@ -192,7 +192,7 @@ def _saved_files(name: str) -> list[Path]:
 
 
 def _identity(path: str) -> list[Any]:
-    """Return what distinguishes a file's content: of a local one samples, of one of the hub its name and commit."""
+    """Return what identifies a file's content: samples of a local file, the address of a file of the hub."""
     return file_identity(Path(path)) if Path(path).is_file() else [path]
 
 

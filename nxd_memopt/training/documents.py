@@ -188,7 +188,7 @@ def _open_dataset(config: DataConfig) -> Source:
 
 
 def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
-    """Raise ``ValueError`` for options that choose a part of a data set of the hub, next to other data."""
+    """Raise ``ValueError`` if data that is not of the hub comes with options that choose a part of a hub dataset."""
     if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
         return
     default = DataConfig()

@@ -45,7 +45,9 @@ def _prepared_sequences(config: TrainConfig, vocabulary: Vocabulary) -> int:
         require_directory(directory, fingerprint)
         log.refresh()
     if not log.last.ended:
-        found = f"{log.last.rows:,} sequences of it are in {directory}" if log.last.rows else "none of it is"
+        found = "no sequence of it exists yet"
+        if log.last.rows:
+            found = f"{log.last.rows:,} sequences of it are in {directory}"
         raise ValueError(
             f"trainer.max_epochs {config.trainer.max_epochs:g} needs the number of sequences of {data.dataset!r}, "
             f"which is known when all of its text is tokenized, and {found}: run nxd-memopt prepare with the same "

@@ -1,4 +1,4 @@
-"""Finds the files of a dataset on this machine, and says in one kind of error what of it cannot be read."""
+"""Finds the local files of a dataset, and turns what goes wrong when data is read into one kind of error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ BUILDERS = {
     ".json": "json",
     ".parquet": "parquet",
 }
-
-
+# At the beginning, in the middle and at the end of a file whose content is not hashed.
 SAMPLE_BYTES = 2**16
 
 
@@ -69,10 +68,10 @@ def is_saved(name: str) -> bool:
 
 
 def is_repository(path: Path) -> bool:
-    """Return whether a directory has data in subdirectories alone, as a copy of a repository of the hub."""
+    """Return whether a directory has data in subdirectories only, as a copy of a repository of the hub."""
     if not path.is_dir() or any(path.glob("*/state.json")):
         return False
-    # The README of a dataset is a text file of a known kind. It would be the only text trained.
+    # The README of a dataset is a text file of a known kind. It would become the training text.
     if any(file.suffix in BUILDERS and file.name != "README.md" for file in path.iterdir()):
         return False
     return any(file.suffix in (".parquet", ".jsonl", ".json") for file in path.glob("*/*") if file.is_file())

@@ -13,7 +13,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "has_bias": (True, None),
     "transformer_block_type": ("pre_ln", "gpt_j"),
 }
-# Options that become options of the config.
+# Options that are translated into the config, so that they may have any value.
 CONFIGURED = ("hidden_dropout", "rotary_percentage")
 
 
@@ -48,8 +48,8 @@ def gpt_neox_sizes(model: Mapping[str, Any], sizes: Mapping[str, Any], problems:
     for name, theirs in (("rms_norm_eps", "layer_norm_eps"), ("rope_theta", "rotary_emb_base")):
         if name in sizes:
             sizes[theirs] = sizes.pop(name)
-    # NeMo's gpt_j block adds attention and MLP of the same input, each behind a norm of its own.
-    # Its kernel of bias and activation, which it uses unless told otherwise, approximates GeLU by tanh.
+    # NeMo's gpt_j block adds attention and MLP of the same input, each after its own norm.
+    # NeMo's fused kernel for bias and activation, its default, approximates GeLU by tanh.
     is_fused = model.get("bias_activation_fusion", True)
     return sizes | {
         "model_type": "gpt_neox",

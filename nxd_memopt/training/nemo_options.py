@@ -275,7 +275,7 @@ def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict
 
 
 def _allowed(model: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the options that have one or a few values here, and these."""
+    """Return the values that are supported, for the options that may not have any value."""
     if not is_gpt_neox(model):
         return ONLY
     allowed = ONLY | nemo_gpt_neox.ONLY

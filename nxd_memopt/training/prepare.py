@@ -62,7 +62,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
 
 
 def _workers(arguments: Sequence[str], program: str) -> tuple[int, list[str]]:
-    """Return the value of ``--workers``, and the other arguments; show it before the help of those."""
+    """Return the value of ``--workers``, and the other arguments; with ``--help`` print the help of ``--workers``."""
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, usage=f"{program} [--workers N] [options of nxd-memopt train, below]"
     )

@@ -266,7 +266,7 @@ class Reporter:
         return "" if left is None else f"  {left} left"
 
     def _say_expected_end(self, row: StepMetrics) -> None:
-        """Say once when the last step will be done: after the second step, because the first one is a warm-up."""
+        """Print the expected end of training once, after the second step, because the first one is a warm-up."""
         left = self._left(row)
         if left is not None and row.step - self._first_step == 2:
             end = datetime.now().astimezone() + left

@@ -61,7 +61,7 @@ def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     file = epochs(tmp_path, 2)
     outcome = run_here(file)
     assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
-    for text in ("trainer.max_epochs 2", "lines.jsonl", "none of it is", "nxd-memopt prepare", "trainer.max_steps"):
+    for text in ("trainer.max_epochs 2", "lines.jsonl", "no sequence of it", "nxd-memopt prepare", "trainer.max_steps"):
         assert text in outcome.stderr
     steps = write_config(tmp_path, trainer=TRAINER | {"max_steps": 2})
     assert run_here(steps).returncode == 0
