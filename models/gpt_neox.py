@@ -92,7 +92,7 @@ class GPTNeoXAttention(FusibleModule):
 class GPTNeoXMLP(FusibleModule):
     """MLP ``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as in ``GPTNeoXAttention``.
 
-    ``width`` is by default the config's ``intermediate_size``.
+    ``width`` defaults to the config's ``intermediate_size``.
     """
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, width: int | None = None) -> None:

@@ -74,7 +74,7 @@ class Answer:
         survivals: number of layers -> measurements with and without recomputation.
         fingerprints: fingerprint of the shallowest model's graph on each rank.
         num_parameters: number of parameters of one rank at full depth.
-        num_expert_parameters: those of its experts.
+        num_expert_parameters: how many of them belong to experts.
     """
 
     survivals: dict[int, Survival]
@@ -103,5 +103,9 @@ class Answer:
             int(layers): Survival(*(Measurement.from_json(measured) for measured in pair))
             for layers, pair in data["survivals"].items()
         }
-        numbers = (data["num_parameters"], data["num_expert_parameters"])
-        return cls(survivals, tuple(data["fingerprints"]), *numbers)
+        return cls(
+            survivals,
+            tuple(data["fingerprints"]),
+            num_parameters=data["num_parameters"],
+            num_expert_parameters=data["num_expert_parameters"],
+        )

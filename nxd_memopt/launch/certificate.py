@@ -71,7 +71,7 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
     overrides = config.model.config_overrides
     file = directory / "config.json"
     if config.moe.num_moe_experts is not None or config.moe.moe_shared_expert_intermediate_size is not None:
-        # Added experts are in the config of the model that has them, which no file has yet.
+        # certify needs the config with the added experts, and no file has it yet.
         from nxd_memopt.training.model import load_hf_config
 
         content = load_hf_config(config.model, config.moe).to_dict()

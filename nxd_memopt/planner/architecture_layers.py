@@ -1,8 +1,8 @@
 """The layers of each architecture: name, shape in letters, and how tensor parallelism shards them.
 
-``architectures.py`` reads this table for all others. Letters: H hidden size, F MLP width, V vocabulary, h query
-heads, g KV heads (query groups), d head size, E experts, M width of an expert, W width of all shared experts
-together.
+Models, certificates and the planner read it through ``architectures.py``. Letters: H hidden size, F MLP width, V
+vocabulary, h query heads, g KV heads (query groups), d head size, E experts, M width of an expert, W width of all
+shared experts together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
 - ``expert_column``: output rows of each expert's gate and up, of a tensor ``[E, 2 M, H]``.
   ``expert_row``: input columns of each expert, of ``[E, H, M]``. ``expert_bias``: elements of each
   expert's bias, of ``[E, M]`` or ``[E, H]``. Expert-parallel ranks have consecutive experts.
-- ``replicated``: no sharding. ``head_norm``: neither, and each rank applies the weight to its own heads.
+- ``replicated``: no sharding. ``head_norm``: no sharding either; each rank applies the weight to its own heads.
 
 A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
 """

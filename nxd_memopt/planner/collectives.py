@@ -242,7 +242,7 @@ def expected_collectives(
 
 
 def _issued(collectives: Counter[Collective]) -> Counter[Collective]:
-    """Return the collectives without those of one rank, which sends nothing."""
+    """Return ``collectives`` without those in groups of one rank, which send nothing."""
     return Counter({each: count for each, count in collectives.items() if each.group_size > 1})
 
 

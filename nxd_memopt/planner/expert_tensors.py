@@ -19,7 +19,7 @@ def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> d
     Args:
         sizes: sizes of the rank.
         moe: sizes of the experts.
-        fused: the shared expert runs the gated kernel of GPUs, which saves gate and up alone.
+        fused: the shared expert runs the fused gated-MLP kernel of GPUs, which saves gate and up only.
     """
     return _router(sizes, moe) | _losses(sizes, moe) | _rows(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
 

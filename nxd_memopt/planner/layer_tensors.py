@@ -176,8 +176,8 @@ def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     """Return what an RMSNorm of ``name`` saves.
 
     Plain operations square the fp32 input and scale it by one number per token; the product,
-    rounded, is multiplied with the weight. In fp32 the input is not copied. A compiler makes both
-    again from the input, as the kernel does: of LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4
+    rounded, is multiplied with the weight. In fp32 the input is not copied. A compiler recomputes both
+    from the input, as the kernel does: of LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4
     MiB of each norm besides the statistics, where plain operations keep 12.
     """
     inputs = {name: _stream(sizes)}

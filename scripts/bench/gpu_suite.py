@@ -5,7 +5,7 @@
     python -m scripts.bench.gpu_suite --gpus 4 --list
 
 Each race is a process (one per GPU with several GPUs) whose output goes to ``--logs``. A race that
-fails or exceeds ``--timeout-s`` does not stop the others, and none runs on after ``--seconds``. cuBLAS
+fails or exceeds ``--timeout-s`` does not stop the others; all races end after ``--seconds``. cuBLAS
 runs without its counter resets (docs/gpus.md), for the peers too.
 """
 

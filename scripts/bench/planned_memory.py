@@ -268,7 +268,7 @@ BOUNDS = {
     "host": (2.0, 0),
     "step": (8.0, 0),
 }
-"""Columns -> largest error in percent, and in bytes where these are more."""
+"""Columns -> largest error: a percentage, or a number of bytes if that is more."""
 
 
 def totals(rows: Sequence[Row]) -> list[str]:
@@ -285,7 +285,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
             f"{error}: {len(values)} rows, {drawn_cells} of them drawn, median {median:.2f} %, "
             f"{min(values):+.2f} to {max(values):+.2f} %, {sum(value < 0 for value in values)} below 0"
         )
-        # A time has no bytes, and a promise of too little memory is none, however little is missing.
+        # A time has no bound in bytes. A plan of too little memory is always beyond the bounds.
         beyond = [
             f"{row['cell']} {row[error]:+.2f} %"
             for row in rows

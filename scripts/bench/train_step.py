@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused AdamW for the
-peers), batch 1. T is the number of processes; with ``--expert-parallel EP`` it is that over EP, and each
-of EP data-parallel ranks has a sequence of its own. ``ours`` has variants as one CUDA graph and with
+peers), batch 1. T is the number of processes; with ``--expert-parallel EP`` it is divided by EP, and each
+of the EP data-parallel ranks has a sequence of its own. ``ours`` has variants as one CUDA graph and with
 compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` with Liger-Kernel)
 and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
 compiled layers and with asynchronous tensor parallelism). Ours uses FlashAttention-4 if it is
@@ -206,7 +206,7 @@ def measure(
 
 
 def random_tokens(config: Any, accumulation: int, tokens: int) -> Tensor:
-    """Return token ids ``[accumulation, 1, tokens]``, other ones on each data-parallel rank.
+    """Return token ids ``[accumulation, 1, tokens]``, different on each data-parallel rank.
 
     Drawn on the CPU from a fixed seed: all tensor-parallel ranks and all variants train on the same
     tokens, so that the column of losses shows whether a variant computes something else.

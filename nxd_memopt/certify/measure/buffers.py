@@ -31,12 +31,12 @@ def temporary_bytes(buffer_assignment: str) -> int:
     """Return the most bytes of temporary tensors that exist at the same time, next to parameters and results.
 
     XLA also puts temporary tensors into the memory of results that are not written yet. In a training
-    run this memory holds the sums of the gradients of earlier micro-batches, and nothing else fits
-    in: such tensors count as if they had memory of their own. Of LLaMA-2-7B's 64 MiB per layer on
+    run this memory holds the sums of the gradients of earlier micro-batches and has no room for
+    anything else: such tensors count as if they had memory of their own. Of LLaMA-2-7B's 64 MiB per layer on
     one of 8 ranks, 45 MiB were in the memory of gradients.
     """
     scratch = sum(size for _, size, kind in _allocations(buffer_assignment) if kind.startswith(_SCRATCH))
-    # The scratch memory may have gaps, and never less than its own values.
+    # Gaps between values make the scratch memory larger than their sum at any step.
     return max(scratch, _peak_bytes(_temporaries(buffer_assignment)))
 
 
@@ -71,11 +71,12 @@ def _temporaries(buffer_assignment: str) -> list[_Value]:
             continue
         (shape,) = parse_shapes(value[4])
         tensor = LiveTensor(shape.dtype, shape.dims, int(value[2]), value[1])
-        read = _Value(tensor, (number, int(value[3])), *ranges[value[1]])
+        start, end = ranges[value[1]]
+        entry = _Value(tensor, (number, int(value[3])), start, end)
         if kind.startswith(_SCRATCH):
-            scratch.append(read)
+            scratch.append(entry)
         elif _RESULT in kind:
-            in_results[number].append(read)
+            in_results[number].append(entry)
     for values in in_results.values():
         scratch += _before_the_result(values, last)
     return scratch
@@ -109,7 +110,7 @@ def _before_the_result(values: Iterable[_Value], last: int) -> Iterator[_Value]:
 def _peak_bytes(values: Iterable[_Value]) -> int:
     """Return the largest sum of the bytes of the values that exist at the same step.
 
-    Values at one place whose ranges overlap have the same bytes, which one takes over from the other.
+    Values at one place whose ranges overlap share their bytes: the later one reuses those of the earlier one.
     """
     by_place: dict[tuple[int, int], list[_Value]] = defaultdict(list)
     for value in values:
@@ -121,7 +122,7 @@ def _peak_bytes(values: Iterable[_Value]) -> int:
         size = 0
         for value in shared:
             if value.start <= end:
-                # Taken over: the predecessor ends where this one begins.
+                # Reused: the earlier value ends where this one begins.
                 changes[value.start] -= size
                 changes[end + 1] += size
             size, end = value.tensor.nbytes, max(end, value.end)

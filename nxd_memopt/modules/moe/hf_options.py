@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # checkpoints; an exported one would be another function.
 _TRAINED_ONLY = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 
-# Options that may be left out, and those that come with them.
+# Options that default to the values of the config -> options that are then taken from the config too.
 _OF_CONFIG: dict[str, tuple[str, ...]] = {
     "moe_ffn_hidden_size": (),
     "moe_layer_freq": (),
@@ -62,7 +62,7 @@ def with_shared_expert(config: PretrainedConfig, width: int, *, gate: bool) -> P
     """Return the config of the model with ``config`` and a shared expert in each layer with experts.
 
     A Mixtral whose shared expert has a gate is a Qwen2-MoE, which transformers has. Other models get the options
-    ``shared_expert_intermediate_size`` and ``shared_expert_gate``, of which transformers knows nothing: they are
+    ``shared_expert_intermediate_size`` and ``shared_expert_gate``, which transformers' models do not have: they are
     trained without export.
 
     Args:
@@ -101,8 +101,8 @@ def _as_qwen2_moe(values: dict[str, Any], width: int) -> PretrainedConfig:
         raise ValueError(
             f"moe_shared_expert_gate True makes a Qwen2-MoE of Mixtral, and sliding_window is {window}: set it to null"
         )
-    # Qwen2-MoE reads a head_dim that is there, and divides by no other number if it is null. The jitter is not
-    # an option of transformers' model; it is none of the exported function either.
+    # Without values of None: Qwen2-MoE takes head_dim from the config whenever the attribute exists, even if it is
+    # None. Mixtral's router_jitter_noise stays, and has no effect in Qwen2-MoE nor in evaluation.
     kept = {name: value for name, value in values.items() if value is not None and name != "architectures"}
     # A softmax over the chosen experts is a softmax over all, divided by the sum of the chosen ones.
     return Qwen2MoeConfig(
