@@ -114,6 +114,7 @@ NEUTRAL_TRAINER = frozenset(
 
 # Section, option, and the option that replaces it: only one of the two may be given.
 REPLACED = (("data", "dataset", "mixture"), ("trainer", "max_steps", "max_epochs"))
+NOT_GIVEN: tuple[Any, ...] = (None, {}, -1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -208,7 +209,12 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     sections = _resolve_aliases(options, problems)
     for section, replaced, option in REPLACED:
         given = sections.get(section, {})
-        if replaced in given and given.get(option) not in (None, {}, -1):
+        if replaced not in given or given.get(option) in NOT_GIVEN:
+            continue
+        # Lightning's max_steps: -1 next to max_epochs.
+        if given[replaced] in NOT_GIVEN:
+            del given[replaced]
+        else:
             problems.append(_both_given(section, replaced, option))
     built = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
     if problems:
@@ -220,7 +226,7 @@ def _require_one_of_two(overrides: Sequence[str], config: TrainConfig) -> None:
     """Raise ``ValueError`` for an option of the command line that another one replaces."""
     names = {argument.partition("=")[0].replace("-", "_").lstrip("_") for argument in overrides}
     for section, replaced, option in REPLACED:
-        if f"{section}.{replaced}" in names and getattr(getattr(config, section), option) not in (None, {}, -1):
+        if f"{section}.{replaced}" in names and getattr(getattr(config, section), option) not in NOT_GIVEN:
             raise ValueError(_both_given(section, replaced, option))
 
 

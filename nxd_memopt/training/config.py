@@ -196,7 +196,7 @@ class TrainerConfig:
         if self.max_epochs == -1:
             object.__setattr__(self, "max_epochs", None)
         if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
-            raise ValueError(f"trainer.max_epochs must be above 0, got {self.max_epochs:g}; -1 is none")
+            raise ValueError(f"trainer.max_epochs must be above 0 and finite, got {self.max_epochs:g}; -1 is none")
 
     @property
     def checkpoint_directory(self) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from typing import Any
 from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, TextRows, bad_row
 from nxd_memopt.training.conversations import row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.local_data import file_identity, is_saved, readable
+from nxd_memopt.training.local_data import file_identity, is_saved, readable, repository_files
 
 # Bytes of a saved dataset in one shard, as of files of JSON lines.
 SAVED_BYTES = 2**26
@@ -96,11 +98,12 @@ def streams_dataset(config: DataConfig, small_bytes: int) -> bool:
     the datasets library without a network, and a part of a split (``train[:10%]``), are read at once.
     """
     if is_saved(config.dataset):
-        return sum(path.stat().st_size for path in _saved_files(config.dataset)) > small_bytes
+        with readable(config.dataset):
+            return sum(path.stat().st_size for path in _saved_files(config.dataset)) > small_bytes
     if not re.fullmatch(SPLIT, config.split):
         return False
     with readable(config.dataset):
-        paths = _data_files(config)
+        paths = files_of_split(config)
         return bool(paths) and is_large(paths, small_bytes)
 
 
@@ -136,7 +139,7 @@ def _repository_shards(config: DataConfig) -> list[_Shard]:
     """Return the shards of a dataset that ``load_dataset`` streams."""
     import datasets
 
-    files = _data_files(config)
+    files = files_of_split(config)
     stream = datasets.load_dataset(config.dataset, config.dataset_config, split=config.split, streaming=True)
     count = stream.num_shards
     if not files:
@@ -144,7 +147,7 @@ def _repository_shards(config: DataConfig) -> list[_Shard]:
             "without a network it is in the cache of the datasets library alone: set data.streaming to false"
         )
     # The content is not read before training. The address of a file of the hub contains the commit.
-    facts = [_identity(path) for path in files]
+    facts = _digest([_identity(path) for path in files])
 
     def opener(index: int) -> Callable[[int], Iterator[Any]]:
         return lambda start: iter(stream.shard(num_shards=count, index=index, contiguous=True).skip(start))
@@ -163,7 +166,7 @@ def _saved_shards(config: DataConfig) -> list[_Shard]:
 
     dataset = datasets.load_from_disk(config.dataset)
     files = _saved_files(config.dataset)
-    facts = [file_identity(path) for path in files]
+    facts = _digest([file_identity(path) for path in files])
     count = min(len(dataset), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
     bounds = [len(dataset) * index // count for index in range(count + 1)]
 
@@ -176,19 +179,54 @@ def _saved_shards(config: DataConfig) -> list[_Shard]:
     ]
 
 
-def _data_files(config: DataConfig) -> list[str]:
-    """Return the addresses of the files of a split, or nothing if the dataset is complete in a cache."""
+def files_of_split(config: DataConfig) -> list[str]:
+    """Return the addresses of the files of a split, or nothing if the dataset is complete in a cache.
+
+    Raises:
+        ValueError: files of a local directory are in no split.
+    """
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs an error before it raises it
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a README needs no metadata
     builder = datasets.load_dataset_builder(config.dataset, config.dataset_config)
     files = builder.config.data_files
-    return [str(path) for path in files.get(config.split, ())] if files else []
+    if not files:
+        return []
+    _require_all_files(config, {str(path) for paths in files.values() for path in paths})
+    return [str(path) for path in files.get(config.split, ())]
+
+
+def _require_all_files(config: DataConfig, known: set[str]) -> None:
+    """Raise ``ValueError`` for files of a local directory that are in no split.
+
+    The datasets library finds the splits by the names of directories, and leaves other directories out, unless a
+    README says what each configuration has.
+    """
+    root = Path(config.dataset)
+    readme = root / "README.md"
+    has_configurations = readme.is_file() and "configs:" in readme.read_text(encoding="utf-8", errors="replace")
+    if has_configurations or not root.is_dir():
+        return
+    known = {str(Path(path).resolve()) for path in known}
+    left = [str(file.relative_to(root)) for file in repository_files(root) if str(file.resolve()) not in known]
+    if left:
+        raise ValueError(
+            f"{len(left)} of its files are in no split, the first is {left[0]}: give the directories names of splits "
+            f"such as train and test, or name a pattern such as {root}/*/*{Path(left[0]).suffix}"
+        )
 
 
 def _saved_files(name: str) -> list[Path]:
-    return sorted(Path(name).glob("*.arrow"))
+    """Return the files of a saved dataset: others in its directory are caches of the datasets library."""
+    directory = Path(name)
+    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    return [directory / entry["filename"] for entry in state["_data_files"]]
+
+
+def _digest(facts: list[Any]) -> str:
+    """Return a hash of facts that every shard's identity contains."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _identity(path: str) -> list[Any]:

@@ -22,6 +22,7 @@ from nxd_memopt.training.bad_rows import (
 )
 from nxd_memopt.training.conversations import bad_table_rows, row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.dataset_shards import files_of_split
 from nxd_memopt.training.local_data import BUILDERS, content_hash, is_saved, local_files, readable
 
 # Test folders are excluded because their files have unusual encodings on purpose.
@@ -340,6 +341,7 @@ def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     if is_saved(config.dataset):
         return datasets.load_from_disk(config.dataset)
     if not files:
+        files_of_split(config)  # raises for files that are in no split
         return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
     # Named by the content: otherwise a file that has changed and kept its time is read from the
     # cache of ``datasets``.

@@ -9,6 +9,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.corpora import open_corpus
 from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.resume import ResumePlan
 from nxd_memopt.training.token_files import directory_of, require_directory, tokens_fingerprint
 from nxd_memopt.training.token_log import TokenLog
 from nxd_memopt.training.vocabulary import Vocabulary
@@ -33,6 +34,20 @@ def with_steps_of_epochs(config: TrainConfig, vocabulary: Vocabulary) -> TrainCo
     sequences = int(share_texts(str(sequences))[0])
     steps = math.ceil(epochs * sequences / config.data.global_batch_size)
     return replace(config, trainer=replace(config.trainer, max_steps=steps, max_epochs=None))
+
+
+def require_complete_epochs(plan: ResumePlan, epochs: float | None) -> None:
+    """Raise ``ValueError`` if the steps of ``trainer.max_epochs`` do not end where the epochs do.
+
+    They count sequences from the first one in steps of one size.
+    """
+    if epochs is None or plan.sequence_offset == 0:
+        return
+    steps, size = plan.config.trainer.max_steps, plan.config.data.global_batch_size
+    raise ValueError(
+        f"trainer.max_epochs {epochs:g} is {steps} steps of data.global_batch_size {size}, and the steps before this "
+        f"resume had another size: set trainer.max_steps {steps - plan.sequence_offset // size} instead"
+    )
 
 
 def _prepared_sequences(config: TrainConfig, vocabulary: Vocabulary) -> int:

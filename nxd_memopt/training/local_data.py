@@ -16,6 +16,8 @@ BUILDERS = {
     ".json": "json",
     ".parquet": "parquet",
 }
+# Files next to the directories with the data in repositories of the hub. They would become the training text.
+ABOUT_REPOSITORY = ("README.md", "LICENSE.md", "CITATION.md", "CHANGELOG.md", "dataset_infos.json")
 # At the beginning, in the middle and at the end of a file whose content is not hashed.
 SAMPLE_BYTES = 2**16
 
@@ -71,10 +73,16 @@ def is_repository(path: Path) -> bool:
     """Return whether a directory has data in subdirectories only, as a copy of a repository of the hub."""
     if not path.is_dir() or any(path.glob("*/state.json")):
         return False
-    # The README of a dataset is a text file of a known kind. It would become the training text.
-    if any(file.suffix in BUILDERS and file.name != "README.md" for file in path.iterdir()):
+    if any(file.suffix in BUILDERS and file.name not in ABOUT_REPOSITORY for file in path.iterdir()):
         return False
-    return any(file.suffix in (".parquet", ".jsonl", ".json") for file in path.glob("*/*") if file.is_file())
+    return bool(repository_files(path))
+
+
+def repository_files(path: Path) -> list[Path]:
+    """Return the files with data in the subdirectories of a copy of a repository."""
+    return sorted(
+        file for file in path.glob("*/*") if file.suffix in (".parquet", ".jsonl", ".json") and file.is_file()
+    )
 
 
 def content_hash(files: list[Path]) -> str:

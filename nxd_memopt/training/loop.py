@@ -30,7 +30,7 @@ from nxd_memopt.training.checks import (
 )
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
-from nxd_memopt.training.epochs import with_steps_of_epochs
+from nxd_memopt.training.epochs import require_complete_epochs, with_steps_of_epochs
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
 from nxd_memopt.training.lora_options import apply_lora, write_adapters
@@ -93,9 +93,11 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
+        epochs = config.trainer.max_epochs
         config = with_steps_of_epochs(config, vocabulary)
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
+        require_complete_epochs(plan, epochs)
         tokens = open_tokens(plan, vocabulary)
         try:
             plan = prepare_data(plan, tokens)

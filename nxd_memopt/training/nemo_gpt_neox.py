@@ -45,6 +45,10 @@ def gpt_neox_sizes(model: Mapping[str, Any], sizes: Mapping[str, Any], problems:
         )
     if "position_embedding_type" not in model:
         problems.append("model.position_embedding_type is NeMo's 'learned_absolute' unless it is given: write rope")
+    rotary = model.get("rotary_percentage")
+    rotary = 1.0 if rotary is None else rotary
+    if not 0 < rotary <= 1:
+        problems.append(f"model.rotary_percentage {rotary!r} is not supported: GPT-NeoX rotates above 0 to 1 of a head")
     for name, theirs in (("rms_norm_eps", "layer_norm_eps"), ("rope_theta", "rotary_emb_base")):
         if name in sizes:
             sizes[theirs] = sizes.pop(name)
@@ -54,7 +58,7 @@ def gpt_neox_sizes(model: Mapping[str, Any], sizes: Mapping[str, Any], problems:
     return sizes | {
         "model_type": "gpt_neox",
         "use_parallel_residual": model.get("transformer_block_type") == "gpt_j",
-        "rotary_pct": model.get("rotary_percentage") or 1.0,
+        "rotary_pct": rotary,
         "hidden_act": "gelu_pytorch_tanh" if is_fused else "gelu",
-        "hidden_dropout": model.get("hidden_dropout") or 0.0,
+        "hidden_dropout": model.get("hidden_dropout"),
     }

@@ -230,6 +230,9 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     overrides = dict(own.pop("config_overrides", None) or {})
     overrides = _sizes(model, problems) | overrides
     sections["model"] = own | {"config_overrides": overrides}
+    for name in ("hidden_dropout", "attention_dropout"):
+        if model.get(name) is None:
+            problems.append(f"model.{name} is not given, and NeMo's default is 0.1: write it, 0.0 for none")
     for name, allowed in _allowed(model).items():
         if name in model and model[name] not in allowed:
             shown = " or ".join(repr(value) for value in allowed)
@@ -247,9 +250,6 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             read(content, sections, problems)
     if "seed" in model:
         sections.setdefault("trainer", {}).setdefault("seed", model["seed"])
-    # NeMo ends at the first of the two, and its files have a max_epochs that is never reached.
-    if sections.get("trainer", {}).get("max_steps") not in (None, -1):
-        sections["trainer"].pop("max_epochs", None)
     if model.get("wrap_with_zero"):
         sections.setdefault("data_parallel", {}).setdefault("sharding", "zero1")
     return rest | sections

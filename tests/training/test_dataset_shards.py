@@ -126,6 +126,56 @@ def test_another_commit_is_another_corpus(tmp_path: Path) -> None:
     assert open_corpus(config, 0).fingerprint != first
 
 
+def test_files_about_a_repository_are_no_text(tmp_path: Path) -> None:
+    path = repository(tmp_path / "d")
+    for name in ("LICENSE.md", "dataset_infos.json"):
+        (path / name).write_text("{}\n", encoding="utf-8")
+    assert sorted(open_documents_texts(DataConfig(dataset=str(path)))) == sorted(TEXTS)
+    # Other text files are the data, as before.
+    (path / "chapter.txt").write_text("a book", encoding="utf-8")
+    (path / "dataset_infos.json").unlink()
+    texts = open_documents_texts(DataConfig(dataset=str(path)))
+    assert any(text.startswith("a bo") for text in texts) and TEXTS[0] not in texts
+
+
+@pytest.mark.parametrize("streaming", [True, False, "auto"])
+def test_files_in_no_split_are_an_error(tmp_path: Path, streaming: bool | str) -> None:
+    """The datasets library would leave them out without a word."""
+    path = repository(tmp_path / "d", "jsonl")
+    for name in ("train", "extra"):
+        (path / name).mkdir()
+        (path / "data" / "train-00001.jsonl").rename(path / name / "b.jsonl")
+        (path / "data" / "train-00001.jsonl").write_text('{"id": 0, "text": "a"}\n', encoding="utf-8")
+    (path / "data" / "train-00001.jsonl").unlink()
+    config = DataConfig(dataset=str(path), streaming=streaming)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"of its files are in no split, the first is .*: give the directories"):
+        open_corpus(config, 0)
+    # A README that says what belongs to the dataset is followed.
+    (path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train/*\n---\n",
+        encoding="utf-8",
+    )
+    assert open_corpus(config, 0).fingerprint
+
+
+def test_the_identity_of_many_files_is_short(tmp_path: Path) -> None:
+    """It was that of all files in each shard: 119 MB for 1,000 of them."""
+    path = repository(tmp_path / "d")
+    for number in range(60):
+        table = pyarrow.table({"id": [number], "text": [str(number)]})
+        pyarrow.parquet.write_table(table, path / "data" / f"train-x{number}.parquet")
+    found = find_dataset_shards(streamed(path))
+    assert len(found) == 63 and max(len(json.dumps(shard.identity)) for shard in found) < 300
+
+
+def test_caches_next_to_a_saved_dataset_are_not_its_files(tmp_path: Path) -> None:
+    config = streamed(saved(tmp_path / "d"))
+    first = open_corpus(config, 0).fingerprint
+    datasets.load_from_disk(config.dataset).map(lambda row: {"length": len(row["text"])})
+    assert list((tmp_path / "d").glob("cache-*.arrow"))
+    assert open_corpus(config, 0).fingerprint == first
+
+
 def test_bad_rows_and_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = repository(tmp_path / "d", texts=["a", "b", "c", "d", None, "f"])  # pyright: ignore[reportArgumentType]
     config = streamed(path)

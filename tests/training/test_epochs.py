@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from nxd_memopt.training import corpora, prepare, token_log
 from nxd_memopt.training.arguments import config_from_mapping
+from nxd_memopt.training.epochs import require_complete_epochs
+from nxd_memopt.training.resume import ResumePlan
 from tests.training.runs import exact, rows, run_here, write_config
 
 TRAINER = {"export": False, "save_checkpoints": False}
@@ -73,7 +76,8 @@ def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     ("sections", "says"),
     [
         ({"trainer": {"max_epochs": 2, "max_steps": 100}}, "trainer.max_steps and trainer.max_epochs are both given"),
-        ({"trainer": {"max_epochs": 0}}, "trainer.max_epochs must be above 0, got 0"),
+        ({"trainer": {"max_epochs": 0}}, "trainer.max_epochs must be above 0 and finite, got 0"),
+        ({"trainer": {"max_epochs": float("inf")}}, "trainer.max_epochs must be above 0 and finite, got inf"),
         ({"trainer": {"max_epochs": 1}, "data": {"mixture": {"a": 1, "b": 2}}}, "its sources end at different steps"),
         ({"data": {"dataset": "stdlib", "mixture": {"a": 1}}}, "data.dataset and data.mixture are both given"),
     ],
@@ -94,10 +98,23 @@ def test_the_command_line_does_not_replace_without_a_word(tmp_path: Path) -> Non
     assert outcome.returncode == 2 and "trainer.max_steps and trainer.max_epochs are both given" in outcome.stderr
 
 
-def test_nemos_files_name_both() -> None:
-    """NeMo ends at the first of the two; its files have an unreachable number, or -1."""
-    nemo = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
-    for number in (-1, 1000):
-        values = {"model": nemo | {"tokenizer": "d"}, "trainer": {"max_epochs": number, "max_steps": 10}}
-        trainer = config_from_mapping(values).trainer
-        assert (trainer.max_steps, trainer.max_epochs) == (10, None)
+def test_minus_one_is_not_given() -> None:
+    """As in NeMo's and Lightning's files, which name both. NeMo ends at the first of two others."""
+    nemo = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "tokenizer": "d"}
+    nemo |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    for steps, number, expected in ((10, -1, (10, None)), (-1, 3, (100, 3))):
+        trainer = config_from_mapping({"model": nemo, "trainer": {"max_epochs": number, "max_steps": steps}}).trainer
+        assert (trainer.max_steps, trainer.max_epochs) == expected
+    with pytest.raises(ValueError, match=r"trainer.max_steps and trainer.max_epochs are both given"):
+        config_from_mapping({"model": nemo, "trainer": {"max_epochs": 1000, "max_steps": 10}})
+
+
+def test_epochs_do_not_go_on_in_steps_of_another_size() -> None:
+    """50 steps of 10 sequences and then 25 of 20 are an epoch of 1,000; 50 steps of 20 end after half of the text."""
+    values = {"model": {"tokenizer": "d", "config_overrides": {"model_type": "llama"}}}
+    values |= {"trainer": {"max_steps": 50}, "data": {"global_batch_size": 20}}
+    plan = ResumePlan(config_from_mapping(values), {}, sequence_offset=50 * 10 - 50 * 20)
+    with pytest.raises(ValueError, match=r"max_epochs 1 is 50 steps .* set trainer.max_steps 75 instead"):
+        require_complete_epochs(plan, 1.0)
+    require_complete_epochs(plan, None)
+    require_complete_epochs(replace(plan, sequence_offset=0), 1.0)

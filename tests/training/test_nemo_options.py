@@ -213,6 +213,9 @@ def test_options_next_to_the_sections() -> None:
             "model.num_query_groups 2 is not supported with normalization 'layernorm'",
         ),
         (GPT_NEOX | {"kv_channels": 8}, "model.kv_channels 8 is not supported with normalization 'layernorm': 6 heads"),
+        (GPT_NEOX | {"rotary_percentage": 0}, "model.rotary_percentage 0 is not supported: GPT-NeoX rotates"),
+        ({"hidden_dropout": None}, "model.hidden_dropout is not given, and NeMo's default is 0.1"),
+        ({"attention_dropout": None}, "model.attention_dropout is not given, and NeMo's default is 0.1"),
         (GPT_NEOX | {"qkv_bias": True}, "model.qkv_bias True with normalization 'layernorm' is not supported"),
         (
             GPT_NEOX | {"position_embedding_type": "learned_absolute"},
