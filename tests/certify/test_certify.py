@@ -103,7 +103,7 @@ def test_fake_tensors_measure_what_real_ones_do():
     config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
     asked = request("cpu", config, FULL, sequence_length=64)
     fake = worker.measure_variant(asked, 2)
-    with worker.pretended_world(1, rank=0):
+    with worker.pretended_world(asked, rank=0):
         model, inputs = worker.build(asked, 2)
         real = measure_eager(lambda: worker.step(model, inputs))
     assert (fake.matmuls, fake.flops, fake.held_bytes) == (real.matmuls, real.flops, real.held_bytes)

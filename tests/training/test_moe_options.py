@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nxd_memopt import plan_command
 from nxd_memopt.backends import backend
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.moe_config import MoEConfig
@@ -216,20 +215,6 @@ def test_certify_gets_all_options_of_experts(tmp_path: Path) -> None:
     # The file describes the upcycled model.
     config = json.loads(Path(command[command.index("--model") + 1]).read_text(encoding="utf-8"))
     assert (config["model_type"], config["num_local_experts"]) == ("mixtral", 4)
-
-
-def test_certify_and_plan_refuse_experts_that_they_do_not_know(tmp_path: Path) -> None:
-    """Both would describe another model."""
-    with pytest.raises(ValueError, match=r"certify has no option for parallel.expert_.*: leave it out"):
-        sections = {"parallel": {"expert_model_parallel_size": 2}}
-        certify_command(build(LLAMA, **sections), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
-    file = tmp_path / "config.yaml"
-    for section, options in (("moe", {"num_moe_experts": 4}), ("model", {"num_moe_experts": 4})):
-        content = {"model": {"config_overrides": LLAMA}, section: options}
-        content["model"] = {"config_overrides": LLAMA} | content["model"]
-        file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        with pytest.raises(ValueError, match=r"moe.num_moe_experts 4 adds experts"):
-            plan_command.main(["--model", str(file), "--device", "h200"])
 
 
 def test_the_load_is_relative_to_the_mean_of_a_layer() -> None:

@@ -24,14 +24,14 @@ CONFIG = DataConfig(seq_length=16, eval_sequences=4)
 
 
 class SlowVocabulary(Vocabulary):
-    """A tokenizer that takes 0.2 s a call."""
+    """A tokenizer that takes 0.4 s a call."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        time.sleep(0.2)
+        time.sleep(0.4)
         return super().encode(texts)
 
 
-def feeds(directory: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 0.5) -> tuple[TokenFeed, TokenFeed]:
+def feeds(directory: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 2.0) -> tuple[TokenFeed, TokenFeed]:
     """The feeds of rank 0 and of another rank, with a store in this process and a short timeout."""
     create_directory(directory, "f")
     words = SlowVocabulary(vocabulary().tokenizer, 257, 256)
@@ -65,7 +65,7 @@ def in_thread(feed: TokenFeed) -> tuple[threading.Thread, list[Any]]:
 def test_a_slow_tokenizer_runs_into_no_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """About 8 calls of 0.2 s, and a timeout of 0.5 s: the heartbeat names the work."""
+    """About 8 calls of 0.4 s, and a timeout of 2 s: the heartbeat names the work."""
     monkeypatch.setattr(token_feed, "BEAT_S", 0.1)
     monkeypatch.setattr(token_feed, "REPORT_S", 0.3)
     writer, reader = feeds(tmp_path / "tokens", monkeypatch)

@@ -62,6 +62,7 @@ def _validation(name: str, content: bytes) -> Callable[[Path], Path]:
 def _nemo(**model: Any) -> Callable[[Path], Path]:
     """A ``model`` section of NeMo's with some options."""
     sizes = {"num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 36, "num_attention_heads": 6}
+    sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
     def prepare(directory: Path) -> Path:
         config = write_config(directory)
@@ -117,7 +118,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput("text_not_utf8", _bad_line(b'{"text": "\xff"}'), ("d.jsonl line 3", "UTF-8")),
     BadInput("validation_missing", _section("data", validation_dataset="/absent/v.jsonl"), ("v.jsonl", "no such file")),
     BadInput("validation_empty", _validation("v.jsonl", b""), ("v.jsonl", "empty")),
-    BadInput("nemo_layer_norm", _nemo(normalization="layernorm"), ("model.normalization 'layernorm'", "'rmsnorm'")),
+    BadInput("nemo_norm", _nemo(normalization="layernorm1p"), ("model.normalization 'layernorm1p'", "'rmsnorm'")),
     BadInput("nemo_reference", _nemo(kv_channels="${.absent}"), ("model.kv_channels '${.absent}'", "nothing")),
     BadInput("nemo_key_misspelt", _nemo(num_query_group=2), ("num_query_group", "model")),
     BadInput("lora_module_unknown", _section("lora", lora_rank=2, target_modules=["q_prj"]), ("q_prj",)),
