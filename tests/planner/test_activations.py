@@ -9,7 +9,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.architectures import attention_windows
+from nxd_memopt.planner.architectures import attention_windows, moe_layers
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
@@ -160,7 +160,7 @@ def test_dropout_in_plain_kernels_of_attention_is_not_planned():
     assert activations(sizes, MemoryConfig(), Kernels(fused=True, attention="cudnn")).device_bytes
 
 
-EXPERTS = [name for name, config in CONFIGS.items() if config().model_type in ("mixtral", "qwen3_moe")]
+EXPERTS = [name for name, config in CONFIGS.items() if any(moe_layers(config()))]
 MOE_TECHNIQUES = {
     **{name: TECHNIQUES[name] for name in ("none", "full", "uniform", "nested", "block", "all logits", "norm")},
     **{name: TECHNIQUES[name] for name in ("core_attn", "attn")},
