@@ -192,3 +192,11 @@ def test_storages_of_experts_on_a_rank(world_size, sequence_parallel):
         config = without_dense_layers(CONFIGS[name]())
         for technique in ("none", "moe", "nested"):
             check(config, torch.bfloat16, "sdpa", MOE_TECHNIQUES[technique], parallel)
+
+
+def test_a_plan_cannot_be_changed_for_its_other_readers():
+    sizes = rank_sizes(llama_config(), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32")
+    plan = activations(sizes, MemoryConfig(), Kernels(fused=False, attention="math"))
+    for tensors in (*plan.layers, *plan.offloaded, plan.around):
+        with pytest.raises(TypeError):
+            tensors["other"] = 1
