@@ -9,6 +9,7 @@ the first forward computes what the dense model does, whatever the router choose
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +167,8 @@ def _shared_experts(model: nn.Module, seed: int) -> Sources:
 class DrawnTensor:
     """A lazy fp32 tensor of normally distributed numbers; reading a part draws all of them.
 
+    The numbers stay in memory until another tensor is drawn: a tensor is read in several parts, one after another.
+
     Args:
         shape: full shape.
         std: standard deviation; 0 for zeros.
@@ -183,10 +186,18 @@ class DrawnTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part of the numbers."""
-        full = torch.zeros(self._shape)
-        if self._std:
-            full.normal_(0, self._std, generator=torch.Generator().manual_seed(self._seed))
-        return full[index]
+        # A copy: what the caller changes must not change the next part, and a view would keep all of them alive.
+        return _drawn(self._shape, self._std, self._seed)[index].clone()
+
+
+# One tensor: host memory does not grow with the number of layers.
+@lru_cache(maxsize=1)
+def _drawn(shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    """Return fp32 numbers of the normal distribution, or zeros."""
+    full = torch.zeros(shape)
+    if std:
+        full.normal_(0, std, generator=torch.Generator().manual_seed(seed))
+    return full
 
 
 def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:

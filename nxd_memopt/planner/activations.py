@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
@@ -47,9 +49,9 @@ class Activations:
         around: storages of embedding, RoPE, final norm and loss on the device.
     """
 
-    layers: tuple[Tensors, ...]
-    offloaded: tuple[Tensors, ...]
-    around: Tensors
+    layers: tuple[Mapping[str, int], ...]
+    offloaded: tuple[Mapping[str, int], ...]
+    around: Mapping[str, int]
 
     @property
     def device_bytes(self) -> int:
@@ -135,16 +137,17 @@ def activations(
             whose result could be kept.
     """
     smallest = OFFLOADED_STORAGE_BYTES if smallest_bytes is None else smallest_bytes
-    on_device: list[Tensors] = []
-    on_host: list[Tensors] = []
+    # Read-only: all callers share the cached result.
+    on_device: list[Mapping[str, int]] = []
+    on_host: list[Mapping[str, int]] = []
     for kept, is_offloaded in _by_layer(sizes, memory, kernels):
         # Small storages are not worth a transfer each.
         moved: Tensors = {}
         if is_offloaded:
             moved = {name: size for name, size in kept.items() if size >= smallest}
-        on_host.append(moved)
-        on_device.append({name: size for name, size in kept.items() if name not in moved})
-    return Activations(tuple(on_device), tuple(on_host), _around(sizes, memory, kernels))
+        on_host.append(MappingProxyType(moved))
+        on_device.append(MappingProxyType({name: size for name, size in kept.items() if name not in moved}))
+    return Activations(tuple(on_device), tuple(on_host), MappingProxyType(_around(sizes, memory, kernels)))
 
 
 def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[tuple[Tensors, bool]]:

@@ -22,6 +22,7 @@ from nxd_memopt.planner.architecture_layers import (
 GPT_NEOX_TYPES = ("gpt_neox", GPT_NEOX_MOE)
 """Architectures with GPT-NeoX's attention, norms and biases."""
 _MODELS_WITH_EXPERTS = ("mixtral", QWEN2_MOE, "qwen3_moe", GPT_NEOX_MOE)
+_QWEN2_MOE_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
 _MODELS_WITH_DENSE_LAYERS = (QWEN2_MOE, "qwen3_moe")
 
 
@@ -119,9 +120,7 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         return (None,) * depth
     kinds = option(config, "layer_types")
     if kinds is None:
-        # A config.json of before layer_types: Qwen's first layers have no window, Mistral's all.
-        first = option(config, "max_window_layers") or 0
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
+        kinds = _kinds_of_attention(config, depth)
     # A model would be built with as many layers as there are types.
     if len(kinds) != depth:
         raise ValueError(
@@ -129,6 +128,19 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
             "layer_types out"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _kinds_of_attention(config: Any, depth: int) -> list[str]:
+    """Return ``layer_types`` of a config.json without them, whose window is not turned off."""
+    limit = option(config, "max_window_layers")
+    if option(config, "model_type") == QWEN2_MOE:
+        # Every second layer has a window, up to a limit, as in transformers' Qwen2MoeConfig.
+        end = _QWEN2_MOE_WINDOW_LAYERS if limit is None else limit
+        has_window = [i % 2 == 0 and i < end for i in range(depth)]
+    else:
+        # The other Qwens' first layers have no window, Mistral's all.
+        has_window = [i >= (limit or 0) for i in range(depth)]
+    return ["sliding_attention" if each else "full_attention" for each in has_window]
 
 
 def smallest_window(config: Any) -> int | None:

@@ -7,6 +7,7 @@ inputs, and the gradient of the weights that is being computed. Sizes are those 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nxd_memopt.config import MemoryConfig
@@ -32,7 +33,7 @@ class Moment:
     """
 
     name: str
-    temporary: Tensors
+    temporary: Mapping[str, int]
     freed: frozenset[str] = field(default_factory=frozenset)
     finished_gradients: int = 0
 

@@ -16,7 +16,7 @@ from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
 from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
-from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_kernels, layer_runs, layer_tensors
+from nxd_memopt.planner.layer_tensors import Kernels, layer_kernels, layer_runs, layer_tensors
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.states import (
@@ -348,11 +348,11 @@ class _LayerBackward:
 
     all_bytes: int
     input_bytes: int
-    moments: list[tuple[Moment, int]]
+    moments: tuple[tuple[Moment, int], ...]
 
 
 @lru_cache(maxsize=512)
-def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[_LayerBackward]:
+def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> tuple[_LayerBackward, ...]:
     """Return the backward of every layer."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
@@ -362,7 +362,7 @@ def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
             continue
         for index in range(len(layers), len(layers) + count):
             layers.append(_layer_backward(sizes, techniques, kernels, index))
-    return layers
+    return tuple(layers)
 
 
 def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
@@ -378,10 +378,10 @@ def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
         (moment, sum(size for name, size in everything.items() if name in moment.freed))
         for moment in layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
     ]
-    return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), moments)
+    return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
 
 
-def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
+def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
     """Return whether the peak may be in this layer.
 
     Between layers that keep the same, memory changes by the same bytes from one to the next: only

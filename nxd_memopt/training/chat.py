@@ -89,6 +89,23 @@ def _template_of(path: Path) -> str:
     return template
 
 
+class UnrenderedConversationError(ValueError):
+    """The template cannot render a conversation whose file and row are not known.
+
+    Args:
+        message: what is wrong with it.
+        index: its place among the documents of the call, from 0.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message, index)  # pickled from both: it may be raised in another process
+        self.message = message
+        self.index = index
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class ConversationEncoder:
     """Renders and tokenizes conversations, and flags the tokens that are not trained.
 
@@ -108,7 +125,7 @@ class ConversationEncoder:
             ValueError: the template cannot render one, and ``data.on_bad_rows`` is ``error``; or a
                 token is outside of the vocabulary.
         """
-        rendered = [self._rendered(text) for text in texts]
+        rendered = [self._rendered(text, index) for index, text in enumerate(texts)]
         known = [each for each in rendered if each is not None]
         if not known:
             return [_left_out("skipped") for _ in texts]
@@ -124,7 +141,7 @@ class ConversationEncoder:
         of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], known, strict=True))
         return [_left_out("skipped") if each is None else self._fitted(*next(of_known)) for each in rendered]
 
-    def _rendered(self, text: str) -> tuple[str, list[Span]] | None:
+    def _rendered(self, text: str, index: int) -> tuple[str, list[Span]] | None:
         """Return the rendered conversation, and the characters of the assistant; None if it is skipped."""
         conversation = json.loads(text)
         try:
@@ -134,9 +151,10 @@ class ConversationEncoder:
                 first = conversation["messages"][0].get("content") or ""
                 quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
                 place = place_of(self._config, text)
-                where = f"{place}, " if place else ""
-                message = f"{where}the conversation that begins with {quoted}: {error}: {REMEDY}"
-                raise ValueError(message) from error
+                message = f"the conversation that begins with {quoted}: {error}: {REMEDY}"
+                if not place:
+                    raise UnrenderedConversationError(message, index) from error
+                raise ValueError(f"{place}, {message}") from error
             return None
 
     def _fitted(self, ids: list[int], offsets: list[Span], rendered: tuple[str, list[Span]]) -> Encoded:

@@ -11,15 +11,16 @@ from nxd_memopt.training.conversations import row_reader, table_row
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.dataset_shards import find_dataset_shards
 from nxd_memopt.training.documents import load_table
-from nxd_memopt.training.local_data import BUILDERS, content_hash, local_files
+from nxd_memopt.training.local_data import BUILDERS, content_hash, is_saved, local_files
 from nxd_memopt.training.shards import ParquetShard, is_streamed
 
 
 def place_of(config: DataConfig, text: str) -> str:
-    """Return the file and row of the first document ``text``, or an empty text if it is not found.
+    """Return the file and row of the first document ``text``, or an empty text if it is not found or not local.
 
-    The data is read again, up to this row: conversations are shuffled and rendered far from where they
-    were read, and only an error that ends the run asks for a place.
+    Local data is read again, up to this row: conversations are shuffled and rendered far from where they
+    were read, and only an error that ends the run asks for a place. What is streamed over a network is not:
+    it would be downloaded again while other ranks wait.
     """
     reader = row_reader(config)
     for dataset in (config.dataset, config.validation_dataset):
@@ -45,7 +46,10 @@ def _rows(config: DataConfig, dataset: str, reader: RowReader) -> Iterator[tuple
     elif kind == "json" and all(has_json_lines(path) for path in files):
         for path in files:
             yield from _lines(path, reader)
-    elif not files and is_streamed(config.of_source(dataset)):
+    # The rows of a saved dataset are read from its table at any size: it is mapped into memory.
+    elif not files and not is_saved(dataset) and is_streamed(config.of_source(dataset)):
+        if not Path(dataset).exists():
+            return
         for shard in find_dataset_shards(config.of_source(dataset)):
             for text, row in shard.read(0):
                 yield shard.place_of(row), text

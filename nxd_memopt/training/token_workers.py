@@ -13,6 +13,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
+from nxd_memopt.training.chat import UnrenderedConversationError
 from nxd_memopt.training.distributed import use_host_only, use_one_tokenizer_thread
 from nxd_memopt.training.interrupts import SIGNALS
 
@@ -150,6 +151,8 @@ class _Worker:
                 f"a process that tokenizes ended with exit status {self._process.exitcode}: if the host's memory was "
                 "full, start the same command with fewer --workers to continue"
             ) from None
+        if isinstance(answer, UnrenderedConversationError):
+            raise answer
         if isinstance(answer, str):
             raise ValueError(answer)
         return answer
@@ -168,6 +171,8 @@ def _main(encoder: DocumentEncoder, connection: Any) -> None:
         answer: Any
         try:
             answer = encoder.encode(documents)
+        except UnrenderedConversationError as error:
+            answer = error
         except ValueError as error:
             answer = str(error)
         try:

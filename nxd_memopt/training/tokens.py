@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nxd_memopt.training.chat import Encoded
+from nxd_memopt.training.chat import Encoded, UnrenderedConversationError
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.encoding import DocumentEncoder
@@ -164,8 +164,13 @@ class _Packing:
                 yield [document for document, _ in call]
 
         encoded = self._workers.encode(documents()) if self._workers else map(self._encoder.encode, documents())
-        for tokens in encoded:
-            yield positions.popleft(), tokens
+        try:
+            for tokens in encoded:
+                yield positions.popleft(), tokens
+        except UnrenderedConversationError as error:
+            # The documents of all calls before this one are counted.
+            number = self._documents + error.index + 1
+            raise ValueError(f"document {number:,} of the stream, {error}") from error
 
     def _calls(self) -> Iterator[list[tuple[Document, Position]]]:
         """Yield the documents of each call of the tokenizer, with the places after them."""

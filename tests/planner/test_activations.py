@@ -9,7 +9,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.architectures import attention_windows
+from nxd_memopt.planner.architectures import attention_windows, moe_layers
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
@@ -160,7 +160,7 @@ def test_dropout_in_plain_kernels_of_attention_is_not_planned():
     assert activations(sizes, MemoryConfig(), Kernels(fused=True, attention="cudnn")).device_bytes
 
 
-EXPERTS = [name for name, config in CONFIGS.items() if config().model_type in ("mixtral", "qwen3_moe")]
+EXPERTS = [name for name, config in CONFIGS.items() if any(moe_layers(config()))]
 MOE_TECHNIQUES = {
     **{name: TECHNIQUES[name] for name in ("none", "full", "uniform", "nested", "block", "all logits", "norm")},
     **{name: TECHNIQUES[name] for name in ("core_attn", "attn")},
@@ -192,3 +192,11 @@ def test_storages_of_experts_on_a_rank(world_size, sequence_parallel):
         config = without_dense_layers(CONFIGS[name]())
         for technique in ("none", "moe", "nested"):
             check(config, torch.bfloat16, "sdpa", MOE_TECHNIQUES[technique], parallel)
+
+
+def test_a_plan_cannot_be_changed_for_its_other_readers():
+    sizes = rank_sizes(llama_config(), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32")
+    plan = activations(sizes, MemoryConfig(), Kernels(fused=False, attention="math"))
+    for tensors in (*plan.layers, *plan.offloaded, plan.around):
+        with pytest.raises(TypeError):
+            tensors["other"] = 1

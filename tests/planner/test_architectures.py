@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import Qwen2MoeConfig
 
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import MODELS, model_class
@@ -86,3 +87,16 @@ def test_types_of_another_number_of_layers_are_refused():
     config.num_hidden_layers = 4
     message = error_message(lambda: attention_windows(config))
     assert_says(message, "layer_types names 2 layers", "num_hidden_layers is 4")
+
+
+@pytest.mark.parametrize("limit", [0, 3, 4, None])
+@pytest.mark.parametrize("depth", [1, 2, 5, 24, 31])
+def test_windows_of_qwen2_with_experts_are_those_of_transformers(depth: int, limit: int | None) -> None:
+    """Of a config.json without layer_types, which Qwen2MoeConfig fills in."""
+    content = {"num_hidden_layers": depth, "use_sliding_window": True, "sliding_window": 7}
+    if limit is not None:
+        content["max_window_layers"] = limit
+    kinds = Qwen2MoeConfig(**content).layer_types
+    expected = tuple(7 if kind == "sliding_attention" else None for kind in kinds)
+    assert attention_windows({"model_type": "qwen2_moe", **content}) == expected
+    assert any(expected) == (limit != 0)

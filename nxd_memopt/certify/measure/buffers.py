@@ -54,7 +54,11 @@ def _allocations(buffer_assignment: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _temporaries(buffer_assignment: str) -> list[_Value]:
-    """Return the arrays in scratch memory, and those in the memory of results that are not the results."""
+    """Return the arrays in scratch memory, and those in the memory of results that are not the results.
+
+    Raises:
+        ValueError: an array of this memory has no live range.
+    """
     ranges = _live_ranges(buffer_assignment)
     last = max((end for _, end in ranges.values()), default=0)
     scratch: list[_Value] = []
@@ -66,16 +70,23 @@ def _temporaries(buffer_assignment: str) -> list[_Value]:
         if allocation is not None:
             number, kind = int(allocation[1]), allocation[3]
         value = _VALUE.match(line)
-        # Tuples are left out: they are tables of pointers to values that are listed themselves.
-        if value is None or value[1] not in ranges:
+        # Tuples do not match: they are tables of pointers to values that are listed themselves.
+        is_scratch = kind.startswith(_SCRATCH)
+        if value is None or not (is_scratch or _RESULT in kind):
             continue
+        # Leaving it out would make the peak, and with it the certificate, too small.
+        if value[1] not in ranges:
+            raise ValueError(
+                f"{value[1]} of {value[2]} bytes in allocation {number} ({kind}) has no live range in XLA's buffer "
+                "assignment: certify reads that of torch_xla 2.9"
+            )
         (shape,) = parse_shapes(value[4])
         tensor = LiveTensor(shape.dtype, shape.dims, int(value[2]), value[1])
         start, end = ranges[value[1]]
         entry = _Value(tensor, (number, int(value[3])), start, end)
-        if kind.startswith(_SCRATCH):
+        if is_scratch:
             scratch.append(entry)
-        elif _RESULT in kind:
+        else:
             in_results[number].append(entry)
     for values in in_results.values():
         scratch += _before_the_result(values, last)
