@@ -21,7 +21,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
-
+ROUTER_STATISTICS = "router statistics"
+"""Storage of the statistics of all routers before a layer."""
 WINDOWED_KERNELS = ("tiled", "math")
 """Attention that takes windows (``ops/attention.py``)."""
 SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
@@ -351,7 +352,7 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
     """Return the statistics of the routers before layer ``index``, an input of the layer."""
     if sizes.moe is None or index == 0:
         return {}
-    return {"router statistics": index * sizes.moe.row_bytes}
+    return {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
 def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:

@@ -13,7 +13,8 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
-from nxd_memopt.planner.peak import RankModel, StepMemory
+from nxd_memopt.planner.peak import StepMemory
+from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import StateLayout
 

@@ -24,9 +24,10 @@ from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.model_configs import DEFAULTS, NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.peak import rank_model, step_memory
+from nxd_memopt.planner.peak import step_memory
 from nxd_memopt.planner.plan import evaluate, plans, smallest
 from nxd_memopt.planner.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.model import load_hf_config
