@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
+from nxd_memopt.planner.adapted_layers import layer_parts
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
@@ -19,7 +20,6 @@ from nxd_memopt.planner.layer_tensors import (
     Tensors,
     layer_kernels,
     layer_runs,
-    layer_tensors,
 )
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
@@ -164,7 +164,7 @@ def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
 def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
     """Return what exists throughout the step, with ``on_host`` bytes of the states in host memory."""
     states = {
-        "weights": model.total(weight_bytes, layout),
+        "weights": model.total(weight_bytes, layout) + model.frozen_bytes(layout),
         "master weights": model.total(master_bytes, layout),
         "optimizer moments": model.total(moment_bytes, layout),
     }
@@ -178,9 +178,7 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     if layout.sharding == "zero3" and layout.shards > 1:
         # The root's unit is gathered throughout; of the layers, the running and the next one, or all.
         count = model.sizes.num_layers if layout.keeps_gathered else min(2, model.sizes.num_layers)
-        layers = count * sum(math.prod(shape) for shape in model.layer_shapes)
-        others = sum(math.prod(shape) for shape in model.other_shapes)
-        states["gathered weights"] = (layers + others) * layout.element_bytes
+        states["gathered weights"] = model.gathered_elements(count) * layout.element_bytes
     return states
 
 
@@ -246,7 +244,9 @@ def _in_backward(
         for moment, freed, temporary, in_slots in layer.moments:
             gradients = standing_gradients
             if not standing_gradients:
-                gradients = finished + min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
+                own_gradients = min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
+                # Those of adapters are small: at each moment all of them count.
+                gradients = finished + (per_layer if sizes.adapters is not None else own_gradients)
             if has_slots:
                 temporary -= in_slots
             total = absent + gradients + live - freed + temporary
@@ -309,8 +309,8 @@ def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
     """Return the backward of every layer."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
-        # Only windows make layers of the same techniques different.
-        if not sizes.windows:
+        # Only windows, and layer 0 before its first adapter, make layers of the same techniques different.
+        if not sizes.windows and sizes.adapters is None:
             layers += [_layer_backward(sizes, techniques, kernels)] * count
             continue
         for index in range(len(layers), len(layers) + count):
@@ -320,7 +320,7 @@ def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
 
 def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
-    layer = layer_tensors(sizes, memory, kernels, index)
+    layer = layer_parts(sizes, memory, kernels, index)
     everything = layer.kept()
     if memory.recompute_keep_core_attn:
         # While results are returned to it, a recomputed layer copies query, key and value out of
@@ -351,6 +351,9 @@ def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig, si
         return True
     # From layer to layer other weights are in host memory.
     if memory.cpu_offloading_weights:
+        return True
+    # Under full recompute layer 0 keeps the same as the others, and restores less.
+    if sizes.adapters is not None and index == 1:
         return True
     # What a recomputed layer restores depends on its window too.
     window = sizes.window(index)

@@ -150,6 +150,7 @@ def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
         micro_batch_size=setting.micro_batch_size,
         dtype=dtype,
         moe=problem.moe,
+        lora=problem.lora,
     )
 
 
