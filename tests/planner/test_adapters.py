@@ -16,6 +16,7 @@ from nxd_memopt.models import model_class
 from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.planner.activations import activations
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS
@@ -101,6 +102,7 @@ def test_storages_of_drawn_adapters(seed):
 @distributed(world_size=2)
 def test_storages_of_adapters_on_a_rank(world_size, sequence_parallel):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model_parallel_manual_seed(1)
     parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)
     for config in (llama_config, gpt_neox_config):
         for technique, dropout in (("none", 0.1), ("full", 0.0), ("core_attn+norm+mlp", 0.0)):
