@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nxd_memopt.config import require_one_of, require_positive_integer
+
+# PEFT's default: query and value (arXiv:2106.09685, section 4.2).
+DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}
+QUERY_AND_VALUE = ("q_proj", "v_proj")
+
+
+def default_targets(model_type: str) -> tuple[str, ...]:
+    """Return the layers that have adapters if none are named."""
+    return DEFAULT_TARGETS.get(model_type, QUERY_AND_VALUE)
+
+
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    """Return whether one of ``targets`` names the module ``name``: by its name in the model, or its last parts."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
 from nxd_memopt.planner.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.config import OptimizerConfig, TrainConfig
+from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions, completed_options
 from nxd_memopt.training.precision import resolve_precision
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in explanation(found[0].memory, found[0].time):
             print(line)
     if options.write is not None:
-        write_yaml(Path(options.write), problem, found[0], section, _given_moe(source))
+        write_yaml(Path(options.write), problem, found[0], section, moe=_given_moe(source), lora=_given_lora(source))
         print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
     return 0
 
@@ -161,13 +162,9 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = read_yaml(path)
     if config.model.pretrained is None and not config.model.config_overrides:
         raise ValueError(f"{path} has no section model: pass a configuration of nxd-memopt train")
-    if config.lora.lora_rank is not None:
-        raise ValueError(
-            f"lora.lora_rank {config.lora.lora_rank} is not planned: leave it out to plan the training of all weights"
-        )
     model, optimizer = config.model, config.optimizer
     precision, _, _ = resolve_precision(config.trainer.precision, model.dtype, optimizer.master_weights)
-    source = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe")}
+    source = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe", "lora")}
     section = {
         field.name: value
         for field in dataclasses.fields(model)
@@ -207,13 +204,30 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
         device_gib=options.device_memory_gib,
         host_gib=options.host_memory_gib,
         moe=moe,
+        lora=_lora(source).config(),
         tensor_model_parallel_size=options.tensor_model_parallel_size,
     )
+
+
+def _lora(source: Mapping[str, Any]) -> LoraOptions:
+    """Return the options of the ``lora`` section; a model alone has none."""
+    return LoraOptions(**(source.get("lora") or {}))
 
 
 def _given_moe(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the ``moe`` section that are set."""
     return {name: value for name, value in (source.get("moe") or {}).items() if value is not None}
+
+
+def _given_lora(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the ``lora`` section that are not defaults, as values of YAML."""
+    options = _lora(source)
+    given = {field.name: (getattr(options, field.name), field.default) for field in dataclasses.fields(options)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, (value, default) in given.items()
+        if value != default
+    }
 
 
 def _moe(source: Mapping[str, Any], config: Mapping[str, Any]) -> MoEConfig | None:
@@ -312,7 +326,13 @@ def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:
 
 
 def write_yaml(
-    path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any], moe: Mapping[str, Any] | None = None
+    path: Path,
+    problem: Problem,
+    plan: Plan,
+    model: Mapping[str, Any],
+    *,
+    moe: Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the setting as a configuration of the training program.
 
@@ -322,6 +342,7 @@ def write_yaml(
         plan: the setting.
         model: section ``model`` of the configuration.
         moe: section ``moe``.
+        lora: section ``lora``.
 
     Raises:
         ValueError: the file exists.
@@ -333,6 +354,8 @@ def write_yaml(
     content = configuration(problem, plan.setting, model)
     if moe:
         content["moe"] = dict(moe)
+    if lora:
+        content["lora"] = dict(lora)
     lines = [
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.planner.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
 from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.layer_tensors import (
     SINGLE_KERNELS,
@@ -18,7 +19,6 @@ from nxd_memopt.planner.layer_tensors import (
     layer_kernels,
     layer_norm_tensors,
     layer_runs,
-    layer_tensors,
     rms_norm_tensors,
 )
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes, rank_sizes
@@ -157,28 +157,28 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         by_layer: list[Tensors] = []
         for count, techniques in layer_runs(memory, depth):
             modules = techniques.recompute_modules or ()
-            if sizes.moe is None and not sizes.windows:
-                by_layer += [layer_tensors(sizes, techniques, kernels).kept(modules)] * count
+            if sizes.moe is None and not sizes.windows and sizes.adapters is None:
+                by_layer += [layer_parts(sizes, techniques, kernels).kept(modules)] * count
                 continue
             for index in range(len(by_layer), len(by_layer) + count):
-                by_layer.append(layer_tensors(sizes, techniques, kernels, index).kept(modules))
+                by_layer.append(layer_parts(sizes, techniques, kernels, index).kept(modules))
         return [(kept, i < memory.num_offloaded_layers(depth)) for i, kept in enumerate(by_layer)]
     _require_kept_attention(sizes, memory, kernels)
-    layer = layer_tensors(sizes, memory, kernels)
+    layer = layer_parts(sizes, memory, kernels)
     # Offloaded layers are not recomputed as well, unless it is their checkpoints that are moved.
     resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(depth)
     recomputed, chunk = _recomputed_layers(memory, depth - resident)
     moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
-    layers = [(layer_tensors(sizes, memory, kernels, i).kept(), True) for i in range(resident)]
+    layers = [(layer_parts(sizes, memory, kernels, i).kept(), True) for i in range(resident)]
     keeping = memory.layers_keeping_attention(depth)
     for i in range(depth - resident):
         if i >= recomputed:
-            layers.append((layer_tensors(sizes, memory, kernels, resident + i).kept(), False))
+            layers.append((layer_parts(sizes, memory, kernels, resident + i).kept(), False))
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all.
         kept: Tensors = {}
         if i % chunk == 0:
-            kept = dict(layer_tensors(sizes, memory, kernels, resident + i).inputs if sizes.moe else layer.inputs)
+            kept = dict(layer_parts(sizes, memory, kernels, resident + i).inputs if sizes.moe else layer.inputs)
         if resident + i in keeping:
             kept |= layer.kept_results()
         # A chunk belongs to its first layer.
@@ -218,7 +218,29 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
     """Return the storages that do not belong to a decoder layer."""
     # Cosine and sine of all positions, shared by all layers.
     table = sizes.sequence_length * sizes.rotary_dim * sizes.element_bytes
-    tensors: Tensors = {"rope cosine": table, "rope sine": table}
+    tensors: Tensors = {}
+    if rotates_with_grad(sizes, memory):
+        tensors |= {"rope cosine": table, "rope sine": table}
+    # Frozen, the embedding has no backward.
+    if sizes.adapters is None:
+        tensors |= _embedding_tensors(sizes, kernels)
+    if sizes.is_gated:
+        norm = rms_norm_tensors(sizes, kernels, "final norm input")
+    else:
+        norm = layer_norm_tensors(sizes, kernels, "final norm input")
+    if sizes.adapters is not None:
+        norm = frozen_norm(norm)
+    tensors |= norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
+    if sizes.moe is not None and sizes.moe.has_hf_loss:
+        # The divisor, and the experts' shares.
+        shares = sizes.moe.num_experts * sizes.moe.number_bytes
+        tensors |= {"tokens of the router": sizes.moe.number_bytes, "shares of the experts": shares}
+    return tensors
+
+
+def _embedding_tensors(sizes: RankSizes, kernels: Kernels) -> Tensors:
+    """Return what the embedding and its dropout save."""
+    tensors: Tensors = {}
     # A vocabulary-parallel lookup saves local ids, and a mask for the rows of other ranks.
     if sizes.tensor_model_parallel_size > 1:
         tensors |= {"local ids": sizes.tokens * _INT64_BYTES, "foreign ids": sizes.tokens}
@@ -226,15 +248,6 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
         tensors["dropout of the embedding"] = dropout_bytes(sizes, kernels)
     if sizes.pads:
         tensors["padding ids"] = sizes.tokens
-    if sizes.is_gated:
-        norm = rms_norm_tensors(sizes, kernels, "final norm input")
-    else:
-        norm = layer_norm_tensors(sizes, kernels, "final norm input")
-    tensors |= norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
-    if sizes.moe is not None and sizes.moe.has_hf_loss:
-        # The divisor, and the experts' shares.
-        shares = sizes.moe.num_experts * sizes.moe.number_bytes
-        tensors |= {"tokens of the router": sizes.moe.number_bytes, "shares of the experts": shares}
     return tensors
 
 
@@ -257,8 +270,7 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
     if sizes.is_fp16:
         numbers = {"labels": sizes.tokens * _INT64_BYTES, "scale of the losses": sizes.tokens * FP32_BYTES}
         return {"loss": FP32_BYTES, "head input": stream} | numbers
-    return {
-        "loss": FP32_BYTES,
-        "gradient of the head's input": stream,
-        "gradient of the head": sizes.vocab * sizes.hidden * sizes.element_bytes,
-    }
+    tensors = {"loss": FP32_BYTES, "gradient of the head's input": stream}
+    if sizes.adapters is None:
+        tensors["gradient of the head"] = sizes.vocab * sizes.hidden * sizes.element_bytes
+    return tensors

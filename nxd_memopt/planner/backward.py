@@ -72,9 +72,27 @@ class _Bytes:
             if sizes.moe.gathers_tokens:
                 self.expert_tokens = sizes.moe.expert_ranks * self.full
         self.width = rows * width * element
-        self.qkv_weight = (sizes.query + 2 * sizes.kv) * sizes.hidden * element
-        self.output_weight = sizes.query * sizes.hidden * element
+        # Frozen weights have no gradient; those of the adapters, and what their backward adds, are in ``adapters``.
+        trains = int(sizes.adapters is None)
+        self.adapters = _adapter_bytes(sizes)
+        num_weights *= trains
+        self.qkv_weight = trains * (sizes.query + 2 * sizes.kv) * sizes.hidden * element
+        self.output_weight = trains * sizes.query * sizes.hidden * element
         self.width_weight = num_weights * width * sizes.hidden * element
+
+
+def _adapter_bytes(sizes: RankSizes) -> int:
+    """Return what the backward of a linear layer's adapters has besides the layer's own tensors.
+
+    The gradient of the adapter's input, which is added to that of the layer, and with dropout one more;
+    those of the results of A, gathered, and of A and B.
+    """
+    if sizes.adapters is None:
+        return 0
+    widest = max(sizes.hidden, sizes.query, sizes.width)
+    inputs = (2 + sizes.adapters.has_dropout) * sizes.tokens * widest
+    factors = sizes.adapters.rank * (2 * sizes.tokens + sizes.hidden + widest)
+    return (inputs + factors) * sizes.element_bytes
 
 
 def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
@@ -101,7 +119,12 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     moments.append(
         Moment(
             "attention output projection",
-            {"gradients of the stream": 2 * b.stream, "gathered": b.gathered, "dO": b.query, "dW": b.output_weight},
+            {
+                "gradients of the stream": 2 * b.stream,
+                "gathered": b.gathered,
+                "dO": b.query,
+                "dW": b.output_weight + b.adapters,
+            },
             after_mlp,
             mlp_gradients,
         )
@@ -128,7 +151,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
                 "gathered": b.gathered,
                 "dQ, dK, dV": b.qkv,
                 "dX": b.full,
-                "dW": b.qkv_weight,
+                "dW": b.qkv_weight + b.adapters,
             },
             after_mlp | attention_saved,
             mlp_gradients + b.output_weight,
@@ -190,10 +213,17 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
     written: Tensors = {}
-    if not (kernels.fused and columns == 2 and sizes.moe is None):
+    # An adapter on the last projection needs the activation, which the kernel does not have.
+    is_adapted = sizes.adapters is not None and sizes.adapters.on("down_proj")
+    if is_adapted or not (kernels.fused and columns == 2 and sizes.moe is None):
         activation = b.width
         written = {"gradients of the columns": columns * b.width}
-    down = {"gradients of the stream": b.stream, "gathered": b.gathered, "dA": activation, "dW": b.width_weight}
+    down = {
+        "gradients of the stream": b.stream,
+        "gathered": b.gathered,
+        "dA": activation,
+        "dW": b.width_weight + b.adapters,
+    }
     if sizes.moe is not None:
         # The gradients of the weighted rows and of the experts' outputs.
         down |= {"gradients of the rows": 2 * b.rows}
@@ -204,7 +234,7 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         "gradients of the stream": b.stream + b.reduced,
         "gathered": b.gathered,
         "dX": b.expert_tokens + b.rows,
-        "dW": columns * b.width_weight,
+        "dW": columns * b.width_weight + b.adapters,
     }
     return [
         *_shared_expert_moments(sizes, b, columns),

@@ -101,7 +101,8 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
     # A graph has a fixed routing and no host code.
     has_experts = any(moe_layers(problem.config))
-    if not offloads and not has_experts and setting.sharding in ("none", "zero1"):
+    # Graphs of adapters are not supported (``training/config.py``).
+    if not offloads and not has_experts and problem.lora is None and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting
     # Masters and moments are fp32 only with mixed precision.
@@ -137,7 +138,8 @@ def memories(problem: Problem) -> Iterator[MemoryConfig]:
         yield MemoryConfig(cpu_offloading_num_layers=layers)
     yield MemoryConfig(**full, cpu_offloading_activations=True)
     # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
-    if problem.sequence_length > 32768 and not has_experts:
+    # Tiles compute layers without their adapters.
+    if problem.sequence_length > 32768 and not has_experts and problem.lora is None:
         yield MemoryConfig(**full, mlp_tile_tokens="auto")
         yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
         if _has_head_groups(problem):

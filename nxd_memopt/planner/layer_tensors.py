@@ -13,15 +13,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.adapters import QKV
 from nxd_memopt.planner.expert_tensors import expert_tensors
 from nxd_memopt.planner.moe_sizes import MoESizes
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
-_HEAD_NORMS = ("qwen3", "qwen3_moe")
+HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
-
+ROUTER_STATISTICS = "router statistics"
+"""Storage of the statistics of all routers before a layer."""
 WINDOWED_KERNELS = ("tiled", "math")
 """Attention that takes windows (``ops/attention.py``)."""
 SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
@@ -162,12 +164,12 @@ def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     return replace(kernels, attention=WINDOWED_KERNELS[0])
 
 
-def _stream(sizes: RankSizes) -> int:
+def residual_bytes(sizes: RankSizes) -> int:
     """Return the bytes of this rank's part of the residual stream, ``[s, B, H]``."""
     return sizes.shard_tokens * sizes.hidden * sizes.element_bytes
 
 
-def _columns(sizes: RankSizes, columns: int) -> int:
+def column_bytes(sizes: RankSizes, columns: int) -> int:
     """Return the bytes of ``[S, B, columns]``."""
     return sizes.tokens * columns * sizes.element_bytes
 
@@ -180,14 +182,14 @@ def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     from the input, as the kernel does: of LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4
     MiB of each norm besides the statistics, where plain operations keep 12.
     """
-    inputs = {name: _stream(sizes)}
+    inputs = {name: residual_bytes(sizes)}
     statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
     if kernels.fused or kernels.compiles_steps:
         return Part("norm", inputs, inputs | statistics)
     wide = inputs
     if sizes.element_bytes != FP32_BYTES:
         wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
-    return Part("norm", inputs, wide | statistics | {f"{name} normalised": _stream(sizes)})
+    return Part("norm", inputs, wide | statistics | {f"{name} normalised": residual_bytes(sizes)})
 
 
 def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
@@ -195,13 +197,13 @@ def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str 
 
     PyTorch's CPU kernel stores both in the dtype of the input, its CUDA kernel in fp32.
     """
-    inputs = {name: _stream(sizes)}
+    inputs = {name: residual_bytes(sizes)}
     number_bytes = FP32_BYTES if kernels.fused else sizes.element_bytes
     statistics = sizes.shard_tokens * number_bytes
     return Part("norm", inputs, inputs | {f"{name} mean{norm}": statistics, f"{name} rstd{norm}": statistics})
 
 
-def _core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tensors, value: Tensors) -> Part:
+def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tensors, value: Tensors) -> Part:
     """Return what the attention kernel saves.
 
     Args:
@@ -224,11 +226,11 @@ def _core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Ten
     # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
     # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
     # returns for queries in this layout: those of which a part was rotated and the rest appended.
-    results = {"attention": _columns(sizes, sizes.query)}
+    results = {"attention": column_bytes(sizes, sizes.query)}
     # One head has one layout.
     appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused
     if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
-        results = {"attention by heads": _columns(sizes, sizes.query)}
+        results = {"attention by heads": column_bytes(sizes, sizes.query)}
     results |= log_sum_exps
     kept_results = results if kernels.attention in SINGLE_KERNELS else {}
     return Part("core_attn", inputs, inputs | results, results=kept_results)
@@ -237,7 +239,7 @@ def _core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Ten
 def _math_attention(sizes: RankSizes) -> Tensors:
     """Return what attention with S x S scores saves: the batched matmuls' operands and the softmax."""
     scores = sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2
-    heads = _columns(sizes, sizes.query)
+    heads = column_bytes(sizes, sizes.query)
     tensors = {
         "query by heads": heads,
         "key by heads": heads,
@@ -252,7 +254,7 @@ def _math_attention(sizes: RankSizes) -> Tensors:
     return tensors
 
 
-def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares: bool) -> tuple[Tensors, ...]:
+def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares: bool) -> tuple[Tensors, ...]:
     """Return the storages of query, key and value after RoPE.
 
     Args:
@@ -261,15 +263,16 @@ def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares
         kernels: fused kernels rotate in place.
         shares: one projection computes all three, so that the values are a view of its output.
     """
-    projected = {"query, key, value": _columns(sizes, sizes.query + 2 * sizes.kv)}
-    # Qwen3's norms come between the projections and RoPE.
-    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in _HEAD_NORMS
+    projected = {"query, key, value": column_bytes(sizes, sizes.query + 2 * sizes.kv)}
+    # Qwen3's norms come between the projections and RoPE. An adapter adds its output to a projection's.
+    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in HEAD_NORMS
+    in_place = in_place and (sizes.adapters is None or not sizes.adapters.on(*QKV))
     if kernels.fused and in_place:
         return projected, projected, projected
-    value = {"value": _columns(sizes, sizes.kv)}
+    value = {"value": column_bytes(sizes, sizes.kv)}
     if shares and not kernels.fused:
         value = projected
-    return {"query": _columns(sizes, sizes.query)}, {"key": _columns(sizes, sizes.kv)}, value
+    return {"query": column_bytes(sizes, sizes.query)}, {"key": column_bytes(sizes, sizes.kv)}, value
 
 
 def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
@@ -279,16 +282,16 @@ def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     """
     if memory.attention_head_groups is not None:
         return Part("attn", inputs, inputs)
-    rotated = _rotated(sizes, memory, kernels, shares=not sizes.is_gated)
-    core = _core_attention(sizes, kernels, *rotated)
-    saves = inputs | {"attention": _columns(sizes, sizes.query)}
-    if sizes.model_type in _HEAD_NORMS:
-        saves |= _head_norm_tensors(sizes, kernels, "query", sizes.heads)
-        saves |= _head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
+    operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated)
+    core = core_attention(sizes, kernels, *operands)
+    saves = inputs | {"attention": column_bytes(sizes, sizes.query)}
+    if sizes.model_type in HEAD_NORMS:
+        saves |= head_norm_tensors(sizes, kernels, "query", sizes.heads)
+        saves |= head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
     return Part("attn", inputs, saves, (core,))
 
 
-def _head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
+def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
     """Return what an RMSNorm over each head of query or key saves, as ``rms_norm_tensors``."""
     values = sizes.tokens * heads * sizes.head_dim
     statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
@@ -305,7 +308,7 @@ def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
-    width = _columns(sizes, sizes.width)
+    width = column_bytes(sizes, sizes.width)
     recomputes_act = "mlp_act" in (memory.recompute_modules or ())
     if kernels.fused:
         both = {"gate, up": 2 * width}
@@ -324,7 +327,7 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
     """Return what GPT-NeoX's MLP saves: the activation's input and its result."""
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
-    width = _columns(sizes, sizes.width)
+    width = column_bytes(sizes, sizes.width)
     expanded = {"expanded": width}
     result = {"mlp activation": width}
     saves = result if sizes.hidden_act == "relu" else expanded
@@ -334,8 +337,8 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
 def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
     statistics = _statistics(sizes, index)
-    normed = {"normed attention input": _stream(sizes)}
-    normed_mlp = {"normed mlp input": _stream(sizes)}
+    normed = {"normed attention input": residual_bytes(sizes)}
+    normed_mlp = {"normed mlp input": residual_bytes(sizes)}
     parts = (
         rms_norm_tensors(sizes, kernels, "layer input"),
         _attention(sizes, memory, kernels, normed),
@@ -344,19 +347,19 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
     )
     if sizes.moe is not None:
         parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
-    return Part("layer", {"layer input": _stream(sizes)} | statistics, {}, parts)
+    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
 
 
 def _statistics(sizes: RankSizes, index: int) -> Tensors:
     """Return the statistics of the routers before layer ``index``, an input of the layer."""
     if sizes.moe is None or index == 0:
         return {}
-    return {"router statistics": index * sizes.moe.row_bytes}
+    return {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
 def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
     """Return what a mixture of experts saves; nothing but a checkpoint saves the statistics of the layers before."""
-    inputs = {"normed mlp input": _stream(sizes)} | statistics
+    inputs = {"normed mlp input": residual_bytes(sizes)} | statistics
     return Part("moe", inputs, expert_tensors(sizes, moe, fused=kernels.fused))
 
 
@@ -378,9 +381,9 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
     mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
     parts = (
         layer_norm_tensors(sizes, kernels, "layer input"),
-        _attention(sizes, memory, kernels, {"normed attention input": _stream(sizes)}),
+        _attention(sizes, memory, kernels, {"normed attention input": residual_bytes(sizes)}),
         layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
-        _plain_mlp(sizes, memory, {"normed mlp input": _stream(sizes)}),
+        _plain_mlp(sizes, memory, {"normed mlp input": residual_bytes(sizes)}),
     )
     statistics = _statistics(sizes, index)
     if sizes.moe is not None:
@@ -388,7 +391,7 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
     masks: Tensors = {}
     if sizes.hidden_dropout:
         masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
-    return Part("layer", {"layer input": _stream(sizes)} | statistics, masks, parts)
+    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, masks, parts)
 
 
 def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
@@ -396,4 +399,4 @@ def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
 
     PyTorch's CPU operators save factors in the dtype of their input, its CUDA kernel a boolean each.
     """
-    return _stream(sizes) if not kernels.fused else sizes.shard_tokens * sizes.hidden
+    return residual_bytes(sizes) if not kernels.fused else sizes.shard_tokens * sizes.hidden

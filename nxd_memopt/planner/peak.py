@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
-from nxd_memopt.planner.architectures import parameters
+from nxd_memopt.planner.adapted_layers import layer_parts
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
 from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
-from nxd_memopt.planner.layer_tensors import Kernels, layer_kernels, layer_runs, layer_tensors
+from nxd_memopt.planner.layer_tensors import (
+    ROUTER_STATISTICS,
+    Kernels,
+    Tensors,
+    layer_kernels,
+    layer_runs,
+)
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
-from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.rank_model import RankModel
+from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import (
     CHUNK_ELEMENTS,
     StateLayout,
     gradient_bytes,
-    kv_replicas,
     master_bytes,
     moment_bytes,
     offloaded_state_bytes,
@@ -80,71 +84,6 @@ class StepMemory:
         return sum(self.host.values())
 
 
-ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
-"""Function of ``states.py`` that counts bytes of parameters of given shapes."""
-
-
-@dataclass(frozen=True)
-class RankModel:
-    """A model's share of one rank.
-
-    Args:
-        sizes: sizes of its activations.
-        layer_shapes: shapes of the parameters of one decoder layer.
-        other_shapes: shapes of embedding, final norm and head.
-    """
-
-    sizes: RankSizes
-    layer_shapes: tuple[tuple[int, ...], ...]
-    other_shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of all parameters, in the model's order."""
-        return [*self.other_shapes[:1], *(self.layer_shapes * self.sizes.num_layers), *self.other_shapes[1:]]
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the rank."""
-        layer = sum(math.prod(shape) for shape in self.layer_shapes)
-        return layer * self.sizes.num_layers + sum(math.prod(shape) for shape in self.other_shapes)
-
-    def total(self, function: ByteFunction, layout: StateLayout) -> int:
-        """Return the bytes that ``function`` counts for all parameters."""
-        layers = self.sizes.num_layers * function(self.layer_shapes, layout)
-        return layers + function(self.other_shapes, layout)
-
-
-def rank_model(
-    config: Any,
-    parallel: ParallelConfig,
-    *,
-    sequence_length: int,
-    micro_batch_size: int,
-    dtype: str,
-    moe: MoEConfig | None = None,
-) -> RankModel:
-    """Return the share of one rank; arguments and errors as ``rank_sizes``."""
-    sizes = rank_sizes(
-        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype, moe=moe
-    )
-    size = parallel.tensor_model_parallel_size
-    replicas = kv_replicas(config, size)
-    layer: list[tuple[int, ...]] = []
-    others: list[tuple[int, ...]] = []
-    # Layer 0 stands for every layer: their parameters have equal shapes.
-    shallow = config
-    if isinstance(config, Mapping):
-        shallow = {**config, "num_hidden_layers": 1}
-    for parameter in parameters(shallow):
-        shape = parameter.local_shape(size, replicas, parallel.expert_model_parallel_size)
-        if ".layers.0." in parameter.name:
-            layer.append(shape)
-        elif ".layers." not in parameter.name:
-            others.append(shape)
-    return RankModel(sizes, tuple(layer), tuple(others))
-
-
 def step_memory(
     model: RankModel,
     memory: MemoryConfig,
@@ -173,7 +112,7 @@ def step_memory(
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
     candidates = [
         _in_loss(model, memory, kernels, kept, start, offloaded),
-        *_in_backward(model, memory, kernels, kept, layout, start, offloaded),
+        _in_backward(model, memory, kernels, kept, layout, start, offloaded),
         _in_update(model, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
@@ -225,7 +164,7 @@ def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
 def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
     """Return what exists throughout the step, with ``on_host`` bytes of the states in host memory."""
     states = {
-        "weights": model.total(weight_bytes, layout),
+        "weights": model.total(weight_bytes, layout) + model.frozen_bytes(layout),
         "master weights": model.total(master_bytes, layout),
         "optimizer moments": model.total(moment_bytes, layout),
     }
@@ -239,12 +178,12 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     if layout.sharding == "zero3" and layout.shards > 1:
         # The root's unit is gathered throughout; of the layers, the running and the next one, or all.
         count = model.sizes.num_layers if layout.keeps_gathered else min(2, model.sizes.num_layers)
-        layers = count * sum(math.prod(shape) for shape in model.layer_shapes)
-        others = sum(math.prod(shape) for shape in model.other_shapes)
-        states["gathered weights"] = (layers + others) * layout.element_bytes
+        states["gathered weights"] = model.gathered_elements(count) * layout.element_bytes
     return states
 
 
+# A search asks for the same states with every memory technique.
+@lru_cache(maxsize=512)
 def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
     """Return the bytes of optimizer states in host memory."""
     if not layout.optimizer_offload_fraction:
@@ -278,61 +217,74 @@ def _in_backward(
     layout: StateLayout,
     standing_gradients: int,
     offloaded: OffloadedWeights,
-) -> list[tuple[str, dict[str, int]]]:
-    """Return the terms at each moment of each layer's backward, from the last layer to the first."""
+) -> tuple[str, dict[str, int]]:
+    """Return the terms at the highest moment of the layers' backwards, from the last layer to the first."""
     sizes = model.sizes
-    element = sizes.element_bytes
     layers = _layer_backwards(sizes, memory, kernels)
     per_layer = gradient_bytes(model.layer_shapes, layout)
     # The head's gradient comes first. A tied one is the embedding's too.
     finished = gradient_bytes(model.other_shapes[-1:], layout)
-    # Reduction of sharded gradients: a bucket that is filled, and one on its way.
-    buckets = 0
-    if layout.sharding in ("zero2", "zero3") and layout.shards > 1:
-        buckets = 2 * max(_BUCKET_BYTES, _largest(model.layer_shapes) * element) * 2
-    elif layout.overlaps_reduction and layout.data_parallel_size > 1:
-        # A copy of each bucket's gradients, and its sum over the ranks.
-        bucket = max(_BUCKET_BYTES, _largest(model.layer_shapes) * layout.gradient_element_bytes)
-        buckets = 2 * OVERLAPPED_BUCKETS * bucket
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     has_slots = "peer memory" in _library_buffers(sizes, kernels)
-    found: list[tuple[str, dict[str, int]]] = []
+    highest = -1
+    found: tuple[str, dict[str, int]] = ("", {})
     for index in reversed(range(sizes.num_layers)):
         own = kept.layers[index]
+        own_bytes = sum(own.values())
         if not _is_decisive(kept.layers, index, memory, sizes):
-            remaining -= sum(own.values())
+            remaining -= own_bytes
             finished += per_layer
             continue
         layer = layers[index]
-        own_bytes = sum(own.values())
-        others = remaining - own_bytes
         # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
-        live = max(own_bytes, layer.all_bytes)
+        live = remaining - own_bytes + max(own_bytes, layer.all_bytes)
         live += _restored(memory, sizes.num_layers, index, layer.all_bytes, layer.input_bytes)
         absent = -offloaded.absent_bytes(sizes.num_layers, index)
-        for moment, freed in layer.moments:
-            current = moment.finished_gradients
-            if layout.in_backward:
-                current = 0
-            elif layout.master_weights:
-                current = current * layout.gradient_element_bytes // element
-            gradients = standing_gradients or finished + min(current, per_layer)
-            found.append(
-                (
-                    f"backward of layer {index}: {moment.name}",
-                    {
-                        _ABSENT: absent,
-                        "gradients": gradients,
-                        "activations": others + live - freed,
-                        "temporary tensors": _temporary_bytes(moment, has_slots=has_slots),
-                        "gradient buckets": buckets,
-                    },
-                )
-            )
+        for moment, freed, temporary, in_slots in layer.moments:
+            gradients = standing_gradients
+            if not standing_gradients:
+                own_gradients = min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
+                # Those of adapters are small: at each moment all of them count.
+                gradients = finished + (per_layer if sizes.adapters is not None else own_gradients)
+            if has_slots:
+                temporary -= in_slots
+            total = absent + gradients + live - freed + temporary
+            # Of equal moments the first one; the terms are of the highest one only, because a search asks often.
+            if total > highest:
+                highest = total
+                terms = {
+                    _ABSENT: absent,
+                    "gradients": gradients,
+                    "activations": live - freed,
+                    "temporary tensors": temporary,
+                }
+                found = (f"backward of layer {index}: {moment.name}", terms)
         remaining -= own_bytes
         finished += per_layer
+    found[1]["gradient buckets"] = _reduction_buckets(model, layout)
     return found
+
+
+def _reduction_buckets(model: RankModel, layout: StateLayout) -> int:
+    """Return the bytes of the buckets in which gradients are reduced during backward."""
+    if layout.sharding in ("zero2", "zero3") and layout.shards > 1:
+        # A bucket that is filled, and one on its way.
+        return 2 * max(_BUCKET_BYTES, _largest(model.layer_shapes) * model.sizes.element_bytes) * 2
+    if layout.overlaps_reduction and layout.data_parallel_size > 1:
+        # A copy of each bucket's gradients, and its sum over the ranks.
+        bucket = max(_BUCKET_BYTES, _largest(model.layer_shapes) * layout.gradient_element_bytes)
+        return 2 * OVERLAPPED_BUCKETS * bucket
+    return 0
+
+
+def _finished_bytes(moment: Moment, layout: StateLayout, element_bytes: int) -> int:
+    """Return the bytes of the weight gradients of a layer that are complete at ``moment``."""
+    if layout.in_backward:
+        return 0
+    if layout.master_weights:
+        return moment.finished_gradients * layout.gradient_element_bytes // element_bytes
+    return moment.finished_gradients
 
 
 @dataclass(frozen=True)
@@ -343,12 +295,13 @@ class _LayerBackward:
         all_bytes: bytes of a forward without recompute, which a recomputed layer has again.
         input_bytes: bytes of the layer's input.
         moments: the moments at which most memory is in use, each with the bytes of ``all_bytes`` that
-            are free by then.
+            are free by then, the bytes of its temporary tensors, and those of them that lie in slots
+            if peer memory gathers.
     """
 
     all_bytes: int
     input_bytes: int
-    moments: tuple[tuple[Moment, int], ...]
+    moments: tuple[tuple[Moment, int, int, int], ...]
 
 
 @lru_cache(maxsize=512)
@@ -356,8 +309,8 @@ def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
     """Return the backward of every layer."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
-        # Only windows make layers of the same techniques different.
-        if not sizes.windows:
+        # Only windows, and layer 0 before its first adapter, make layers of the same techniques different.
+        if not sizes.windows and sizes.adapters is None:
             layers += [_layer_backward(sizes, techniques, kernels)] * count
             continue
         for index in range(len(layers), len(layers) + count):
@@ -367,7 +320,7 @@ def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
 
 def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
-    layer = layer_tensors(sizes, memory, kernels, index)
+    layer = layer_parts(sizes, memory, kernels, index)
     everything = layer.kept()
     if memory.recompute_keep_core_attn:
         # While results are returned to it, a recomputed layer copies query, key and value out of
@@ -375,7 +328,12 @@ def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
         projected = sizes.tokens * (sizes.query + 2 * sizes.kv) * sizes.element_bytes
         everything |= {"output of the projections": projected}
     moments = [
-        (moment, sum(size for name, size in everything.items() if name in moment.freed))
+        (
+            moment,
+            sum(size for name, size in everything.items() if name in moment.freed),
+            sum(moment.temporary.values()),
+            moment.temporary.get("gathered", 0),
+        )
         for moment in layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
     ]
     return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
@@ -386,20 +344,33 @@ def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: Memory
 
     Between layers that keep the same, memory changes by the same bytes from one to the next: only
     the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
+    The statistics of routers grow by the same bytes from layer to layer, and the memory before a layer
+    then is a convex function of its index, which is highest at an end too.
     """
     if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
         return True
     # From layer to layer other weights are in host memory.
     if memory.cpu_offloading_weights:
         return True
+    # Under full recompute layer 0 keeps the same as the others, and restores less.
+    if sizes.adapters is not None and index == 1:
+        return True
     # What a recomputed layer restores depends on its window too.
-    own = (layers[index], sizes.window(index))
-    return any(own != (layers[other], sizes.window(other)) for other in (index - 1, index + 1))
+    window = sizes.window(index)
+    return any(
+        window != sizes.window(other) or not _keep_alike(layers[index], layers[other])
+        for other in (index - 1, index + 1)
+    )
 
 
-def _temporary_bytes(moment: Moment, *, has_slots: bool) -> int:
-    """Return the temporary tensors of a moment; what is gathered through peer memory lies in its slots."""
-    return sum(size for name, size in moment.temporary.items() if not (has_slots and name == "gathered"))
+def _keep_alike(first: Tensors, second: Tensors) -> bool:
+    """Return whether two layers keep the same, apart from the number of statistics of routers."""
+    if first == second:
+        return True
+    # Not if one of them keeps none, or has them in host memory.
+    return first.keys() == second.keys() and all(
+        size == second[name] for name, size in first.items() if name != ROUTER_STATISTICS
+    )
 
 
 def _largest(shapes: Sequence[Sequence[int]]) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.candidates import require_batch, settings
 from nxd_memopt.planner.hardware import GIB
-from nxd_memopt.planner.peak import RankModel, StepMemory, rank_model, step_memory
+from nxd_memopt.planner.peak import StepMemory, step_memory
 from nxd_memopt.planner.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, kernels_of
+from nxd_memopt.planner.rank_model import RankModel, rank_model
 from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.planner.step_time import StepTime, step_time
@@ -149,6 +150,7 @@ def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
         micro_batch_size=setting.micro_batch_size,
         dtype=dtype,
         moe=problem.moe,
+        lora=problem.lora,
     )
 
 

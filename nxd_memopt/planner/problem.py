@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import attention_windows, sizes
 from nxd_memopt.planner.hardware import GIB, Device
@@ -42,6 +43,7 @@ class Problem:
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
         moe: options of experts; None: those of ``config``.
+        lora: options of adapters, which are trained instead of the weights; None trains the weights.
         tensor_model_parallel_size: T of all settings; None tries every size.
 
     Raises:
@@ -61,6 +63,7 @@ class Problem:
     device_gib: float | None = None
     host_gib: float | None = None
     moe: MoEConfig | None = None
+    lora: LoraConfig | None = None
     tensor_model_parallel_size: int | None = None
 
     def __post_init__(self) -> None:

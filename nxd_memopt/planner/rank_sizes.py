@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
+from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.adapters import Adapters, adapters_of
 from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, attention_windows, option, require_shardable, sizes
 from nxd_memopt.planner.moe_sizes import FP32_BYTES as FP32_BYTES
 from nxd_memopt.planner.moe_sizes import MoESizes, moe_sizes
@@ -47,6 +49,7 @@ class RankSizes:
         windows: for each layer the keys that a query sees, if they are fewer than S, else None;
             empty if no layer has a window.
         reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
+        adapters: low-rank adapters, which are trained instead of the weights; None trains the weights.
     """
 
     model_type: str
@@ -73,6 +76,7 @@ class RankSizes:
     hidden_dropout: bool = False
     windows: tuple[int | None, ...] = ()
     reduces_in_fp32: bool = False
+    adapters: Adapters | None = None
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
@@ -90,8 +94,8 @@ class RankSizes:
 
     @property
     def mergeable(self) -> bool:
-        """Whether GPT-NeoX's layers may run both branches as one block; dropout needs the output of each."""
-        return self.parallel_residual and not self.hidden_dropout
+        """Whether GPT-NeoX's layers may run both branches as one block; dropout and adapters need each branch."""
+        return self.parallel_residual and not self.hidden_dropout and self.adapters is None
 
     @property
     def shard_tokens(self) -> int:
@@ -117,6 +121,7 @@ def rank_sizes(
     micro_batch_size: int,
     dtype: str,
     moe: MoEConfig | None = None,
+    lora: LoraConfig | None = None,
 ) -> RankSizes:
     """Return the sizes of one rank's tensors.
 
@@ -128,10 +133,11 @@ def rank_sizes(
         micro_batch_size: B.
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
         moe: options of experts; None: those of ``config``.
+        lora: options of adapters; None without adapters.
 
     Raises:
-        ValueError: T does not divide heads, MLP width or sequence, EP does not divide the experts, or the
-            model has dense layers and layers with experts.
+        ValueError: T does not divide heads, MLP width or sequence, EP does not divide the experts, the model
+            has dense layers and layers with experts, or its adapters are not planned.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(config, size)
@@ -168,6 +174,7 @@ def rank_sizes(
         hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
         windows=windows if any(windows) else (),
         reduces_in_fp32=parallel.reduce_dtype == "float32",
+        adapters=None if lora is None else adapters_of(config, lora),
     )
 
 

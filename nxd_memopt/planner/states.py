@@ -134,6 +134,13 @@ def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
 
 
+def frozen_weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes between steps of weights that are not trained; stage 3 shards them in their own dtype."""
+    is_sharded = layout.sharding == "zero3" and layout.shards > 1
+    elements = sum(shard_elements(shape, layout) if is_sharded else math.prod(shape) for shape in shapes)
+    return elements * layout.element_bytes
+
+
 def initialization_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the host memory in which a rank initializes or loads its weights at stage 3, before they are sharded."""
     if layout.sharding != "zero3":

@@ -13,7 +13,8 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
-from nxd_memopt.planner.peak import RankModel, StepMemory
+from nxd_memopt.planner.peak import StepMemory
+from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import StateLayout
 
@@ -189,7 +190,12 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     layer = sum(weights.values())
     head = sizes.vocab * sizes.hidden
     factor = 6 if not sizes.is_fp16 else 8
-    flops = 6.0 * layer * sizes.num_layers + factor * head
+    per_weight = 6.0
+    # Frozen weights have no gradient; the adapters' own matmuls are r / H of the layers'.
+    if sizes.adapters is not None:
+        per_weight = 4.0
+        factor -= 2
+    flops = per_weight * layer * sizes.num_layers + factor * head
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
 
 
@@ -357,6 +363,7 @@ def _data_parallel_s(
     share = (size - 1) / size
     gradients = model.num_parameters * layout.gradient_element_bytes
     weights = model.num_parameters * layout.element_bytes
+    frozen = model.num_frozen * layout.element_bytes
     # Reduce-scatter and all-gather of all gradients, or of gradients and then parameters.
     sent = 2 * gradients
     hidden = 0.0
@@ -366,7 +373,7 @@ def _data_parallel_s(
         sent = gradients * accumulation_steps + weights
         hidden = 1 - rates.exposed
     elif layout.sharding == "zero3":
-        sent = (gradients + 2 * weights) * accumulation_steps
+        sent = (gradients + 2 * (weights + frozen)) * accumulation_steps
         hidden = 1 - rates.exposed
     return share * sent / (link * rates.link) * (1 - hidden)
 

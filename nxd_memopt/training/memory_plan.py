@@ -133,6 +133,7 @@ def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, *
         device_gib=device.memory_gib,
         host_gib=host_gib,
         moe=resolve_options(config.moe, hf_config),
+        lora=config.lora.config(),
     )
 
 
@@ -170,8 +171,6 @@ def setting_of(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
     stage = config.data_parallel.stage
     memory = config.memory
     _require_planned_graphs(config)
-    if config.lora.lora_rank is not None:
-        raise ValueError(f"lora.lora_rank {config.lora.lora_rank} is not planned")
     moe = resolve_options(config.moe, hf_config)
     if moe is not None:
         memory = moe_memory(memory, moe)

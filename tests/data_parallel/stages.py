@@ -56,9 +56,11 @@ class Run:
     def of(cls, model, stage: str, *, max_norm=MAX_NORM, reduce_dtype=torch.float32, fraction=0.5, **options) -> Run:
         if stage == "zero3":
             shard_model(model, reduce_dtype=reduce_dtype, **options)
-        matrices = [param for param in model.parameters() if param.dim() > 1]
-        vectors = [param for param in model.parameters() if param.dim() == 1]
+        trained = [param for param in model.parameters() if param.requires_grad]
+        matrices = [param for param in trained if param.dim() > 1]
+        vectors = [param for param in trained if param.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
         shared: dict[str, Any] = {"max_norm": max_norm, "lr": 1e-2, "eps": 1e-3, "betas": (0.8, 0.9)}
         if stage == "zero3":
             return cls(model, stage, Zero3Optimizer(groups, AdamW, **shared))

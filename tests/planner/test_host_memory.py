@@ -12,7 +12,8 @@ from nxd_memopt.memory.weight_offload import WEIGHT_OWNER
 from nxd_memopt.planner.activations import activations, host_pool_bytes
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
-from nxd_memopt.planner.peak import rank_model, step_memory
+from nxd_memopt.planner.peak import step_memory
+from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from nxd_memopt.planner.states import StateLayout
 from tests.deferred_transfers import DeferredTransfers

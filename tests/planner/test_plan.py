@@ -24,9 +24,10 @@ from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.model_configs import DEFAULTS, NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.peak import rank_model, step_memory
+from nxd_memopt.planner.peak import step_memory
 from nxd_memopt.planner.plan import evaluate, plans, smallest
 from nxd_memopt.planner.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.model import load_hf_config
@@ -130,7 +131,6 @@ def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
     message = error_message(lambda: planned_of(trainer={"precison": "bf16-mixed"}))
     assert_says(message, "precison", "did you mean 'precision'")
     assert_says(error_message(lambda: planned_of(planer={"version": 2})), "unknown key 'planer'")
-    assert_says(error_message(lambda: planned_of(lora={"lora_rank": 4})), "lora_rank 4", "not planned")
     assert_says(error_message(lambda: planned_of(moe={"moe_z_loss_coeff": 0.1})), "moe_z_loss_coeff", "leave it out")
 
 

@@ -16,7 +16,8 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.launch.certificate import _memory
 from nxd_memopt.launch.trainium import neuron_cc_flags
 from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.peak import rank_model, step_memory
+from nxd_memopt.planner.peak import step_memory
+from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training import loop, memory_plan
 from nxd_memopt.training.arguments import parse_config

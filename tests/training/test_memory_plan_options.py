@@ -17,6 +17,7 @@ from nxd_memopt.training.model import load_hf_config
 from tests.launch.launching import planned as launched
 from tests.reference import assert_says, error_message
 
+LORA = {"lora_rank": 8}
 OFFLOADED = {"optimizer_cpu_offload": True}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("norm",)}
 BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
@@ -71,11 +72,13 @@ PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer.precision": ({"precision": "bf16-true"}, {}),
     "trainer.enable_cuda_graph": ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}),
     "moe.num_moe_experts": ({"num_moe_experts": 4}, {}),
+    "lora.lora_rank": (LORA, {}),
+    "lora.target_modules": ({**LORA, "target_modules": ("o_proj", "down_proj")}, LORA),
+    "lora.lora_dropout": ({**LORA, "lora_dropout": 0.1}, LORA),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "memory.attention_head_groups": {"attention_head_groups": "auto"},
     "trainer.compile": {"compile": "layer"},
-    "lora.lora_rank": {"lora_rank": 8},
 }
 # Sections and options that are no memory of a step on its device, or only its time.
 NOT_OF_THE_STEP = {

@@ -10,15 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
 from nxd_memopt.modules.lora.layers import AdaptedLinear, adapt
 from nxd_memopt.parallel_layers.data_shards import is_data_sharded, local_rows
 from nxd_memopt.parallel_layers.fusion import Fusions
 from nxd_memopt.parallel_layers.layers import SharedInput
 
-# PEFT's default: query and value (arXiv:2106.09685, section 4.2).
-DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}
-QUERY_AND_VALUE = ("q_proj", "v_proj")
 FACTORS = ("lora_A", "lora_B")
 
 
@@ -43,9 +40,9 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
             adapters; its parameters are sharded over data-parallel ranks; or a memory technique
             computes layers without calling them.
     """
-    targets = config.target_modules or default_targets(model)
+    targets = config.target_modules or default_targets(str(getattr(getattr(model, "config", None), "model_type", None)))
     named = dict(model.named_modules())
-    chosen = {name: module for name, module in named.items() if _is_target(name, targets)}
+    chosen = {name: module for name, module in named.items() if is_target(name, targets)}
     _require_targets(targets, named)
     if adapted_layers(model):
         raise ValueError("the model has adapters already: build it again to add others")
@@ -65,12 +62,6 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
     if hasattr(model, "fusions"):
         cast(Any, model).fusions = Fusions(model)
     return list(chosen)
-
-
-def default_targets(model: nn.Module) -> tuple[str, ...]:
-    """Return the layers that have adapters if none are named."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return DEFAULT_TARGETS.get(str(model_type), QUERY_AND_VALUE)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
@@ -103,17 +94,13 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                 weight.copy_(original)
 
 
-def _is_target(name: str, targets: Sequence[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
 def _require_targets(targets: Sequence[str], named: dict[str, nn.Module]) -> None:
     """Raise ``ValueError`` for a target without a layer."""
     for target in targets:
-        if not any(_is_target(name, [target]) for name in named):
+        if not any(is_target(name, [target]) for name in named):
             known = sorted({name.rpartition(".")[2] for name, module in named.items() if hasattr(module, "weight")})
             raise ValueError(f"target_modules names {target!r}, and no layer has this name: choose of {known}")
-        if _is_target("lm_head", [target]):
+        if is_target("lm_head", [target]):
             raise ValueError("target_modules names lm_head, whose loss does not call it: leave it out")
 
 
