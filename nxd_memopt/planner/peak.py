@@ -17,7 +17,6 @@ from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
 from nxd_memopt.planner.layer_tensors import (
     ROUTER_STATISTICS,
     Kernels,
-    Tensors,
     layer_kernels,
     layer_runs,
 )
@@ -363,7 +362,7 @@ def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: Memory
     )
 
 
-def _keep_alike(first: Tensors, second: Tensors) -> bool:
+def _keep_alike(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     """Return whether two layers keep the same, apart from the number of statistics of routers."""
     if first == second:
         return True
