@@ -291,6 +291,13 @@ SEVERAL_GPUS = (
         "ours",
         options=f"{NEOX_STATES} --fraction 0.95 --staging-gib 5",
     ),
+    states(
+        "gpt-neox-20b-states-8k-fp32-sums",
+        "gpt-neox-20b",
+        8192,
+        "ours",
+        options=f"{NEOX_STATES} --fp32-sums --fraction 0.7 --staging-gib 8",
+    ),
     sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
     experts("qwen3-moe-12l-8k", "qwen3-moe-12l"),
     experts("qwen3-moe-12l-8k-ep2", "qwen3-moe-12l", "--expert-parallel 2"),

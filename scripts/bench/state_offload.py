@@ -94,6 +94,7 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         optimizer_offload_fraction=args.fraction,
         staging_bytes=int(args.staging_gib * GIB),
         pool=pool,
+        use_grad_acc_hook=args.fp32_sums,
         lr=1e-5,
     )
     layers = cast(ParallelCausalLM, model).decoder_layers()
@@ -106,8 +107,9 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
     # The next variant allocates the memory into which the states of a next step are being copied.
     optimizer.finish_update()
+    sums = ", fp32 gradient sums" if args.fp32_sums else ""
     return result | {
-        "states": "fp32 masters and moments",
+        "states": f"fp32 masters and moments{sums}",
         "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
         "host_gib": round((state_bytes + activation_bytes) / GIB, 2),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
@@ -223,6 +225,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--staging-gib", type=float, default=2.0)
     add_memory_options(parser)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--fp32-sums", action="store_true", help="ours: add the micro-batches' gradients in fp32")
     parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
     parser.add_argument("--document-tokens", type=int, help="attention within documents of this length; memory only")
