@@ -163,13 +163,13 @@ def test_selective_recompute_survives_torch_compile():
 # Collectives
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize(
     "memory",
     [
         {},
         FULL,
-        {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
+        pytest.param({**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}, marks=pytest.mark.slow),
         pytest.param({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, marks=pytest.mark.slow),
         {"recompute_granularity": "selective", "recompute_modules": ["attn", "norm"]},
         {

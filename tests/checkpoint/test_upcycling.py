@@ -145,7 +145,7 @@ def test_a_shared_expert_is_the_same_on_every_split(tmp_path, world_size):
         assert relative_error(first, second) < GRADIENT_TOLERANCE
 
 
-@distributed(world_size=[2])
+@distributed(world_size=2)
 def test_every_split_computes_what_the_dense_model_does(tmp_path, world_size):
     """T=2, then EP=2: each rank reads its columns for its experts."""
     config = llama_config()

@@ -113,7 +113,7 @@ def test_rank_stabilized_scale() -> None:
     check_against_peft("llama", use_rslora=True)
 
 
-@distributed(world_size=[2, 4], slow=[4])
+@distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_ranks_are_peft(world_size: int, name: str, sequence_parallel: bool) -> None:

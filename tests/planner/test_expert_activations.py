@@ -133,7 +133,7 @@ def test_storages_of_options_under_recompute(name, memory):
     check((ROUTERS | DISPATCH)[name], torch.bfloat16, ParallelConfig(1), memory)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2)
 def test_storages_of_options_on_a_tensor_parallel_rank(world_size, sequence_parallel):
     with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +174,7 @@ def test_storages_of_shared_and_of_biased_experts_under_recompute(name, memory):
     check({"moe_router_dtype": "fp32"}, torch.bfloat16, ParallelConfig(1), memory, config(**changes))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2, slow=[4])
 def test_storages_of_shared_and_of_biased_experts_on_ranks(world_size, sequence_parallel):
     """T = 2, with two expert-parallel ranks in the larger world."""
