@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import record, report
+from scripts.bench import record, report, report_sections
 
 
 def row(variant: str, speed: float | None, *, command: str, recompute: str = "none", tokens: int = 8192):
@@ -142,7 +142,7 @@ def test_runs_that_failed_do_not_replace_what_was_measured(monkeypatch):
 
 
 def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(report_sections, "BENCHMARKS", tmp_path)
     path = tmp_path / "train_step.csv"
     path.write_text(f"model,device\nm,{report.DEVICE}\nm,a laptop\n", encoding="utf-8")
     assert report.rows_of("train_step") == [{"model": "m", "device": report.DEVICE}]

@@ -1,0 +1,166 @@
+"""The rows of docs/benchmarks and the sections of docs/benchmarks.md that show them column by column."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+DEVICE = "NVIDIA H200"  # of the tables that compare ours with the best peer
+OTHER_DEVICE = "NVIDIA H100 80GB HBM3"
+Row = dict[str, str]
+STATE_COLUMNS = {
+    "device": "device",
+    "model": "model",
+    "tensor_parallel": "T",
+    "variant": "variant",
+    "tokens": "tokens",
+    "accumulation": "micro-batches",
+    "memory": "memory options",
+    "states": "states",
+    "fraction": "fraction",
+    "cap_gib": "cap GiB",
+    "document_tokens": "document",
+    "step_ms": "ms",
+    "floor_ms": "floor ms",
+    "link_gb_per_s": "link GB/s",
+    "tokens_per_s_per_device": "tokens/s/GPU",
+    "peak_gib": "GiB",
+    "host_gib": "GiB on the host",
+    "failure": "failure",
+    "commit": "commit",
+}
+SHARDED_COLUMNS = {
+    "device": "device",
+    "model": "model",
+    "data_parallel": "D",
+    "tokens": "tokens per GPU",
+    "states": "states",
+    "recompute": "recompute",
+    "variant": "variant",
+    "step_ms": "ms",
+    "tokens_per_s_per_device": "tokens/s/GPU",
+    "peak_gib": "GiB",
+    "failure": "failure",
+    "commit": "commit",
+}
+EXPERT_COLUMNS = {
+    "shape": "shape",
+    "routing": "routing",
+    "variant": "variant",
+    "ms": "ms",
+    "over_floor": "x floor",
+    "floor_ms": "floor ms",
+    "batched_floor_ms": "batched floor ms",
+    "peak_gib": "GiB",
+    "failure": "failure",
+    "commit": "commit",
+}
+MATMUL_COLUMNS = {
+    "shape": "shape",
+    "matmul": "matmul",
+    "ours_ms": "ours ms",
+    "torch_ms": "torch ms",
+    "over_torch": "ours / torch",
+    "tflops": "ours TFLOP/s",
+    "commit": "commit",
+}
+PRECISION_COLUMNS = {
+    "model": "model",
+    "precision": "precision",
+    "steps": "steps",
+    "held_out_before": "before",
+    "held_out_after": "after",
+    "percent": "%",
+    "tokens_per_s": "tokens/s",
+    "commit": "commit",
+}
+
+
+def rows_of(name: str, device: str = DEVICE) -> list[Row]:
+    """Return the rows of a benchmark on ``device``; an empty list without a file."""
+    path = BENCHMARKS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, start=2):
+        if None in row or None in row.values():
+            raise ValueError(f"{path}: row {number} has not the header's columns: mend or remove it")
+    return [row for row in rows if row.get("device") == device]
+
+
+def column_lines(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
+    """Return a table of ``rows``, with the header ``columns[name]`` for the column ``name``."""
+    lines = [f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
+    return lines + [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
+
+
+def expert_parts() -> list[str]:
+    """Return the sections of mixtures of experts."""
+    parts: list[str] = []
+    experts = rows_of("moe_layer")
+    if experts:
+        parts += [
+            "## Experts of one layer",
+            f"{DEVICE}, bf16, 16,384 tokens, forward and backward: milliseconds, multiple of the floor (six dense "
+            "matmuls of the same work), GiB above weights and inputs ([rows](benchmarks/moe_layer.csv)). `hf`: "
+            "transformers' experts with `grouped_mm`. Batched floor: as many batched matmuls as experts. `scattermoe` "
+            "and `sonicmoe`: checkouts of the commits in their rows' commands.",
+            "\n".join(column_lines(experts, EXPERT_COLUMNS)),
+        ]
+    matmuls = rows_of("moe_matmuls")
+    if matmuls:
+        parts += [
+            "## Matmuls of experts",
+            f"{DEVICE}, bf16, 16,384 tokens. Ours gather the rows of tokens; torch's `grouped_mm` after `index_select` "
+            "([rows](benchmarks/moe_matmuls.csv)).",
+            "\n".join(column_lines(matmuls, MATMUL_COLUMNS)),
+        ]
+    return parts
+
+
+def state_parts() -> list[str]:
+    """Return the section of optimizer states on the host; nothing without rows."""
+    rows = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("state_offload", device)]
+    if not rows:
+        return []
+    return [
+        "## Optimizer states in host memory",
+        "Hosts with 128 GiB per GPU, batch 1, bf16 weights, bf16 gradients unless `states` says otherwise, clipping by "
+        "the global norm; ours with fp32 masters and moments (12 bytes per parameter), of which `fraction` is on the "
+        "host. `floor ms`: the states once in each direction over the link, at the speed measured before the row, on "
+        "all GPUs at the same time. `cap GiB`: limit of the device memory. `document`: attention within documents of "
+        "that many tokens, so the row shows memory only. A row without flash-attn-4 among its peers has cuDNN's "
+        "attention ([rows](benchmarks/state_offload.csv)).",
+        "\n".join(column_lines(rows, STATE_COLUMNS)),
+    ]
+
+
+def sharded_parts() -> list[str]:
+    """Return the section of ZeRO-3; nothing without rows."""
+    rows = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("sharded_step", device)]
+    if not rows:
+        return []
+    return [
+        "## ZeRO-3",
+        "Ours and FSDP2 on transformers' model with Liger-Kernel, one replica over D GPUs of a host, full steps "
+        "with clipping. `states`: fp32 shards are masters, with fp32 moments and reductions (16 bytes per "
+        "parameter over D); bf16 shards are weights, with bf16 moments and reductions (8 bytes) "
+        "([rows](benchmarks/sharded_step.csv)).",
+        "\n".join(column_lines(rows, SHARDED_COLUMNS)),
+    ]
+
+
+def precision_parts() -> list[str]:
+    """Return the section of precisions; nothing without rows."""
+    rows = rows_of("precision")
+    if not rows:
+        return []
+    return [
+        "## Precisions",
+        f"{DEVICE}, `nxd-memopt train` from the same weights, on the same data with the same schedule, held-out "
+        "losses before and after; `%`: difference from the first row ([rows](benchmarks/precision.csv)).",
+        "\n".join(column_lines(rows, PRECISION_COLUMNS)),
+    ]
