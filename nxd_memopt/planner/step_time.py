@@ -160,6 +160,7 @@ def step_time(
         used,
         device,
         compute_s=accumulation_steps * compute_s,
+        forward_s=model_flops(sizes) / 3 / (peak * rates.matmul),
     )
     return StepTime(terms)
 
@@ -378,15 +379,31 @@ def _data_parallel_s(
     return share * sent / (link * rates.link) * (1 - hidden)
 
 
-def _optimizer_s(model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float) -> float:
-    """Return the time of the update: memory bandwidth on the device, or the link for states on the host."""
+def _optimizer_s(
+    model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float, forward_s: float
+) -> float:
+    """Return the time of the update: memory bandwidth on the device, or the link for states on the host.
+
+    Args:
+        model: the rank's share of the model.
+        layout: states of the optimizer.
+        used: the step's memory, for the bytes on the host and those of the staging buffers.
+        device: rates of memory and link.
+        compute_s: computation of all micro-batches.
+        forward_s: forward of one micro-batch.
+    """
     elements = model.num_parameters / layout.shards
     moved = elements * _UPDATE_READS_AND_WRITES * layout.optimizer_bytes
     on_device = moved / (device.memory_bytes_per_s * rates_of(device).memory)
-    # All states pass out and in at once; what fits the staging buffers arrives before the update.
-    copied = used.host["optimizer states"]
+    copied_s = used.host["optimizer states"] / device.host_copy_bytes_per_s
+    if not copied_s:
+        return on_device
+    # All states pass in and out at once. What fits the staging buffers arrives before the norm of the
+    # gradients is known, the rest only after it, when updated states leave room for it.
+    staged_s = used.device.get("staging of optimizer states", 0) / device.host_copy_bytes_per_s
+    late_s = copied_s - min(staged_s, compute_s)
     if layout.update_in_forward:
-        # Chunks pass throughout the step: only what computation does not hide is waited for.
-        return max(on_device, copied / device.host_copy_bytes_per_s - compute_s) if copied else on_device
-    early = min(used.device.get("staging of optimizer states", 0), compute_s * device.host_copy_bytes_per_s)
-    return max(on_device, (copied - early) / device.host_copy_bytes_per_s) if copied else on_device
+        # A layer's states must have arrived before its next forward, so that only the forward of the
+        # first micro-batch hides them; they go back to the host at any time until the next norm.
+        late_s = max(late_s - forward_s, copied_s - compute_s)
+    return max(on_device, late_s)

@@ -56,7 +56,10 @@ GIB = 2**30
 
 
 def link_bytes_per_s() -> float:
-    """Return the speed of copies in each direction, both at the same time, over 2 GiB each."""
+    """Return the speed of copies in each direction, both at the same time, over 2 GiB each.
+
+    All ranks copy at the same time: GPUs of a host share its memory, and may share a switch.
+    """
     transfers = backend.host_transfers()
     assert transfers is not None
     size = 64 << 20
@@ -64,6 +67,8 @@ def link_bytes_per_s() -> float:
     host = [transfers.host_buffer(size) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=backend.device) for _ in range(2)]
     for repeats in (2, copies):  # the first round warms up
+        if parallel_state.get_world_size() > 1:
+            torch.distributed.barrier()
         backend.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
