@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
@@ -111,6 +112,8 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     b = _Bytes(sizes)
     columns = 2 if sizes.is_gated else 1
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
+    if sizes.moe is not None:
+        mlp_saved |= expert_tensors(sizes, sizes.moe, fused=kernels.fused).keys()
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
     moments = _mlp_moments(sizes, memory, kernels, b, columns)
@@ -209,6 +212,8 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
             "dW": rounded,
         }
         return [Moment("tiles of the MLP", temporary)]
+    if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
+        return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b)]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
@@ -240,6 +245,19 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         *_shared_expert_moments(sizes, b, columns),
         Moment("MLP, last projection", down | written),
         Moment("MLP, first projections", up | written, frozenset({"mlp activation"}), b.width_weight),
+    ]
+
+
+def _expert_kernel_moments(b: _Bytes) -> list[Moment]:
+    """Return the moments of ``ops/cuda/experts.py``, whose gradient of gate and up overwrites them."""
+    gradients = {"gradients of the stream": b.stream, "gradient of the tokens": b.expert_tokens}
+    down = gradients | {"dA": b.width, "dW": b.width_weight}
+    tokens = gradients | {"gradients of the rows": b.rows}
+    up = gradients | {"dW": 2 * b.width_weight}
+    return [
+        Moment("MLP, last projection", down),
+        Moment("MLP, gradient of the tokens", tokens, finished_gradients=b.width_weight),
+        Moment("MLP, first projections", up, finished_gradients=b.width_weight),
     ]
 
 

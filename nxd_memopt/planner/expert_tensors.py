@@ -1,10 +1,11 @@
-"""The tensors that a mixture of experts keeps for backward (``modules/moe``), in plain operations."""
+"""The tensors that a mixture of experts keeps for backward: plain operations, or the kernels of GPUs."""
 
 from __future__ import annotations
 
 from nxd_memopt.planner.moe_sizes import MoESizes
 from nxd_memopt.planner.rank_sizes import RankSizes
 
+_INT32_BYTES = 4
 _INT64_BYTES = 8
 _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 _NORMED = "normed mlp input"
@@ -19,9 +20,24 @@ def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> d
     Args:
         sizes: sizes of the rank.
         moe: sizes of the experts.
-        fused: the shared expert runs the fused gated-MLP kernel of GPUs, which saves gate and up only.
+        fused: GPUs' kernels compute the gated MLPs of the experts, and that of the shared one, of
+            which backward needs gate and up only.
     """
-    return _router(sizes, moe) | _losses(sizes, moe) | _rows(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
+    tensors = _router(sizes, moe) | _losses(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
+    if fused and has_expert_kernels(sizes, moe):
+        return tensors | _rows_of_kernels(sizes, moe)
+    return tensors | _rows(sizes, moe)
+
+
+def has_expert_kernels(sizes: RankSizes, moe: MoESizes) -> bool:
+    """Return whether the kernels of ``ops/cuda/experts.py`` support the experts.
+
+    They have gates and exact numbers of rows, in bf16 or fp16. GPUs before Hopper, and sizes that no
+    tile has, run plain operations, which this does not know.
+    """
+    is_padded = moe.options.moe_pad_expert_input_to_capacity
+    has_blocks = moe.options.moe_expert_block_size is not None
+    return not (moe.has_biases or is_padded or has_blocks) and sizes.element_bytes == 2
 
 
 def _shared_expert(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
@@ -137,6 +153,41 @@ def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
         order = dict.fromkeys(("arrived rows to gather", "arrived rows to add to"), rows * _INT64_BYTES)
         tensors |= order | {"weights of 1": rows * element, "added rows": rows * sizes.hidden * element}
     return tensors
+
+
+def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return what dispatch and the kernels save: tokens instead of rows, and one output instead of all operands."""
+    element = sizes.element_bytes
+    rows = moe.rows(sizes.tokens)
+    choices = sizes.tokens * moe.top_k * (moe.expert_ranks if moe.gathers_tokens else 1)
+    tensors = {
+        "gate, up of the rows": rows * 2 * moe.width * element,
+        "choices and tokens of the rows": 2 * rows * _INT32_BYTES,
+    }
+    if moe.sends_rows:
+        # Here the source adds up the rows that came back, in plain operations, and a row that has
+        # arrived is a token with one choice of weight 1.
+        return tensors | {
+            "choices": choices * _INT64_BYTES,
+            "tokens to gather": rows * _INT64_BYTES,
+            "tokens to add to": rows * _INT64_BYTES,
+            "arrived rows": rows * sizes.hidden * element,
+            "rows of the choices": rows * _INT32_BYTES,
+            "weights of 1": rows * element,
+            "outputs of the rows": rows * sizes.hidden * element,
+            "weights of the rows": rows * moe.number_bytes,
+            "weighted rows": rows * sizes.hidden * element,
+        }
+    # With sequence or expert parallelism the tokens are a gathered copy, otherwise the router's input.
+    name = _NORMED
+    if sizes.shards > 1 or moe.gathers_tokens:
+        name = "tokens of the experts"
+    gathered = sizes.tokens * (moe.expert_ranks if moe.gathers_tokens else 1)
+    return tensors | {
+        name: gathered * sizes.hidden * element,
+        "rows of the choices": choices * _INT32_BYTES,
+        "weights of the choices of all tokens": choices * moe.number_bytes,
+    }
 
 
 def _activations(sizes: RankSizes, moe: MoESizes, rows: int) -> dict[str, int]:
