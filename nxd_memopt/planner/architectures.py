@@ -22,7 +22,8 @@ from nxd_memopt.planner.architecture_layers import (
 GPT_NEOX_TYPES = ("gpt_neox", GPT_NEOX_MOE)
 """Architectures with GPT-NeoX's attention, norms and biases."""
 _MODELS_WITH_EXPERTS = ("mixtral", QWEN2_MOE, "qwen3_moe", GPT_NEOX_MOE)
-_QWEN2_MOE_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
+_QWEN_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
+_WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "qwen3_moe")
 _MODELS_WITH_DENSE_LAYERS = (QWEN2_MOE, "qwen3_moe")
 
 
@@ -111,7 +112,8 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
 
     Raises:
-        ValueError: ``layer_types`` is of another number of layers.
+        ValueError: ``layer_types`` is of another number of layers, or leaves layers without the window in a
+            model that transformers gives it in every layer.
     """
     depth = option(config, "num_hidden_layers")
     window = option(config, "sliding_window")
@@ -127,18 +129,28 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
             f"layer_types names {len(kinds)} layers and num_hidden_layers is {depth}: give each layer a type, or leave "
             "layer_types out"
         )
+    model_type = option(config, "model_type")
+    if model_type in _WINDOW_IN_EVERY_LAYER and set(kinds) != {"sliding_attention"}:
+        raise ValueError(
+            f"layer_types {sorted(set(kinds))}, sliding_window {window}: every layer of {model_type} has the window in "
+            "transformers, which reads no layer_types: leave layer_types out, or sliding_window for full attention"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _kinds_of_attention(config: Any, depth: int) -> list[str]:
     """Return ``layer_types`` of a config.json without them, whose window is not turned off."""
+    model_type = option(config, "model_type")
+    if model_type in _WINDOW_IN_EVERY_LAYER:
+        return ["sliding_attention"] * depth
     limit = option(config, "max_window_layers")
-    if option(config, "model_type") == QWEN2_MOE:
+    if limit is None and model_type.startswith("qwen"):
+        limit = _QWEN_WINDOW_LAYERS
+    if model_type == QWEN2_MOE:
         # Every second layer has a window, up to a limit, as in transformers' Qwen2MoeConfig.
-        end = _QWEN2_MOE_WINDOW_LAYERS if limit is None else limit
-        has_window = [i % 2 == 0 and i < end for i in range(depth)]
+        has_window = [i % 2 == 0 and i < limit for i in range(depth)]
     else:
-        # The other Qwens' first layers have no window, Mistral's all.
+        # The first layers of Qwen2 and Qwen3 have no window.
         has_window = [i >= (limit or 0) for i in range(depth)]
     return ["sliding_attention" if each else "full_attention" for each in has_window]
 

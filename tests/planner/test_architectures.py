@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from transformers import Qwen2MoeConfig
+from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import MODELS, model_class
@@ -91,12 +91,27 @@ def test_types_of_another_number_of_layers_are_refused():
 
 @pytest.mark.parametrize("limit", [0, 3, 4, None])
 @pytest.mark.parametrize("depth", [1, 2, 5, 24, 31])
-def test_windows_of_qwen2_with_experts_are_those_of_transformers(depth: int, limit: int | None) -> None:
-    """Of a config.json without layer_types, which Qwen2MoeConfig fills in."""
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Qwen2MoeConfig])
+def test_windows_of_qwens_are_those_of_transformers(config, depth: int, limit: int | None) -> None:
+    """Of a config.json without layer_types, which the configs fill in."""
     content = {"num_hidden_layers": depth, "use_sliding_window": True, "sliding_window": 7}
     if limit is not None:
         content["max_window_layers"] = limit
-    kinds = Qwen2MoeConfig(**content).layer_types
-    expected = tuple(7 if kind == "sliding_attention" else None for kind in kinds)
-    assert attention_windows({"model_type": "qwen2_moe", **content}) == expected
-    assert any(expected) == (limit != 0)
+    theirs = config(**content)
+    expected = tuple(7 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+    assert attention_windows({"model_type": theirs.model_type, **content}) == expected
+    assert attention_windows(theirs) == expected
+
+
+@pytest.mark.parametrize("config", [MistralConfig, MixtralConfig, Qwen3MoeConfig])
+def test_a_window_is_in_every_layer_where_transformers_reads_no_types(config) -> None:
+    """Config files of Qwen3-MoE have max_window_layers, which Qwen3MoeConfig has not."""
+    content = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    theirs = config(**content)
+    assert attention_windows(theirs) == (7, 7, 7)
+    assert attention_windows({"model_type": theirs.model_type, **content}) == (7, 7, 7)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    message = error_message(
+        lambda: attention_windows({"model_type": theirs.model_type, **content, "layer_types": kinds})
+    )
+    assert_says(message, "every layer of", theirs.model_type, "sliding_window 7", "leave layer_types out")
