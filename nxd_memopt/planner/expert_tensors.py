@@ -130,7 +130,7 @@ def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     # Without padding the order of all choices is sorted, of which a rank's rows are a view.
     ordered = rows
     if not is_padded and block is None:
-        ordered = sizes.tokens * moe.top_k * (moe.expert_ranks if moe.gathers_tokens else 1)
+        ordered = moe.gathered_tokens(sizes.tokens) * moe.top_k
     tensors = {
         "choices": ordered * _INT64_BYTES,
         "tokens to gather": rows * _INT64_BYTES,
@@ -159,7 +159,8 @@ def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     """Return what dispatch and the kernels save: tokens instead of rows, and one output instead of all operands."""
     element = sizes.element_bytes
     rows = moe.rows(sizes.tokens)
-    choices = sizes.tokens * moe.top_k * (moe.expert_ranks if moe.gathers_tokens else 1)
+    tokens = moe.gathered_tokens(sizes.tokens)
+    choices = tokens * moe.top_k
     tensors = {
         "gate, up of the rows": rows * 2 * moe.width * element,
         "choices and tokens of the rows": 2 * rows * _INT32_BYTES,
@@ -174,17 +175,16 @@ def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
             "arrived rows": rows * sizes.hidden * element,
             "rows of the choices": rows * _INT32_BYTES,
             "weights of 1": rows * element,
-            "outputs of the rows": rows * sizes.hidden * element,
             "weights of the rows": rows * moe.number_bytes,
-            "weighted rows": rows * sizes.hidden * element,
+            # The outputs that came back, and their products with the weights.
+            "weighted outputs": 2 * rows * sizes.hidden * element,
         }
     # With sequence or expert parallelism the tokens are a gathered copy, otherwise the router's input.
     name = _NORMED
     if sizes.shards > 1 or moe.gathers_tokens:
         name = "tokens of the experts"
-    gathered = sizes.tokens * (moe.expert_ranks if moe.gathers_tokens else 1)
     return tensors | {
-        name: gathered * sizes.hidden * element,
+        name: tokens * sizes.hidden * element,
         "rows of the choices": choices * _INT32_BYTES,
         "weights of the choices of all tokens": choices * moe.number_bytes,
     }

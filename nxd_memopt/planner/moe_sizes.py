@@ -85,6 +85,10 @@ class MoESizes:
         is_static = self.options.moe_pad_expert_input_to_capacity or self.options.moe_expert_block_size is not None
         return self.expert_ranks > 1 and not is_static
 
+    def gathered_tokens(self, tokens: int) -> int:
+        """Return how many tokens the experts of a rank choose from, of ``tokens`` of its own."""
+        return tokens * (self.expert_ranks if self.gathers_tokens else 1)
+
     def rows(self, tokens: int) -> int:
         """Return how many rows this rank's experts process.
 
