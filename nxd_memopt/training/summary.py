@@ -45,8 +45,8 @@ class Summary:
     transformers_held_out_loss: float | None = None
 
     def change_percent(self) -> float | None:
-        """Return the relative change of the held-out loss in percent, or None if it is unknown."""
-        if self.held_out_loss_before is None or self.held_out_loss_after is None:
+        """Return the relative change of the held-out loss in percent, or None if it is unknown or has no base."""
+        if not self.held_out_loss_before or self.held_out_loss_after is None:
             return None
         return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
 
@@ -84,8 +84,10 @@ class Summary:
             return None
         text = gib(self.planned_memory_bytes)
         if self.measured_memory_bytes is not None:
-            difference = 100 * (self.planned_memory_bytes / self.measured_memory_bytes - 1)
-            text += f"; measured: {gib(self.measured_memory_bytes)} ({difference:+.1f} %)"
+            text += f"; measured: {gib(self.measured_memory_bytes)}"
+            # On a CPU a small step may fit into memory that the process had freed before: no growth.
+            if self.measured_memory_bytes > 0:
+                text += f" ({100 * (self.planned_memory_bytes / self.measured_memory_bytes - 1):+.1f} %)"
             if self.freed_memory_bytes:
                 text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
         return text
