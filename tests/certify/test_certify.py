@@ -146,7 +146,8 @@ def test_isolated_documents_need_a_backend_with_values():
     assert_says(error_message(command.request), "isolate_documents with backend cpu", "use backend xla or compiled")
 
 
-@pytest.mark.parametrize("config", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["llama", "gpt_neox"])
 def test_recompute_survives_torch_compile(config):
     """The last layer's output is no recomputed layer's input: the partitioner recomputes all that leads to it."""
     survivals = worker.measure(request("compiled", CONFIGS[config], FULL, layer_counts=(4,))).survivals

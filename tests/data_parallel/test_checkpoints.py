@@ -78,7 +78,7 @@ def test_every_stage_loads_every_other(name, stage, tmp_path):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_stage_stores_the_same(sequence, tmp_path):
     """After clipped steps of bf16 weights; zero1 with and without states on the host, zero2, zero3."""
     initialize(2)

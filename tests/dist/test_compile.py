@@ -45,7 +45,7 @@ def passes(layer, forward, hidden, rope) -> list[torch.Tensor]:
 
 @distributed(world_size=2, slow=[1])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_a_layer_is_one_graph(name, recompute):
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(size)
@@ -179,7 +179,7 @@ def trained(config, kind: str, dtype: torch.dtype, *, compile: bool) -> list[tor
     "dtype",
     [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
 )
-@pytest.mark.parametrize("kind", ["plain", "overlapped", "in backward"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("overlapped", marks=pytest.mark.slow), "in backward"])
 def test_hooks_on_gradients_run_behind_compiled_layers(kind, dtype):
     parallel_state.initialize_model_parallel(2)
     expected = trained(gpt_neox_config(), kind, dtype, compile=False)

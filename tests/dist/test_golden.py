@@ -27,7 +27,7 @@ def test_single_process_matches_golden(name, memory):
     assert_golden(name, train(name, memory=MemoryConfig(**memory)))
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp_sp"])
 @pytest.mark.parametrize("memory", [{}, FULL], ids=["none", "full"])

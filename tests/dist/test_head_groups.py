@@ -42,7 +42,7 @@ CONFIGS = {
 OPTIONS = ({}, {"recompute_granularity": "full"}, {"mlp_tile_tokens": 12})
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2], slow=[4])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_equals_the_modules(name, world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

@@ -54,7 +54,7 @@ def step(name: str, *, sequence_parallel: bool, attention_backend="math", **opti
     return results | {"default stream": torch.get_rng_state()} | streams
 
 
-@distributed(world_size=[1, 2], slow=[4])
+@distributed(world_size=1, slow=[2, 4])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_bit_equal(name, world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

@@ -84,9 +84,9 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     ("name", "setting"),
     [
         ("llama", "none"),
-        ("llama", "selective"),
+        pytest.param("llama", "selective", marks=pytest.mark.slow),
         ("llama", "uniform"),
-        ("gpt_neox", "full"),
+        pytest.param("gpt_neox", "full", marks=pytest.mark.slow),
         ("gpt_neox", "selective"),
         ("gpt_neox", "block"),
     ],
@@ -176,7 +176,7 @@ def held_bytes(model: nn.Module) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("recompute", "spare"),
     [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144)],
@@ -222,7 +222,7 @@ def test_this_torch_recomputes_in_graphs():
     ("name", "recompute"),
     [
         pytest.param("llama", {}, id="llama", marks=pytest.mark.slow),
-        pytest.param("gpt_neox", {}, id="gpt_neox"),
+        pytest.param("gpt_neox", {}, id="gpt_neox", marks=pytest.mark.slow),
         pytest.param("gpt_neox", {"recompute_granularity": "full"}, id="gpt_neox full"),
     ],
 )
@@ -288,7 +288,9 @@ def test_an_unknown_value_is_refused():
     assert_says(message, "compile 'layers'", "did you mean 'layer'")
 
 
-@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+@pytest.mark.parametrize(
+    "variable", ["TORCH_COMPILE_DISABLE", pytest.param("TORCHDYNAMO_DISABLE", marks=pytest.mark.slow)]
+)
 def test_a_compiler_that_is_turned_off_is_refused(variable):
     """torch.compile would return the function itself."""
     program = "from nxd_memopt.backends import backend; print(backend.compile_refusal())"

@@ -258,7 +258,7 @@ def test_conjugates_stay():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+@pytest.mark.parametrize("config", [pytest.param(llama_config, marks=pytest.mark.slow), gpt_neox_config])
 def test_what_a_compiled_layer_keeps_leaves_too(config, monkeypatch):
     """By Inductor, whose backward may write into what forward kept: to the bit as without offload, twice."""
     torch._dynamo.reset()

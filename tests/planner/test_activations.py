@@ -98,7 +98,7 @@ def test_fp16_keeps_the_inputs_of_the_loss(config):
     check(config(), torch.float16, "sdpa", {})
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2, slow=[4])
 def test_storages_of_a_rank(world_size, sequence_parallel):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

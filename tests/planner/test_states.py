@@ -151,7 +151,7 @@ def test_weights_of_every_architecture(name):
     assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 def test_weights_of_a_rank(world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     for config in (llama_config(), gpt_neox_config()):

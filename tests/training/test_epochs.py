@@ -38,6 +38,7 @@ def sequences(run: Path) -> int:
     return log.last.rows
 
 
+@pytest.mark.slow
 def test_epochs_are_the_steps_of_all_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rounded up, and with the learning rates of so many steps."""
     data = {"data": {"streaming": True, "global_batch_size": 64}}

@@ -67,12 +67,18 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({"model": {"config_overrides": LLAMA | {"tie_word_embeddings": True}}}, id="tied"),
+        pytest.param(
+            {"model": {"config_overrides": LLAMA | {"tie_word_embeddings": True}}}, id="tied", marks=pytest.mark.slow
+        ),
         pytest.param({"trainer": {"precision": "bf16-true"}}, id="bf16"),
         pytest.param({"memory": {"recompute_granularity": "full"}}, id="recompute"),
         pytest.param({"memory": {"recompute_granularity": "full", "mlp_tile_tokens": 12}}, id="tiles"),
-        pytest.param({"memory": {"recompute_granularity": "full", "attention_head_groups": 2}}, id="head_groups"),
-        pytest.param({"memory": {"fused_linear_cross_entropy": False}}, id="logits"),
+        pytest.param(
+            {"memory": {"recompute_granularity": "full", "attention_head_groups": 2}},
+            id="head_groups",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"memory": {"fused_linear_cross_entropy": False}}, id="logits", marks=pytest.mark.slow),
         pytest.param({"lora": {"lora_rank": 2}}, id="lora"),
         pytest.param({"model": {"config_overrides": MIXTRAL}}, id="experts"),
     ],

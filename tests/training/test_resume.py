@@ -152,7 +152,7 @@ def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["constant", pytest.param("inverse_sqrt", marks=pytest.mark.slow)])
 def test_a_schedule_without_an_end_needs_no_policy(tmp_path: Path, schedule: str) -> None:
     options = ("--optimizer.lr-schedule", schedule)
     config = write_config(tmp_path, trainer={"export": False, "max_steps": 4})
