@@ -20,15 +20,17 @@ train: setup ## continue pretraining SmolLM2-135M on Python's standard library, 
 
 # A test computes with one thread: two at a time keep two cores busy.
 SPREAD := --numprocesses 2 --dist worksteal
+# Tests of one group run in one process: what they share takes a minute to compile.
+SPREAD_XLA := --numprocesses 2 --dist loadgroup
 
 test: check setup-xla ## static checks, then the tests of both tracks, without the slow ones
 	$(PYTHON) -m pytest $(SPREAD) -m "not slow"
-	$(PYTHON_XLA) -m pytest $(SPREAD) -m "not slow" tests/xla tests/dist/test_backends.py
+	$(PYTHON_XLA) -m pytest $(SPREAD_XLA) -m "not slow" tests/xla tests/dist/test_backends.py
 
 test-slow: setup setup-xla ## the slow proofs of both tracks, and every XLA test without functionalization
 	$(PYTHON) -m pytest $(SPREAD) -m slow
-	$(PYTHON_XLA) -m pytest $(SPREAD) -m slow tests/xla tests/dist/test_backends.py
-	XLA_DISABLE_FUNCTIONALIZATION=1 $(PYTHON_XLA) -m pytest $(SPREAD) tests/xla tests/dist/test_backends.py
+	$(PYTHON_XLA) -m pytest $(SPREAD_XLA) -m slow tests/xla tests/dist/test_backends.py
+	XLA_DISABLE_FUNCTIONALIZATION=1 $(PYTHON_XLA) -m pytest $(SPREAD_XLA) tests/xla tests/dist/test_backends.py
 
 check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/ruff check $(SOURCES) setup.py

@@ -14,6 +14,8 @@ import pytest
 from nxd_memopt.backends.neuron import xla_inspect
 from tests.training.runs import write_config
 
+pytestmark = pytest.mark.xdist_group("compile counts")
+
 Phases = list[tuple[str, int]]
 
 

@@ -14,6 +14,8 @@ from nxd_memopt.backends.neuron import xla_inspect
 from tests.golden.runs import MODELS, SIZES
 from tests.xla.graphs import BATCH_SIZE, EXPERTS, SEQUENCE_LENGTH, WORLD_SIZE
 
+pytestmark = pytest.mark.xdist_group("graphs")
+
 LAYERS, HIDDEN = SIZES["num_hidden_layers"], SIZES["hidden_size"]
 FP32 = 4
 ACTIVATION = SEQUENCE_LENGTH * BATCH_SIZE * HIDDEN * FP32  # [S, B, H]
