@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")  # the backend is chosen at import: before anything imports it
@@ -14,6 +15,9 @@ import torch
 from nxd_memopt._optional import why_missing
 from tests.dist import pool
 
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # as in the ranks: bit-equal comparisons need the same summation order
 
 
