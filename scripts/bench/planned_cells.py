@@ -1,10 +1,10 @@
-"""Training steps on one GPU whose planned memory and time are compared with measurements: named ones and drawn ones."""
+"""Training steps on one or two GPUs, named and drawn, whose plans are compared with measurements."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -14,6 +14,7 @@ from nxd_memopt.planner.plan import Plan
 from nxd_memopt.training.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.sharding import DataParallelConfig
 
 DEVICE = "h200"  # decides which drawn cells fit, on every machine alike
 LARGEST_HOST_GIB = 24  # page-locking takes 0.4 s per GiB
@@ -31,7 +32,7 @@ TINY_TOKENS = 64  # a tiny cell has this fraction of a cell's tokens
 
 @dataclass(frozen=True)
 class Cell:
-    """A training step of one rank.
+    """A training step.
 
     Args:
         name: describes the cell in a row.
@@ -45,6 +46,9 @@ class Cell:
         micro_batch: B.
         accumulation: micro-batches per step.
         compile: ``trainer.compile``.
+        tensor_parallel: T, with sequence parallelism from 2 on.
+        data_parallel: D.
+        sharding: ``data_parallel.sharding``.
         seed: what the cell was drawn by; None for the named ones.
     """
 
@@ -59,6 +63,9 @@ class Cell:
     micro_batch: int = 1
     accumulation: int = 1
     compile: str | None = None
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    sharding: str = "none"
     seed: int | None = None
 
     def config(self, *, tiny: bool = False) -> TrainConfig:
@@ -75,13 +82,18 @@ class Cell:
             # Ids are drawn, so that the tokenizer is not read.
             model=ModelConfig(config_overrides=overrides, tokenizer="none"),
             # Weights drawn on the device: 8 billion numbers from the CPU take a minute.
-            parallel=ParallelConfig(use_cpu_initialization=False),
+            parallel=ParallelConfig(
+                self.tensor_parallel,
+                sequence_parallel_enabled=self.tensor_parallel > 1,
+                use_cpu_initialization=False,
+            ),
+            data_parallel=DataParallelConfig(sharding=self.sharding),  # pyright: ignore[reportArgumentType]
             memory=MemoryConfig(**memory),
             data=DataConfig(
                 seq_length=tokens,
                 isolate_documents=False,
                 micro_batch_size=self.micro_batch,
-                global_batch_size=self.micro_batch * self.accumulation,
+                global_batch_size=self.micro_batch * self.accumulation * self.data_parallel,
             ),
             # From 2^32 the first twenty steps of fp16 would all be skipped, and create no states.
             optimizer=OptimizerConfig(**self.optimizer, initial_loss_scale=1024.0),
@@ -99,6 +111,10 @@ class Cell:
             words.append("cuda_graph")
         if self.compile:
             words.append(f"compile={self.compile}")
+        if self.tensor_parallel > 1:
+            words.append(f"T={self.tensor_parallel}")
+        if self.data_parallel > 1:
+            words.append(f"D={self.data_parallel} sharding={self.sharding}")
         return " ".join(words)
 
 
@@ -213,18 +229,50 @@ NAMED = (
     _mixtral("32k checkpoints on host", 32768, memory=STREAMED),
 )
 
+_ON_TWO = (
+    _llama("2k", 2048),
+    _llama("8k", 8192),
+    _llama("8k graph", 8192, cuda_graph=True),
+    _llama("16k mixed norm mlp", 16384, precision="bf16-mixed", memory=selective("norm", "mlp")),
+    _llama("32k kept", 32768, memory=KEPT),
+    _llama("32k layers on host", 32768, memory={**FULL, "cpu_offloading_num_layers": 4}),
+    _llama("64k nested tiles", 65536, memory={**FULL, "recompute_method": "nested", **TILES}),
+    _neox("2k", 2048, 44),
+    _neox("8k", 8192, 44),
+    _neox("16k norm mlp", 16384, 44, memory=selective("norm", "mlp")),
+    _neox("32k full", 32768, 44, memory=FULL),
+    _mixtral("2k", 2048, 8),
+    _mixtral("8k moe", 8192, 8, memory=selective("norm", "moe")),
+)
+NAMED_ON_TWO = (
+    *(replace(cell, name=f"{cell.name} T=2", tensor_parallel=2) for cell in _ON_TWO),
+    replace(_llama("8k mixed D=2", 8192, 16, precision="bf16-mixed"), data_parallel=2, sharding="zero1"),
+)
+"""Cells of two GPUs. SmolLM2's three heads of keys do not divide by two."""
 
-def drawn(count: int, seed: int, longest_s: float) -> tuple[Cell, ...]:
-    """Return ``count`` cells that ``seed`` draws, of those that fit an H200 by plan.
+
+def named(ranks: int) -> tuple[Cell, ...]:
+    """Return the named cells of one or two GPUs.
+
+    Raises:
+        ValueError: another number of ranks.
+    """
+    if ranks not in (1, 2):
+        raise ValueError(f"{ranks} ranks have no named cells: run one process, or two by torchrun")
+    return NAMED if ranks == 1 else NAMED_ON_TWO
+
+
+def drawn(count: int, seed: int, longest_s: float, ranks: int = 1) -> tuple[Cell, ...]:
+    """Return ``count`` cells that ``seed`` draws, of those that fit H200s by plan.
 
     A cell whose plan is too large, or whose step is planned to take longer than ``longest_s``
-    seconds, is drawn again.
+    seconds, is drawn again. On two ranks T is 2.
     """
     generator = random.Random(seed)
     device = device_named(DEVICE)
     found: list[Cell] = []
     while len(found) < count:
-        cell = _draw(generator, seed, len(found))
+        cell = _draw(generator, seed, len(found), ranks)
         try:
             plan = plan_of(cell, device)
         except ValueError:
@@ -235,9 +283,12 @@ def drawn(count: int, seed: int, longest_s: float) -> tuple[Cell, ...]:
     return tuple(found)
 
 
-def _draw(generator: random.Random, seed: int, number: int) -> Cell:
-    model = generator.choice(("llama-3-8b", "gpt-neox-20b", "smollm2-135m", "mixtral-8x7b"))
-    most = {"llama-3-8b": 32, "gpt-neox-20b": 33, "smollm2-135m": 30, "mixtral-8x7b": 5}[model]
+def _draw(generator: random.Random, seed: int, number: int, ranks: int) -> Cell:
+    most_layers = {"llama-3-8b": 32, "gpt-neox-20b": 33, "smollm2-135m": 30, "mixtral-8x7b": 5}
+    if ranks > 1:
+        most_layers = {"llama-3-8b": 32, "gpt-neox-20b": 44, "mixtral-8x7b": 9}
+    model = generator.choice(tuple(most_layers))
+    most = most_layers[model]
     layers = most if generator.random() < 0.4 else generator.randint(max(1, most // 4), most)
     # Lengths from 2K to 128K, as many between 2K and 4K as between 64K and 128K.
     tokens = round(2 ** generator.uniform(11, 17) / 256) * 256
@@ -259,6 +310,7 @@ def _draw(generator: random.Random, seed: int, number: int) -> Cell:
         cuda_graph=can_be_graph and not optimizer and generator.random() < 0.25,
         micro_batch=generator.choice((1, 1, 1, 2, 3)),
         accumulation=generator.choice((1, 1, 2)),
+        tensor_parallel=ranks,
         seed=seed,
     )
 

@@ -1,6 +1,7 @@
-"""Planned against measured memory and time of training steps on one GPU.
+"""Planned against measured memory and time of training steps on one or two GPUs.
 
     NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_memory --seed 2026 --seconds 540 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.planned_memory --seed 2026 --append  # T=2, D=2
     python -m scripts.bench.planned_memory --list
     python -m scripts.bench.planned_memory --tiny --cells 0:8
 
@@ -13,7 +14,8 @@ where the last one ended. The last lines sum up all rows of this commit.
 
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator has
-taken from the device by the end; ``host`` the blocks and claims of the run's host memory. Errors are
+taken from the device by the end; ``host`` the blocks and claims of the run's host memory; each of the rank
+that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
 commit of the planner.
 """
@@ -33,11 +35,13 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.plan import Plan
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.host_memory import new_host_pool
 from nxd_memopt.training.loop import run_step
 from nxd_memopt.training.memory_plan import planned
@@ -46,7 +50,7 @@ from nxd_memopt.training.model import build_model, load_hf_config, require_execu
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.state import Training
 from scripts.bench.gpu_race import first_line
-from scripts.bench.planned_cells import DEVICE, NAMED, Cell, drawn, plan_of
+from scripts.bench.planned_cells import DEVICE, Cell, drawn, named, plan_of
 from scripts.bench.record import append, environment, last_commit
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_memory.csv"
@@ -75,7 +79,7 @@ def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
     shape = (config.data.micro_batch_size, config.data.seq_length)
     divisor = float(config.data.global_batch_size * (config.data.seq_length - 1))
     found: list[MicroBatch] = []
-    for _ in range(config.accumulation_steps(1)):
+    for _ in range(config.accumulation_steps(world_size())):
         ids = torch.randint(0, vocabulary, shape, generator=generator)
         found.append(MicroBatch(ids, ids, torch.tensor([divisor])).to(backend.device))
     return found
@@ -87,6 +91,7 @@ def measure(cell: Cell, *, tiny: bool) -> Row:
     Raises:
         ValueError: the cell is not planned, or the device does not have one of its techniques.
     """
+    _use_groups(cell)
     config = cell.config(tiny=tiny)
     hf_config = load_hf_config(config.model, config.moe)
     _, plan = planned(config, hf_config)
@@ -119,13 +124,27 @@ def measure(cell: Cell, *, tiny: bool) -> Row:
         "moment": plan.memory.moment,
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
-        "allocated_bytes": allocated,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if backend.name == "cuda" else "",
-        "host_bytes": 0 if pool is None else pool.total_bytes,
+        "allocated_bytes": _largest(allocated),
+        "reserved_bytes": _largest(torch.cuda.max_memory_reserved()) if backend.name == "cuda" else "",
+        "host_bytes": _largest(0 if pool is None else pool.total_bytes),
         "step_s": round(statistics.median(times[warm_up:]), 4),
         "steps": f"{warm_up}+{timed}",
         "loss": round(losses[-1], 4),
     }
+
+
+def _use_groups(cell: Cell) -> None:
+    """Create the process groups of a cell, unless those of the cell before are the same."""
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_size() == cell.tensor_parallel:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=cell.tensor_parallel)
+
+
+def _largest(value: int) -> int:
+    """Return the largest value of all ranks. Every rank calls."""
+    return max(int(text) for text in share_texts(str(value)))
 
 
 def _columns(plan: Plan) -> Row:
@@ -172,9 +191,11 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool) -> Row:
     }
     try:
         row |= measure(cell, tiny=tiny)
-        row |= errors(row)
     except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
+    row["failure"] = next((text for text in share_texts(row["failure"]) if text), "")
+    if not row["failure"]:
+        row |= errors(row)
     clean()
     return row | about
 
@@ -211,7 +232,8 @@ def obstacle(plan: Plan) -> str | None:
 
 def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
     """Return the cells of ``--cells`` by their numbers."""
-    everything = dict(enumerate([*NAMED, *drawn(args.drawn, args.seed, args.longest_s)]))
+    ranks = world_size()
+    everything = dict(enumerate([*named(ranks), *drawn(args.drawn, args.seed, args.longest_s, ranks)]))
     start, _, stop = args.cells.partition(":")
     numbers = range(len(everything))[int(start or 0) : int(stop) if stop else None]
     return {number: everything[number] for number in numbers}
@@ -221,24 +243,33 @@ def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
     """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
     about = environment("scripts.bench.planned_memory") | {"formulas": last_commit("nxd_memopt/planner")}
     done = recorded(args.csv, about) if args.append else {}
-    print(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}", flush=True)
+    say(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}")
     begun = time.monotonic()
     rows: list[Row] = list(done.values())
     for number, cell in cells.items():
         if (cell.name, "" if cell.seed is None else str(cell.seed)) in done:
             continue
         start = time.monotonic()
-        left_s = None if args.seconds is None else args.seconds - (start - begun)
+        left_s = None
+        if args.seconds is not None:
+            # The first rank's clock decides for all.
+            left_s = float(share_texts(repr(args.seconds - (start - begun)))[0])
         reason = left_out(cell, left_s, tiny=args.tiny)
         if reason is not None:
-            print(f"{number} {cell.name}: left out, {reason}", flush=True)
+            say(f"{number} {cell.name}: left out, {reason}")
             continue
         row = measured_row(cell, about, tiny=args.tiny)
         rows.append(row)
-        print(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
-        if args.append:
+        say(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)")
+        if args.append and parallel_state.is_global_rank_zero():
             append([row], args.csv)
     return rows
+
+
+def say(text: str) -> None:
+    """Print ``text`` on the first rank."""
+    if parallel_state.is_global_rank_zero():
+        print(text, flush=True)
 
 
 def left_out(cell: Cell, left_s: float | None, *, tiny: bool) -> str | None:
@@ -338,16 +369,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.drawn < 0:
         parser.error(f"--drawn must be at least 0, got {args.drawn}")
-    cells = chosen_cells(args)
+    backend.init_process_group()
+    try:
+        cells = chosen_cells(args)
+    except ValueError as error:
+        parser.error(str(error))
     if args.list:
         show(cells)
         return
     if backend.name != "cuda" and not args.tiny:
         parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
-    backend.init_process_group()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     rows = run(cells, args)
-    print("\n".join(totals(rows)))
+    say("\n".join(totals(rows)))
     leave_process_groups()
 
 

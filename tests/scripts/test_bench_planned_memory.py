@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from scripts.bench import planned_memory
-from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, drawn, plan_of
+from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON_TWO, drawn, named, plan_of
 from scripts.bench.planned_memory import totals
 from tests.deferred_transfers import DeferredTransfers
 
@@ -123,3 +124,26 @@ def test_the_seed_decides_the_cells_and_they_fit():
         assert plan.fits and plan.memory.host_bytes <= LARGEST_HOST_GIB * GIB, cell
     assert len({cell.name for cell in (*NAMED, *cells)}) == len(NAMED) + 9
     assert len({cell.model for cell in cells}) > 2
+
+
+@pytest.mark.slow
+def test_cells_on_two_ranks(tmp_path):
+    """T=2, then D=2: planned and measured figures of the rank that has most, from one rank's file."""
+    path = tmp_path / "rows.csv"
+    names = [cell.name for cell in NAMED_ON_TWO]
+    first = names.index("mixtral 8k moe T=2")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "scripts.bench.planned_memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
+    done = subprocess.run([*command, "--cells", f"{first}:"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cell"] for row in rows] == names[first:] and len(rows) >= 2
+    assert [row["failure"] for row in rows] == [""] * len(rows)
+    assert "T=2" in rows[0]["options"] and "D=2 sharding=zero1" in rows[-1]["options"]
+
+
+def test_other_numbers_of_ranks_have_no_cells():
+    with pytest.raises(ValueError, match="3 ranks have no named cells"):
+        named(3)
+    assert {cell.tensor_parallel * cell.data_parallel for cell in NAMED_ON_TWO} == {2}
