@@ -144,14 +144,14 @@ def _kinds_of_attention(config: Any, depth: int) -> list[str]:
     if model_type in _WINDOW_IN_EVERY_LAYER:
         return ["sliding_attention"] * depth
     limit = option(config, "max_window_layers")
-    if limit is None and model_type.startswith("qwen"):
-        limit = _QWEN_WINDOW_LAYERS
+    if limit is None:
+        limit = _QWEN_WINDOW_LAYERS if model_type.startswith("qwen") else 0
     if model_type == QWEN2_MOE:
         # Every second layer has a window, up to a limit, as in transformers' Qwen2MoeConfig.
         has_window = [i % 2 == 0 and i < limit for i in range(depth)]
     else:
         # The first layers of Qwen2 and Qwen3 have no window.
-        has_window = [i >= (limit or 0) for i in range(depth)]
+        has_window = [i >= limit for i in range(depth)]
     return ["sliding_attention" if each else "full_attention" for each in has_window]
 
 
