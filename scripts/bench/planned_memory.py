@@ -14,8 +14,8 @@ where the last one ended. The last lines sum up all rows of this commit.
 
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator has
-taken from the device by the end; ``host`` the blocks and claims of the run's host memory; each of the rank
-that has most. Errors are
+taken from the device by the end; ``host`` the blocks and claims of the run's host memory. Of several
+ranks each figure is that of the rank that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
 commit of the planner.
 """

@@ -130,8 +130,8 @@ def state_parts() -> list[str]:
         "## Optimizer states in host memory",
         "Hosts with 128 GiB per GPU, batch 1, bf16 weights, bf16 gradients unless `states` says otherwise, clipping by "
         "the global norm; ours with fp32 masters and moments (12 bytes per parameter), of which `fraction` is on the "
-        "host. `floor ms`: the states once in each direction over the link, at the speed measured before the row, on "
-        "all GPUs at the same time. `cap GiB`: limit of the device memory. `document`: attention within documents of "
+        "host. `floor ms`: the states once in each direction over the link, at the speed measured before the "
+        "row. `cap GiB`: limit of the device memory. `document`: attention within documents of "
         "that many tokens, so the row shows memory only. A row without flash-attn-4 among its peers has cuDNN's "
         "attention ([rows](benchmarks/state_offload.csv)).",
         "\n".join(column_lines(rows, STATE_COLUMNS)),

@@ -121,7 +121,7 @@ def asked(tmp_path, config, moe, **options) -> Request:
     return Certify(model=str(file), **{**changes, **options}).request()
 
 
-# Together they have every collective, both static forms, both recomputations and all three models.
+# Together they have both static forms, both dispatchers, shared experts, both recomputations and three models.
 FAST = (
     "blocks, SP, experts recomputed",
     "padded, SP, two regions",
