@@ -11,7 +11,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.modules.rms_norm import RMSNorm
+from nxd_memopt.modules.rms_norm import HeadNorm, RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import (
@@ -178,13 +178,13 @@ class LayerFactory:
         sharded = self.parallel.sequence_parallel_enabled
         return RMSNorm(size, eps, sharded, device=self.device, dtype=self.dtype)
 
-    def head_norm(self, size: int, eps: float) -> RMSNorm:
+    def head_norm(self, size: int, eps: float) -> HeadNorm:
         """Build an RMSNorm over each head of a query or key projection.
 
         Every rank has other heads, so the gradient of the weight is a partial sum over the
         tensor-parallel ranks, with and without sequence parallelism.
         """
-        return RMSNorm(size, eps, self.parallel.tensor_model_parallel_size > 1, device=self.device, dtype=self.dtype)
+        return HeadNorm(size, eps, self.parallel.tensor_model_parallel_size > 1, device=self.device, dtype=self.dtype)
 
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         """Build a LayerNorm with replicated parameters, tagged under sequence parallelism."""

@@ -1,4 +1,4 @@
-"""RMSNorm whose weight is tagged when it runs on a sequence shard."""
+"""RMSNorms whose weight is tagged when they run on a sequence shard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nxd_memopt.ops.norm import add_rms_norm, rms_norm
+from nxd_memopt.ops.norm import add_rms_norm, head_norm, rms_norm
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
@@ -40,6 +40,13 @@ class RMSNorm(ShardedModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm over each head; ``[B, h, S, d] -> [B, h, S, d]``, in any order of memory."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return head_norm(hidden, self.weight, self.eps)
 
 
 def residual_norm_path(owner: FusibleModule, name: str) -> FusedPath:

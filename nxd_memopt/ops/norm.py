@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda.head_norm import head_norm as cuda_head_norm
 from nxd_memopt.ops.cuda.support import can_use_triton
 
 _NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, backward too
@@ -33,6 +34,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     # rounded before the weight, as in LLaMA
     return weight * normalised.to(x.dtype)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``rms_norm`` over each head of queries or keys.
+
+    Args:
+        x: ``[B, h, S, d]``, in any order of memory.
+        weight: ``[d]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[B, h, S, d]``; from the kernel the heads of a token are adjacent in memory, as attention
+        kernels read them.
+    """
+    if x.stride(-1) == 1 and can_use_triton(x, weight):
+        return cuda_head_norm(x, weight, eps)
+    return rms_norm(x, weight, eps)
 
 
 def add_rms_norm(

@@ -15,6 +15,7 @@ from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
@@ -213,7 +214,7 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         }
         return [Moment("tiles of the MLP", temporary)]
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
-        return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b)]
+        return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
@@ -248,12 +249,15 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     ]
 
 
-def _expert_kernel_moments(b: _Bytes) -> list[Moment]:
+def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment]:
     """Return the moments of ``ops/cuda/experts.py``, whose gradient of gate and up overwrites them."""
+    # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
+    copied_gradients = b.rows if copies_rows(moe.width) else 0
+    copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
     gradients = {"gradients of the stream": b.stream, "gradient of the tokens": b.expert_tokens}
-    down = gradients | {"dA": b.width, "dW": b.width_weight}
+    down = gradients | {"copied rows": copied_gradients, "dA": b.width, "dW": b.width_weight}
     tokens = gradients | {"gradients of the rows": b.rows}
-    up = gradients | {"dW": 2 * b.width_weight}
+    up = gradients | {"copied rows": copied_tokens, "dW": 2 * b.width_weight}
     return [
         Moment("MLP, last projection", down),
         Moment("MLP, gradient of the tokens", tokens, finished_gradients=b.width_weight),

@@ -1,7 +1,8 @@
 """Times competitors on one GPU: they take turns in one process, each turn a few calls without a pause.
 
 Before a turn the device is kept busy for longer than the host needs to launch the calls, so the
-device's work is timed and not the launch latency of Python.
+device's work is timed and not the launch latency of Python. The competitor itself can keep it busy:
+after a pause a GPU multiplies for some time at a higher clock rate than its power allows all the time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -43,8 +45,14 @@ def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
-    """Return the median milliseconds of each competitor over all turns, by the device's clock."""
+def race(calls: Mapping[str, Call], turns: int, *, busy_s: float = 0.0) -> dict[str, float]:
+    """Return the median milliseconds of each competitor over all turns, by the device's clock.
+
+    Args:
+        calls: competitors.
+        turns: of each competitor.
+        busy_s: seconds of a turn in which the competitor runs before it is timed, as in training.
+    """
     # Competitors take turns so that a change of the GPU's clock rate affects all of them. The first
     # call of a turn is not measured; it gives the launch time of the host. The cache is emptied so
     # that no competitor profits from blocks that the previous one has allocated.
@@ -55,16 +63,20 @@ def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
             torch.cuda.empty_cache()
             start = time.perf_counter()
             call()
-            times[name] += _milliseconds(call, time.perf_counter() - start)
+            host_s = time.perf_counter() - start
+            torch.cuda.synchronize()
+            busy_calls = math.ceil(busy_s / (time.perf_counter() - start))
+            times[name] += _milliseconds(call, host_s, busy_calls)
     return {name: statistics.median(measured) for name, measured in times.items()}
 
 
-def _milliseconds(call: Call, host_s: float) -> list[float]:
+def _milliseconds(call: Call, host_s: float, busy_calls: int) -> list[float]:
     """Return the milliseconds of ``CALLS_A_TURN`` calls.
 
     Args:
         call: competitor.
         host_s: upper bound of the seconds that the host needs to launch one call.
+        busy_calls: calls before them.
     """
     # While the device sleeps, the host queues all calls with an event between each two. The sleep
     # exceeds the launch time of the calls by half, so the device never waits for the host, and the
@@ -72,6 +84,8 @@ def _milliseconds(call: Call, host_s: float) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
     head_start_s = max(_HEAD_START_S, 1.5 * CALLS_A_TURN * host_s)
     torch.cuda._sleep(int(head_start_s * _CYCLES_PER_S))
+    for _ in range(busy_calls):
+        call()
     events[0].record()
     for event in events[1:]:
         call()

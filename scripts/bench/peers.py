@@ -35,10 +35,23 @@ def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction
 
 def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
     """Return transformers' model with all of Liger-Kernel's replacements, and its loss."""
+    return _with_liger(config, memory)
+
+
+def build_liger_grouped(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """Return ``build_liger`` of a model with experts, which are transformers' with ``grouped_mm``.
+
+    Liger's own try many sizes of tiles for several minutes before the first step.
+    """
+    config._experts_implementation = "grouped_mm"
+    return _with_liger(config, memory, swiglu=False)
+
+
+def _with_liger(config: Any, memory: MemoryConfig, **options: bool) -> tuple[nn.Module, LossFunction]:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     model, loss_of = build_hf(config, memory)
-    _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]
+    _apply_liger_kernel_to_instance(model=model, **options)  # pyright: ignore[reportArgumentType]
     return model, loss_of
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nxd_memopt.backends import backend
+from nxd_memopt.modules.attention import split_heads
 from nxd_memopt.ops.activation import activation, gated_activation, gated_activation_gradient
-from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
+from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, head_norm, rms_norm
 from nxd_memopt.ops.parts import packed_view
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.sums import column_sums
@@ -39,6 +40,21 @@ def test_add_rms_norm(shape, dtype, bound):
         compare(both, (x, added, weight) if 0 in used else (x, added, weight.detach()), bound)
         one = lambda x, w, used=used: torch.stack([add_rms_norm(x, None, w, 1e-5)[i] for i in used])  # noqa: E731
         compare(one, (x, weight) if 0 in used else (x, weight.detach()), bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("sequence_first", [False, True], ids=["batch first", "sequence first"])
+@pytest.mark.parametrize(("heads", "tokens", "width"), [(5, 1033, 128), (3, 1, 40), (1, 77, 64), (2, 9, 8192)])
+def test_head_norm(heads, tokens, width, sequence_first, dtype, bound):
+    """Heads in the middle of a projection's columns, and gradients in both orders of heads and tokens."""
+    weight = (1 + 0.1 * random(width, dtype=dtype)).requires_grad_()
+    columns = random(2, tokens, (heads + 2) * width, dtype=dtype).requires_grad_()
+
+    def normed(columns, weight):
+        return head_norm(split_heads(columns[..., width:-width], width, sequence_first=sequence_first), weight, 1e-5)
+
+    compare(normed, (columns, weight), bound)
+    compare(lambda *tensors: normed(*tensors).contiguous(), (columns, weight), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

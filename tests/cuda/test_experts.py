@@ -27,6 +27,8 @@ SIZES = {
     "odd": (203, 136, 5, 72, 3),
     "one choice": (77, 64, 3, 40, 1),
     "many experts": (300, 64, 96, 32, 8),
+    # Both projections are wide enough for a copy of the rows, and tokens for three parts of a copy.
+    "copied rows": (150, 600, 3, 8216, 2),
 }
 
 

@@ -136,7 +136,7 @@ def _rms_norm_backward(
         dtotal = total_grad.contiguous()
     # The weight's gradient: [programs, H] partial sums in fp32, summed by a second launch. Few
     # programs with many rows each keep these partial sums small compared with x.
-    programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
+    programs, rows_each = ranges_of_rows(rows, 1, _NORM_PROGRAMS)
     dx = torch.empty_like(flat)
     parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     # Rows of x, dy (and dtotal) are prefetched, unless two stages of them exceed the shared
@@ -148,7 +148,7 @@ def _rms_norm_backward(
     _kernels().rms_norm_backward[(programs,)](
         flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
     )
-    return dx, _sum_of_parts(parts, weight.dtype)
+    return dx, sum_of_parts(parts, weight.dtype)
 
 
 class _AddResidual(torch.autograd.Function):
@@ -290,7 +290,7 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, kind: str)
     return grad
 
 
-def _ranges(rows: int, step: int, most: int) -> tuple[int, int]:
+def ranges_of_rows(rows: int, step: int, most: int) -> tuple[int, int]:
     """Return the number of ranges and the rows per range, for at most ``most`` ranges of rows.
 
     The rows per range are a multiple of ``step``. ``most = 0`` counts as 1.
@@ -307,14 +307,14 @@ def column_sums(x: Tensor) -> Tensor:
     rows, columns = flat.shape
     # ranges x blocks programs, at most _SUM_PROGRAMS where blocks alone are not more
     blocks = -(-columns // _SUM_COLUMNS)
-    ranges, rows_each = _ranges(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
+    ranges, rows_each = ranges_of_rows(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
     parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)
     options = {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 2}
     _kernels().column_sums[(ranges, blocks)](flat, parts, rows, columns, flat.stride(0), rows_each, **options)
-    return _sum_of_parts(parts, x.dtype)
+    return sum_of_parts(parts, x.dtype)
 
 
-def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum ``[ranges, columns]`` over the ranges, rounded once.
 
     Takes 2.7 us for 264 x 4,096 (H200); PyTorch takes 6.9 us.
@@ -322,7 +322,7 @@ def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     # One range of rows: a program sums all partial sums of its columns, in a fixed order. Atomic
     # additions in the first kernel would need no second launch, but add in a random order.
     ranges, columns = parts.shape
-    _, rows_each = _ranges(ranges, _PART_ROWS, 1)
+    _, rows_each = ranges_of_rows(ranges, _PART_ROWS, 1)
     total = torch.empty(columns, dtype=dtype, device=parts.device)
     options = {"ROWS": _PART_ROWS, "COLUMNS": _PART_COLUMNS, "num_warps": 4}
     grid = (1, -(-columns // _PART_COLUMNS))
@@ -354,7 +354,7 @@ def affine_branches_gradient(
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
     # parts: [ranges, 4 * H] in fp32, in the order weight 1, bias 1, weight 2, bias 2
-    ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_RANGES)
+    ranges, rows_each = ranges_of_rows(rows, _AFFINE_ROWS, _AFFINE_RANGES)
     result = torch.empty_like(flat)
     parts = torch.empty(ranges, 4 * hidden, dtype=torch.float32, device=flat.device)
     _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
@@ -370,4 +370,4 @@ def affine_branches_gradient(
         COLUMNS=_AFFINE_COLUMNS,
         num_warps=1,
     )
-    return result.view(normalised.shape), _sum_of_parts(parts, parts.dtype).view(2, 2, hidden)
+    return result.view(normalised.shape), sum_of_parts(parts, parts.dtype).view(2, 2, hidden)

@@ -1,4 +1,6 @@
-"""Experts on NVIDIA GPUs: two autograd functions of matmuls whose operands are gathered while they are read.
+"""Experts on NVIDIA GPUs: two autograd functions of matmuls on the rows of tokens, sorted by expert.
+
+Narrow matmuls gather the rows while they read them, wide ones read a copy, which is not saved.
 
 Saved for backward are the tokens, the weights of the choices, and the output of the first matmul,
 whose gradient overwrites it.
@@ -27,6 +29,7 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
     matmul_over_rows,
 )
 from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.planner.moe_sizes import copied_columns, copies_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_EXPERTS = 1024  # of one program that plans tiles
@@ -58,7 +61,8 @@ class _GateUp(torch.autograd.Function):
     def forward(ctx: Any, rows: ExpertRows, positions: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(positions, x, weight)
-        return matmul_of_rows(x, weight, rows, gathers=True)
+        operand, gathers = _operand(x, rows, weight.size(1))
+        return matmul_of_rows(operand, weight, rows, gathers=gathers)
 
     @staticmethod
     @first_derivative_only
@@ -73,7 +77,7 @@ class _GateUp(torch.autograd.Function):
             )
         dweight = None
         if needs_weight:
-            dweight = matmul_over_rows(grad, x, ctx.rows, gathers_b=True)
+            dweight = _gate_up_gradient(grad, x, ctx.rows)
         return None, None, dx, dweight
 
 
@@ -109,13 +113,40 @@ class _WeightedDown(torch.autograd.Function):
         ctx.is_overwritten = True
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
         # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
-        inner = matmul_of_rows(grad, down, ctx.rows, gathers=True, transposes=True)
+        operand, gathers = _operand(grad, ctx.rows, down.size(2))
+        inner = matmul_of_rows(operand, down, ctx.rows, gathers=gathers, transposes=True)
         dweights = gated_of_rows_gradient(gate_up, inner, weights, ctx.rows, ctx.kind)
         torch.autograd.graph.increment_version(gate_up)
         ddown = None
         if needs_down:
-            ddown = matmul_over_rows(grad, inner, ctx.rows, gathers_a=True)
+            ddown = matmul_over_rows(operand, inner, ctx.rows, gathers_a=gathers)
         return None, None, None, None, gate_up, dweights, ddown
+
+
+def _operand(x: Tensor, rows: ExpertRows, columns: int) -> tuple[Tensor, bool]:
+    """Return the operand for a matmul of ``columns``, and whether the matmul has to gather its rows."""
+    if copies_rows(columns):
+        return x.index_select(0, rows.tokens), False
+    return x, True
+
+
+def _gate_up_gradient(grad: Tensor, x: Tensor, rows: ExpertRows) -> Tensor:
+    """Return the gradient of the first weight, ``[E, 2 F, H]``.
+
+    Args:
+        grad: ``[R, 2 F]``, gradient of the first matmul's output.
+        x: ``[N, H]``, the tokens.
+        rows: the experts' rows.
+    """
+    width = x.size(1)
+    if not copies_rows(grad.size(1)):
+        return matmul_over_rows(grad, x, rows, gathers_b=True)
+    # The copy is made for a part of the columns at a time: backward's peak of memory is here.
+    dweight = torch.empty(rows.offsets.numel(), grad.size(1), width, dtype=grad.dtype, device=grad.device)
+    part = copied_columns(width)
+    for columns, out in zip(x.split(part, 1), dweight.split(part, 2), strict=True):
+        matmul_over_rows(grad, columns.index_select(0, rows.tokens), rows, out=out)
+    return dweight
 
 
 def gated_of_rows(gate_up: Tensor, kind: str) -> Tensor:

@@ -15,8 +15,8 @@ _ALIGNMENT_BYTES = 16  # of the strides of operands that the copy engine reads
 _MOST_32_BIT = 2**31
 _TILE_ROWS = 128  # BLOCK_M of matmul_of_rows, for which tiles are planned
 _OF_ROWS = {"BLOCK_M": _TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
-# one stage more than of_rows: the loads of the indices of gathered rows take one
-_OVER_ROWS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 5}
+_OVER_ROWS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
+_OVER_GATHERED_ROWS = _OVER_ROWS | {"num_stages": 5}  # the loads of the indices of gathered rows take one stage
 
 
 def _kernels() -> Any:
@@ -125,7 +125,13 @@ def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool
 
 
 def matmul_over_rows(
-    a: Tensor, b: Tensor, rows: ExpertRows, *, gathers_a: bool = False, gathers_b: bool = False
+    a: Tensor,
+    b: Tensor,
+    rows: ExpertRows,
+    *,
+    gathers_a: bool = False,
+    gathers_b: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``a_e^t b_e`` over the rows of each expert e, ``[E, left, right]``; zeros without rows.
 
@@ -135,18 +141,22 @@ def matmul_over_rows(
         rows: the experts' rows.
         gathers_a: the rows of ``a`` are those of the tokens.
         gathers_b: the rows of ``b`` are those of the tokens.
+        out: written and returned if given; its columns are contiguous, its rows need not be.
     """
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     a = a.contiguous()
     b = b.contiguous()
     experts = rows.offsets.numel()
-    options: dict[str, Any] = dict(_OVER_ROWS)
+    options: dict[str, Any] = dict(_OVER_GATHERED_ROWS if gathers_a or gathers_b else _OVER_ROWS)
     a_tiles = a if gathers_a else _tiles(a, options["BLOCK_K"], options["BLOCK_M"])
     b_tiles = b if gathers_b else _tiles(b, options["BLOCK_K"], options["BLOCK_N"])
-    out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
-    grid = (-(-a.size(1) // options["BLOCK_M"]) * -(-b.size(1) // options["BLOCK_N"]), experts)
-    _kernels().matmul_over_rows[grid](
+    if out is None:
+        out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
+    programs = experts * -(-a.size(1) // options["BLOCK_M"]) * -(-b.size(1) // options["BLOCK_N"])
+    if not (gathers_a or gathers_b):
+        programs = min(programs, _multiprocessors(a.device))
+    _kernels().matmul_over_rows[(programs,)](
         a,
         b,
         a_tiles,
@@ -156,6 +166,9 @@ def matmul_over_rows(
         out,
         a.stride(0),
         b.stride(0),
+        out.stride(0),
+        out.stride(1),
+        experts,
         LEFT=a.size(1),
         RIGHT=b.size(1),
         OFFSETS=tl.int32 if max(a.numel(), b.numel()) < _MOST_32_BIT else tl.int64,

@@ -125,7 +125,8 @@ def _last_rows(x, tokens, row, end, column, x_row, OFFSETS: tl.constexpr, GATHER
 
 
 @triton.jit
-def matmul_over_rows(
+def _tile_over_rows(
+    tile,
     a,
     b,
     a_tiles,
@@ -135,6 +136,8 @@ def matmul_over_rows(
     out,
     a_row,
     b_row,
+    out_expert,
+    out_row,
     LEFT: tl.constexpr,  # noqa: N803
     RIGHT: tl.constexpr,  # noqa: N803
     OFFSETS: tl.constexpr,  # noqa: N803
@@ -145,15 +148,11 @@ def matmul_over_rows(
     BLOCK_K: tl.constexpr,  # noqa: N803
     GROUP_M: tl.constexpr,  # noqa: N803
 ):
-    """Compute ``out[e] = a_e^t b_e``, ``[E, LEFT, RIGHT]``, over the rows of each expert, fp32 sums.
-
-    An expert without rows gets zeros. With GATHERS_A (GATHERS_B) row r of a (b) is that of token
-    ``tokens[r]``. OFFSETS is the dtype of offsets in a and b. Grid: tiles of one expert, experts.
-    """
+    """Compute one tile of ``matmul_over_rows``; ``tile`` counts those of an expert, then experts."""
     lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
     rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
-    expert = tl.program_id(1)
-    left_tile, right_tile = _tile_in_groups(tl.program_id(0), lefts, rights, GROUP_M)
+    expert = tile // (lefts * rights)
+    left_tile, right_tile = _tile_in_groups(tile % (lefts * rights), lefts, rights, GROUP_M)
     left_start = left_tile * BLOCK_M
     right_start = right_tile * BLOCK_N
     left = left_start + tl.arange(0, BLOCK_M)
@@ -182,9 +181,92 @@ def matmul_over_rows(
         x = _last_rows(a, tokens, row, end, left_column, a_row, OFFSETS, GATHERS_A)
         y = _last_rows(b, tokens, row, end, right_column, b_row, OFFSETS, GATHERS_B)
         total = tl.dot(x.T, y, total)
-    where = out + expert.to(tl.int64) * (LEFT * RIGHT) + (left.to(tl.int64) * RIGHT)[:, None] + right[None, :]
+    where = out + expert.to(tl.int64) * out_expert + (left.to(tl.int64) * out_row)[:, None] + right[None, :]
     result = total.to(out.dtype.element_ty)
     if LEFT % BLOCK_M == 0 and RIGHT % BLOCK_N == 0:
         tl.store(where, result)
     else:
         tl.store(where, result, mask=(left < LEFT)[:, None] & (right < RIGHT)[None, :])
+
+
+@triton.jit
+def matmul_over_rows(
+    a,
+    b,
+    a_tiles,
+    b_tiles,
+    tokens,
+    offsets,
+    out,
+    a_row,
+    b_row,
+    out_expert,
+    out_row,
+    experts,
+    LEFT: tl.constexpr,  # noqa: N803
+    RIGHT: tl.constexpr,  # noqa: N803
+    OFFSETS: tl.constexpr,  # noqa: N803
+    GATHERS_A: tl.constexpr,  # noqa: N803
+    GATHERS_B: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    GROUP_M: tl.constexpr,  # noqa: N803
+):
+    """Compute ``out[e] = a_e^t b_e``, ``[E, LEFT, RIGHT]``, over the rows of each expert, fp32 sums.
+
+    An expert without rows gets zeros. With GATHERS_A (GATHERS_B) row r of a (b) is that of token
+    ``tokens[r]``. OFFSETS is the dtype of offsets in a and b. A program computes one tile if an operand
+    is gathered. Otherwise programs loop over tiles, and load the next one while they store a result.
+    """
+    lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
+    rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
+    if GATHERS_A or GATHERS_B:
+        _tile_over_rows(
+            tl.program_id(0),
+            a,
+            b,
+            a_tiles,
+            b_tiles,
+            tokens,
+            offsets,
+            out,
+            a_row,
+            b_row,
+            out_expert,
+            out_row,
+            LEFT,
+            RIGHT,
+            OFFSETS,
+            GATHERS_A,
+            GATHERS_B,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP_M,
+        )
+    else:
+        for tile in tl.range(tl.program_id(0), experts * lefts * rights, tl.num_programs(0), flatten=True):
+            _tile_over_rows(
+                tile,
+                a,
+                b,
+                a_tiles,
+                b_tiles,
+                tokens,
+                offsets,
+                out,
+                a_row,
+                b_row,
+                out_expert,
+                out_row,
+                LEFT,
+                RIGHT,
+                OFFSETS,
+                GATHERS_A,
+                GATHERS_B,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GROUP_M,
+            )
