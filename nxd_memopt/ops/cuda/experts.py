@@ -144,8 +144,10 @@ def _gate_up_gradient(grad: Tensor, x: Tensor, rows: ExpertRows) -> Tensor:
     # The copy is made for a part of the columns at a time: backward's peak of memory is here.
     dweight = torch.empty(rows.offsets.numel(), grad.size(1), width, dtype=grad.dtype, device=grad.device)
     part = copied_columns(width)
-    for columns, out in zip(x.split(part, 1), dweight.split(part, 2), strict=True):
-        matmul_over_rows(grad, columns.index_select(0, rows.tokens), rows, out=out)
+    for start in range(0, width, part):
+        stop = min(start + part, width)
+        copied = x[:, start:stop].index_select(0, rows.tokens)
+        matmul_over_rows(grad, copied, rows, out=dweight[:, :, start:stop])
     return dweight
 
 

@@ -148,32 +148,22 @@ def matmul_over_rows(
     a = a.contiguous()
     b = b.contiguous()
     experts = rows.offsets.numel()
-    options: dict[str, Any] = dict(_OVER_GATHERED_ROWS if gathers_a or gathers_b else _OVER_ROWS)
-    a_tiles = a if gathers_a else _tiles(a, options["BLOCK_K"], options["BLOCK_M"])
-    b_tiles = b if gathers_b else _tiles(b, options["BLOCK_K"], options["BLOCK_N"])
+    gathers = gathers_a or gathers_b
+    options: dict[str, Any] = dict(_OVER_GATHERED_ROWS if gathers else _OVER_ROWS)
+    block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+    a_tiles = a if gathers_a else _tiles(a, block_k, block_m)
+    b_tiles = b if gathers_b else _tiles(b, block_k, block_n)
     if out is None:
         out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
-    programs = experts * -(-a.size(1) // options["BLOCK_M"]) * -(-b.size(1) // options["BLOCK_N"])
-    if not (gathers_a or gathers_b):
-        programs = min(programs, _multiprocessors(a.device))
-    _kernels().matmul_over_rows[(programs,)](
-        a,
-        b,
-        a_tiles,
-        b_tiles,
-        rows.tokens,
-        rows.offsets,
-        out,
-        a.stride(0),
-        b.stride(0),
-        out.stride(0),
-        out.stride(1),
-        experts,
-        LEFT=a.size(1),
-        RIGHT=b.size(1),
-        OFFSETS=tl.int32 if max(a.numel(), b.numel()) < _MOST_32_BIT else tl.int64,
-        GATHERS_A=gathers_a,
-        GATHERS_B=gathers_b,
-        **options,
-    )
+    strides = (a.stride(0), b.stride(0), out.stride(0), out.stride(1))
+    options |= {"LEFT": a.size(1), "RIGHT": b.size(1)}
+    options["OFFSETS"] = tl.int32 if max(a.numel(), b.numel()) < _MOST_32_BIT else tl.int64
+    tiles = -(-a.size(1) // block_m) * -(-b.size(1) // block_n)
+    if gathers:
+        kernel = _kernels().matmul_over_gathered_rows[(tiles, experts)]
+        options |= {"GATHERS_A": gathers_a, "GATHERS_B": gathers_b}
+        kernel(a, b, a_tiles, b_tiles, rows.tokens, rows.offsets, out, *strides, **options)
+    else:
+        kernel = _kernels().matmul_over_rows[(min(tiles * experts, _multiprocessors(a.device)),)]
+        kernel(a, b, a_tiles, b_tiles, rows.offsets, out, *strides, experts, **options)
     return out

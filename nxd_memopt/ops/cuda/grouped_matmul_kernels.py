@@ -125,63 +125,52 @@ def _last_rows(x, tokens, row, end, column, x_row, OFFSETS: tl.constexpr, GATHER
 
 
 @triton.jit
-def _tile_over_rows(
-    tile,
+def _last_product(
+    total,
     a,
     b,
-    a_tiles,
-    b_tiles,
     tokens,
-    offsets,
-    out,
+    last,
+    end,
+    left,
+    right,
     a_row,
     b_row,
-    out_expert,
-    out_row,
-    LEFT: tl.constexpr,  # noqa: N803
-    RIGHT: tl.constexpr,  # noqa: N803
     OFFSETS: tl.constexpr,  # noqa: N803
     GATHERS_A: tl.constexpr,  # noqa: N803
     GATHERS_B: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+):
+    """Return ``total`` plus the product of an expert's last rows, which are fewer than BLOCK_K."""
+    row = last + tl.arange(0, BLOCK_K)
+    x = _last_rows(a, tokens, row, end, left, a_row, OFFSETS, GATHERS_A)
+    y = _last_rows(b, tokens, row, end, right, b_row, OFFSETS, GATHERS_B)
+    return tl.dot(x.T, y, total)
+
+
+@triton.jit
+def _columns(start, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """Return the BLOCK columns from ``start`` on; the last column instead of those beyond it."""
+    column = start + tl.arange(0, BLOCK)
+    return tl.minimum(column, SIZE - 1) if SIZE % BLOCK else column
+
+
+@triton.jit
+def _store_tile(
+    total,
+    out,
+    left_start,
+    right_start,
+    out_row,
+    LEFT: tl.constexpr,  # noqa: N803
+    RIGHT: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    GROUP_M: tl.constexpr,  # noqa: N803
 ):
-    """Compute one tile of ``matmul_over_rows``; ``tile`` counts those of an expert, then experts."""
-    lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
-    rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
-    expert = tile // (lefts * rights)
-    left_tile, right_tile = _tile_in_groups(tile % (lefts * rights), lefts, rights, GROUP_M)
-    left_start = left_tile * BLOCK_M
-    right_start = right_tile * BLOCK_N
+    """Write a tile of one expert's ``[LEFT, RIGHT]``."""
     left = left_start + tl.arange(0, BLOCK_M)
     right = right_start + tl.arange(0, BLOCK_N)
-    # Columns beyond the last one are computed from the last one, and not stored.
-    left_column = tl.minimum(left, LEFT - 1) if LEFT % BLOCK_M else left
-    right_column = tl.minimum(right, RIGHT - 1) if RIGHT % BLOCK_N else right
-    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offsets + expert)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # All full blocks of rows without masks, which would double the loop's instructions.
-    last = begin + (end - begin) // BLOCK_K * BLOCK_K
-    for start in range(begin, last, BLOCK_K):
-        row = start + tl.arange(0, BLOCK_K)
-        if GATHERS_A:
-            x = tl.load(_rows_of(a, tokens, row, a_row, OFFSETS, True) + left_column[None, :])
-        else:
-            x = a_tiles.load([start, left_start])
-        if GATHERS_B:
-            y = tl.load(_rows_of(b, tokens, row, b_row, OFFSETS, True) + right_column[None, :])
-        else:
-            y = b_tiles.load([start, right_start])
-        total = tl.dot(x.T, y, total)
-    if last < end:
-        row = last + tl.arange(0, BLOCK_K)
-        x = _last_rows(a, tokens, row, end, left_column, a_row, OFFSETS, GATHERS_A)
-        y = _last_rows(b, tokens, row, end, right_column, b_row, OFFSETS, GATHERS_B)
-        total = tl.dot(x.T, y, total)
-    where = out + expert.to(tl.int64) * out_expert + (left.to(tl.int64) * out_row)[:, None] + right[None, :]
+    where = out + (left.to(tl.int64) * out_row)[:, None] + right[None, :]
     result = total.to(out.dtype.element_ty)
     if LEFT % BLOCK_M == 0 and RIGHT % BLOCK_N == 0:
         tl.store(where, result)
@@ -190,7 +179,7 @@ def _tile_over_rows(
 
 
 @triton.jit
-def matmul_over_rows(
+def matmul_over_gathered_rows(
     a,
     b,
     a_tiles,
@@ -202,7 +191,6 @@ def matmul_over_rows(
     b_row,
     out_expert,
     out_row,
-    experts,
     LEFT: tl.constexpr,  # noqa: N803
     RIGHT: tl.constexpr,  # noqa: N803
     OFFSETS: tl.constexpr,  # noqa: N803
@@ -216,57 +204,82 @@ def matmul_over_rows(
     """Compute ``out[e] = a_e^t b_e``, ``[E, LEFT, RIGHT]``, over the rows of each expert, fp32 sums.
 
     An expert without rows gets zeros. With GATHERS_A (GATHERS_B) row r of a (b) is that of token
-    ``tokens[r]``. OFFSETS is the dtype of offsets in a and b. A program computes one tile if an operand
-    is gathered. Otherwise programs loop over tiles, and load the next one while they store a result.
+    ``tokens[r]``. OFFSETS is the dtype of offsets in a and b. Grid: tiles of one expert, experts.
     """
     lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
     rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
-    if GATHERS_A or GATHERS_B:
-        _tile_over_rows(
-            tl.program_id(0),
-            a,
-            b,
-            a_tiles,
-            b_tiles,
-            tokens,
-            offsets,
-            out,
-            a_row,
-            b_row,
-            out_expert,
-            out_row,
-            LEFT,
-            RIGHT,
-            OFFSETS,
-            GATHERS_A,
-            GATHERS_B,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP_M,
+    expert = tl.program_id(1)
+    left_tile, right_tile = _tile_in_groups(tl.program_id(0), lefts, rights, GROUP_M)
+    left = _columns(left_tile * BLOCK_M, LEFT, BLOCK_M)
+    right = _columns(right_tile * BLOCK_N, RIGHT, BLOCK_N)
+    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # All full blocks of rows without masks, which would double the loop's instructions.
+    last = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for start in range(begin, last, BLOCK_K):
+        row = start + tl.arange(0, BLOCK_K)
+        if GATHERS_A:
+            x = tl.load(_rows_of(a, tokens, row, a_row, OFFSETS, True) + left[None, :])
+        else:
+            x = a_tiles.load([start, left_tile * BLOCK_M])
+        if GATHERS_B:
+            y = tl.load(_rows_of(b, tokens, row, b_row, OFFSETS, True) + right[None, :])
+        else:
+            y = b_tiles.load([start, right_tile * BLOCK_N])
+        total = tl.dot(x.T, y, total)
+    if last < end:
+        total = _last_product(
+            total, a, b, tokens, last, end, left, right, a_row, b_row, OFFSETS, GATHERS_A, GATHERS_B, BLOCK_K
         )
-    else:
-        for tile in tl.range(tl.program_id(0), experts * lefts * rights, tl.num_programs(0), flatten=True):
-            _tile_over_rows(
-                tile,
-                a,
-                b,
-                a_tiles,
-                b_tiles,
-                tokens,
-                offsets,
-                out,
-                a_row,
-                b_row,
-                out_expert,
-                out_row,
-                LEFT,
-                RIGHT,
-                OFFSETS,
-                GATHERS_A,
-                GATHERS_B,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                GROUP_M,
+    to = out + expert.to(tl.int64) * out_expert
+    _store_tile(total, to, left_tile * BLOCK_M, right_tile * BLOCK_N, out_row, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def matmul_over_rows(
+    a,
+    b,
+    a_tiles,
+    b_tiles,
+    offsets,
+    out,
+    a_row,
+    b_row,
+    out_expert,
+    out_row,
+    experts,
+    LEFT: tl.constexpr,  # noqa: N803
+    RIGHT: tl.constexpr,  # noqa: N803
+    OFFSETS: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    GROUP_M: tl.constexpr,  # noqa: N803
+):
+    """Compute ``matmul_over_gathered_rows`` of operands that are not gathered.
+
+    Programs loop over the tiles of all experts, and load the next one while they store a result: 3 %
+    faster. With gathered rows it is 40 % slower.
+    """
+    lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
+    rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), experts * lefts * rights, tl.num_programs(0), flatten=True):
+        expert = tile // (lefts * rights)
+        left_tile, right_tile = _tile_in_groups(tile % (lefts * rights), lefts, rights, GROUP_M)
+        begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        last = begin + (end - begin) // BLOCK_K * BLOCK_K
+        for start in range(begin, last, BLOCK_K):
+            x = a_tiles.load([start, left_tile * BLOCK_M])
+            y = b_tiles.load([start, right_tile * BLOCK_N])
+            total = tl.dot(x.T, y, total)
+        if last < end:
+            left = _columns(left_tile * BLOCK_M, LEFT, BLOCK_M)
+            right = _columns(right_tile * BLOCK_N, RIGHT, BLOCK_N)
+            total = _last_product(
+                total, a, b, offsets, last, end, left, right, a_row, b_row, OFFSETS, False, False, BLOCK_K
             )
+        to = out + expert.to(tl.int64) * out_expert
+        _store_tile(total, to, left_tile * BLOCK_M, right_tile * BLOCK_N, out_row, LEFT, RIGHT, BLOCK_M, BLOCK_N)
