@@ -107,7 +107,9 @@ def expert_parts() -> list[str]:
             f"{DEVICE}, bf16, 16,384 tokens, forward and backward: milliseconds, multiple of the floor (six dense "
             "matmuls of the same work), GiB above weights and inputs ([rows](benchmarks/moe_layer.csv)). `hf`: "
             "transformers' experts with `grouped_mm`. Batched floor: as many batched matmuls as experts. `scattermoe` "
-            "and `sonicmoe`: checkouts of the commits in their rows' commands.",
+            "and `sonicmoe`: checkouts of the commits in their rows' commands. Rows of 949024d are timed after a "
+            "pause, after which the GPU multiplies faster, the others after 0.7 s of the same work: compare multiples "
+            "of the floor.",
             "\n".join(column_lines(experts, EXPERT_COLUMNS)),
         ]
     matmuls = rows_of("moe_matmuls")
