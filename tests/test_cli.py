@@ -130,7 +130,8 @@ def test_options_of_other_formats_are_refused(options, message, monkeypatch, cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], pytest.param(["train", "--help"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["doctor"], ["train", "--help"]])
 def test_a_reader_that_has_ended_is_no_error(arguments):
     """As with other programs in a pipe to head: no line, and the status of SIGPIPE."""
     reading, writing = os.pipe()

@@ -75,6 +75,7 @@ def test_without_transformers_and_the_command_lines_packages() -> None:
     assert "needs tyro, rich, not installed here: pip install 'nxd_memopt[cli]'" in report["convert"]["errors"]
 
 
+@pytest.mark.slow
 def test_beside_an_older_transformers(older_transformers: Path) -> None:
     report = probe(path=older_transformers)
     assert_core_works(report)

@@ -168,17 +168,20 @@ def test_selective_recompute_survives_torch_compile():
 @pytest.mark.parametrize(
     "memory",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         FULL,
         pytest.param({**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}, marks=pytest.mark.slow),
         pytest.param({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, marks=pytest.mark.slow),
         {"recompute_granularity": "selective", "recompute_modules": ["attn", "norm"]},
-        {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["attn"],
-            "recompute_method": "block",
-            "recompute_num_layers": 1,
-        },
+        pytest.param(
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["attn"],
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
             marks=pytest.mark.slow,

@@ -115,6 +115,7 @@ def aux_loss(model: torch.nn.Module) -> torch.Tensor:
     return model.config.router_aux_loss_coef * model(**batch()).aux_loss
 
 
+@pytest.mark.slow
 @distributed(world_size=[2])
 def test_a_shared_expert_is_the_same_on_every_split(tmp_path, world_size):
     """Two steps from one dense model at T=2 with SP and at EP=2: equal losses and shared weights."""

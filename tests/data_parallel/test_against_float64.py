@@ -38,7 +38,9 @@ def trained_tokens(batch: dict[str, Tensor]) -> int:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", OFFLOAD])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("zero1", "zero2")), "zero3", OFFLOAD]
+)
 def test_steps_and_checkpoint(stage: str, tmp_path: Path) -> None:
     initialize(2)
     config = llama_config(initializer_range=0.1, num_key_value_heads=1, tie_word_embeddings=True)

@@ -104,7 +104,7 @@ def test_every_stage_stores_the_same(sequence, tmp_path):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_resume_continues_bit_equal(dtype, tmp_path):
     """Also at the other stages: without sequence parallelism they add in the same order."""
     initialize(2)

@@ -92,11 +92,14 @@ def test_accumulation_equals(name):
 @pytest.mark.parametrize(
     "memory",
     [
-        MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+        pytest.param(
+            MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+            marks=pytest.mark.slow,
+        ),
         MemoryConfig(recompute_granularity="full", recompute_method="nested", recompute_num_layers=3),
         MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "norm")),
-        MemoryConfig(fused_linear_cross_entropy=False),
-        MemoryConfig(recompute_granularity="full", mlp_tile_tokens=4),
+        pytest.param(MemoryConfig(fused_linear_cross_entropy=False), marks=pytest.mark.slow),
+        pytest.param(MemoryConfig(recompute_granularity="full", mlp_tile_tokens=4), marks=pytest.mark.slow),
     ],
     ids=["uniform", "nested", "selective", "logits", "tiles"],
 )

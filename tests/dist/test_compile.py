@@ -179,7 +179,9 @@ def trained(config, kind: str, dtype: torch.dtype, *, compile: bool) -> list[tor
     "dtype",
     [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
 )
-@pytest.mark.parametrize("kind", ["plain", pytest.param("overlapped", marks=pytest.mark.slow), "in backward"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("plain", "overlapped")), "in backward"]
+)
 def test_hooks_on_gradients_run_behind_compiled_layers(kind, dtype):
     parallel_state.initialize_model_parallel(2)
     expected = trained(gpt_neox_config(), kind, dtype, compile=False)

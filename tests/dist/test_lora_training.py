@@ -74,7 +74,7 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
     ("ranks", "sections"),
     [
         pytest.param(2, {"parallel": TENSOR_AND_SEQUENCE}, id="T=2, SP"),
-        pytest.param(2, {"data_parallel": {"sharding": "zero2"}}, id="D=2, ZeRO-2"),
+        pytest.param(2, {"data_parallel": {"sharding": "zero2"}}, id="D=2, ZeRO-2", marks=pytest.mark.slow),
         pytest.param(
             2, {"data_parallel": {"sharding": "zero3", "reshard_after_forward": False}}, id="D=2, ZeRO-3, gathered"
         ),

@@ -47,9 +47,8 @@ def saved_biases(directory: Path) -> list[torch.Tensor]:
     return [tensor for name, tensor in sorted(tensors.items()) if "expert_bias" in name]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("sigmoid", marks=pytest.mark.slow), "bias", pytest.param("sinkhorn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "bias", "sinkhorn"])
 def test_a_router_learns_and_resumes_bit_by_bit(tmp_path: Path, name: str) -> None:
     (tmp_path / "once").mkdir()
     (tmp_path / "twice").mkdir()

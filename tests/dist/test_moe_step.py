@@ -255,7 +255,7 @@ SPLITS = {
 }
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2], slow=[4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_its_definition(kind, world_size):
     for tensor, expert, ranks, micro, stage in SPLITS[world_size]:

@@ -163,6 +163,7 @@ def test_checkpoints_do_not_depend_on_the_stage(tmp_path: Path) -> None:
         assert_bit_equal(stored[stage], stored["zero1"], stage)
 
 
+@pytest.mark.slow
 def test_warm_start_of_a_sharded_run(tmp_path: Path) -> None:
     """zero3 starts with the weights of a zero2 run of other sizes, as zero1 does."""
     few = {"trainer": {"max_steps": 2, "export": False, "verify_export": False}, "optimizer": {"decay_steps": 2}}

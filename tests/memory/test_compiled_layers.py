@@ -85,10 +85,10 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     [
         ("llama", "none"),
         pytest.param("llama", "selective", marks=pytest.mark.slow),
-        ("llama", "uniform"),
+        pytest.param("llama", "uniform", marks=pytest.mark.slow),
         pytest.param("gpt_neox", "full", marks=pytest.mark.slow),
         ("gpt_neox", "selective"),
-        ("gpt_neox", "block"),
+        pytest.param("gpt_neox", "block", marks=pytest.mark.slow),
     ],
 )
 def test_twelve_layers_are_one_graph(name, setting, calls):
@@ -179,7 +179,7 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("recompute", "spare"),
-    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144)],
+    [pytest.param({"recompute_granularity": "full"}, 0, marks=pytest.mark.slow), (SELECTIVE, LAYERS * 6144)],
     ids=["full", "selective"],
 )
 def test_compiled_layers_keep_what_eager_ones_do(name, recompute, spare, calls):
@@ -306,7 +306,7 @@ def test_a_compiler_that_is_turned_off_is_refused(variable):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("attention_backend", ["auto", "sdpa", "math"])
+@pytest.mark.parametrize("attention_backend", ["auto", pytest.param("sdpa", marks=pytest.mark.slow), "math"])
 def test_packed_documents(name, attention_backend, calls):
     """One graph holds the attention of all documents by a mask, and none holds a call for each."""
     memory = MemoryConfig(attention_backend=attention_backend)

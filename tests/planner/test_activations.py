@@ -75,8 +75,8 @@ def check(config, dtype, attention, options, parallel=ONE_RANK):
     assert plan.host_bytes == 0
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "math"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("tiled", marks=pytest.mark.slow), "math"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", TECHNIQUES)
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_storages_of_every_technique(config, name, dtype, attention):
@@ -174,7 +174,7 @@ MOE_TECHNIQUES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("technique", MOE_TECHNIQUES)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_storages_of_experts(name, technique, dtype):

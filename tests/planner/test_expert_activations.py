@@ -133,6 +133,7 @@ def test_storages_of_options_under_recompute(name, memory):
     check((ROUTERS | DISPATCH)[name], torch.bfloat16, ParallelConfig(1), memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2)
 def test_storages_of_options_on_a_tensor_parallel_rank(world_size, sequence_parallel):
@@ -160,7 +161,7 @@ def test_storages_of_an_expert_parallel_rank(world_size, sent):
 
 
 @pytest.mark.parametrize("form", DISPATCH)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*SHARED, *NEOX])
 def test_storages_of_shared_and_of_biased_experts(name, dtype, form):
     config, changes = (SHARED | NEOX)[name]
@@ -174,6 +175,7 @@ def test_storages_of_shared_and_of_biased_experts_under_recompute(name, memory):
     check({"moe_router_dtype": "fp32"}, torch.bfloat16, ParallelConfig(1), memory, config(**changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2, slow=[4])
 def test_storages_of_shared_and_of_biased_experts_on_ranks(world_size, sequence_parallel):

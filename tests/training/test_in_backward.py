@@ -71,8 +71,10 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
             {"model": {"config_overrides": LLAMA | {"tie_word_embeddings": True}}}, id="tied", marks=pytest.mark.slow
         ),
         pytest.param({"trainer": {"precision": "bf16-true"}}, id="bf16"),
-        pytest.param({"memory": {"recompute_granularity": "full"}}, id="recompute"),
-        pytest.param({"memory": {"recompute_granularity": "full", "mlp_tile_tokens": 12}}, id="tiles"),
+        pytest.param({"memory": {"recompute_granularity": "full"}}, id="recompute", marks=pytest.mark.slow),
+        pytest.param(
+            {"memory": {"recompute_granularity": "full", "mlp_tile_tokens": 12}}, id="tiles", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"memory": {"recompute_granularity": "full", "attention_head_groups": 2}},
             id="head_groups",
@@ -80,16 +82,17 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
         ),
         pytest.param({"memory": {"fused_linear_cross_entropy": False}}, id="logits", marks=pytest.mark.slow),
         pytest.param({"lora": {"lora_rank": 2}}, id="lora"),
-        pytest.param({"model": {"config_overrides": MIXTRAL}}, id="experts"),
+        pytest.param({"model": {"config_overrides": MIXTRAL}}, id="experts", marks=pytest.mark.slow),
     ],
 )
 def test_the_losses_of_updates_after_backward(sections: dict[str, Any], tmp_path: Path) -> None:
     assert_equal(*both(tmp_path, **sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [pytest.param(2, {}, marks=pytest.mark.slow), (4, TENSOR_AND_SEQUENCE)],
+    [(2, {}), (4, TENSOR_AND_SEQUENCE)],
     ids=["data2", "tensor2xdata2"],
 )
 def test_ranks(ranks: int, parallel: dict[str, Any], tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_other_content_is_refused_unless_asked_for(tmp_path: Path) -> None:
     refuse(run_here(config), "the packed tokens differ")
 
 
+@pytest.mark.slow
 def test_another_learning_rate_when_asked(whole: list[float], tmp_path: Path) -> None:
     config = begin(tmp_path)
     refuse(
@@ -152,7 +153,8 @@ def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
 
 
-@pytest.mark.parametrize("schedule", ["constant", pytest.param("inverse_sqrt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
 def test_a_schedule_without_an_end_needs_no_policy(tmp_path: Path, schedule: str) -> None:
     options = ("--optimizer.lr-schedule", schedule)
     config = write_config(tmp_path, trainer={"export": False, "max_steps": 4})
@@ -241,6 +243,7 @@ def test_a_run_continues_that_of_another_directory(whole: list[float], tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_warm_start_takes_the_weights_alone(tmp_path: Path) -> None:
     config = begin(tmp_path)
     reached = rows(tmp_path / "run", "evaluation.jsonl")[-1]["held_out_loss"]

@@ -76,7 +76,13 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("fraction", "in_forward", "memory"),
-    [(None, False, {}), (0.4, False, {}), (1.0, True, {}), (0.6, True, {}), (1.0, True, CHUNKS_OF_LAYERS)],
+    [
+        pytest.param(None, False, {}, marks=pytest.mark.slow),
+        pytest.param(0.4, False, {}, marks=pytest.mark.slow),
+        pytest.param(1.0, True, {}, marks=pytest.mark.slow),
+        (0.6, True, {}),
+        (1.0, True, CHUNKS_OF_LAYERS),
+    ],
 )
 def test_every_fraction_has_the_bits_of_resident_states(
     resident: Path, tmp_path: Path, fraction: float | None, in_forward: bool, memory: dict[str, Any]
@@ -137,6 +143,7 @@ def test_an_export_without_a_forward_after_the_last_step_has_its_update(tmp_path
     assert exports[0] == exports[1]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16-mixed: the first steps overflow; then the weights are checked where they are."""
 

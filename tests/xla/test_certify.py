@@ -40,7 +40,9 @@ def checks(asked, answer, **options):
     return {check.name: check for check in certified.checks}
 
 
-@pytest.mark.parametrize("memory", [FULL, CORE_ATTN], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "memory", [pytest.param(FULL, id="full", marks=pytest.mark.slow), pytest.param(CORE_ATTN, id="selective")]
+)
 @pytest.mark.parametrize(
     "config",
     [pytest.param(LLAMA, id="llama"), pytest.param(GPT_NEOX, id="gpt_neox", marks=pytest.mark.slow)],

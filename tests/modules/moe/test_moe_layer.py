@@ -228,7 +228,7 @@ SPLITS = {
 }
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("name", CASES)
 def test_every_split(name, world_size):
     for tensor, expert, sequence_parallel, dispatcher, recompute in SPLITS[world_size]:
