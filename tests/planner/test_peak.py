@@ -1,15 +1,19 @@
-"""The search for the highest moment of a step looks at every layer that can have it."""
+"""The moments of a step's backward, and the search for the highest one."""
 
 from __future__ import annotations
 
 import pytest
 
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner import peak
+from nxd_memopt.planner.backward import layer_moments
 from nxd_memopt.planner.candidates import settings
 from nxd_memopt.planner.hardware import device_named
+from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.planner.plan import evaluate
 from nxd_memopt.planner.problem import Problem
+from nxd_memopt.planner.rank_sizes import rank_sizes
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-neox-20b"])
@@ -20,3 +24,18 @@ def test_layers_that_are_left_out_do_not_have_the_peak(model, monkeypatch):
     found = [evaluate(asked, each).memory for each in tried]
     monkeypatch.setattr(peak, "_is_decisive", lambda *_: True)
     assert found == [evaluate(asked, each).memory for each in tried]
+
+
+@pytest.mark.parametrize(("tensor_size", "copies"), [(1, (True, True)), (2, (False, True)), (4, (False, False))])
+def test_wide_experts_copy_the_rows_of_their_matmuls(tensor_size, copies):
+    """Of Mixtral, 14,336 columns of an expert: a matmul with at least 8,192 of them on the rank reads a copy.
+
+    The gradient of gate and up, twice as wide, copies a quarter of the 4,096 columns of the tokens at a time.
+    """
+    config = with_defaults(NAMED_CONFIGS["mixtral-8x7b"])
+    parallel = ParallelConfig(tensor_size, sequence_parallel_enabled=tensor_size > 1)
+    sizes = rank_sizes(config, parallel, sequence_length=1000, micro_batch_size=3, dtype="bfloat16")
+    moments = {each.name: each.temporary for each in layer_moments(sizes, MemoryConfig(), Kernels(True, "flash4"))}
+    rows = 3000 * 2
+    found = [moments[f"MLP, {name}"]["copied rows"] for name in ("last projection", "first projections")]
+    assert found == [rows * 4096 * 2 * copies[0], rows * 1024 * 2 * copies[1]]
