@@ -107,7 +107,7 @@ def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[s
         cells += [
             ours["mfu"],
             ours["peak_gib"],
-            f"{best[1]}{_if_other_recompute(peer, ours)}: {other:,.0f}",
+            f"{best[1]}{_if_other_recompute(peer, ours)}: {other:,.0f}{_if_other_loss(peer, ours)}",
             peer["peak_gib"],
             f"{speed / other:.2f}",
             ours["commit"],
@@ -120,6 +120,16 @@ def _if_other_recompute(peer: Row, ours: Row) -> str:
     """Return the peer's recompute setting as text if it differs from ours."""
     first = [row["recompute"].partition(",")[0] for row in (peer, ours)]
     return "" if first[0] == first[1] else f", recompute {peer['recompute']}"
+
+
+def _if_other_loss(peer: Row, ours: Row) -> str:
+    """Return both losses as text if one fell by less than 0.8 of the other: the steps compute different things."""
+    losses = [row.get(name) for row in (peer, ours) for name in ("first_loss", "loss")]
+    if not all(losses):
+        return ""
+    peer_first, peer_last, first, last = (float(loss) for loss in losses if loss)
+    falls = sorted((peer_first - peer_last, first - last))
+    return "" if falls[0] >= 0.8 * falls[1] else f" (loss {peer_last:.2f}, ours {last:.2f})"
 
 
 def variant_lines(device: str) -> list[str]:
@@ -229,7 +239,7 @@ def page() -> str:
         f"{DEVICE}, {measured_on()}, batch 1, random weights, {OPTIMIZER}. Each line's peer ran in the same run, the "
         "last run that contains the setting's fastest peer or a faster one. Eager steps of 2,048 tokens are limited by "
         "the host, whose speed differs between runs. Ours uses FlashAttention-4 where the rows' `peers` list it as "
-        "installed; a peer uses it where its name says so. Versions and commands: "
+        "installed; a peer uses it where its name says so. Losses are shown where they differ. Versions and commands: "
         "[train_step.csv](benchmarks/train_step.csv).",
         "\n".join(step_lines()),
         f"### One {OTHER_DEVICE}",

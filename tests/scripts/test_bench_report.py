@@ -51,6 +51,14 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("loss", "shown"), [("10.9", "fast: 50 (loss 10.90, ours 8.50)"), ("8.9", "fast: 50")])
+def test_a_loss_that_fell_otherwise_is_shown(monkeypatch, loss, shown):
+    ours = row("ours", 100, command="a") | {"first_loss": "11.2", "loss": "8.5"}
+    peer = row("fast", 50, command="a") | {"first_loss": "11.2", "loss": loss}
+    monkeypatch.setattr(report, "rows_of", lambda _: [ours, peer])
+    assert report.step_lines()[2:] == [f"| m | 4 | 8,192 | none | 100 | 0.5 | 1.0 | {shown} | 1.0 | 2.00 | c |"]
+
+
 def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
     def ours(size: str, speed: float | None, *, date: str, variant: str = "ours", recompute: str = "none"):
         return row(variant, speed, command="", recompute=recompute) | {"tensor_parallel": size, "date": date}
