@@ -168,6 +168,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_layers_have_the_losses_of_eager_ones(

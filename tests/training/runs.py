@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.dist import pool
 
 PROGRAM = ("-m", "nxd_memopt.training")
+LIMIT_S = 500  # of a program; compiling layers on two ranks beside other tests takes minutes
 END = 256
 EXACT = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # the last two in fp16 only
 LLAMA = {
@@ -115,16 +117,31 @@ def train(
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
 
-    done = subprocess.run(
+    program = subprocess.Popen(
         command(config, *options, ranks=ranks),
-        env=environment(**(env or {})),
-        capture_output=True,
+        env=environment(PYTHONFAULTHANDLER="1", **(env or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
-        check=False,
         preexec_fn=limit_files,
     )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    try:
+        stdout, stderr = program.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        # Each process prints where it stands, torchrun's ranks too.
+        for pid in (*descendants(program.pid), program.pid):
+            os.kill(pid, signal.SIGABRT)
+        stdout, stderr = program.communicate()
+        pytest.fail(f"the program ran for more than {LIMIT_S} s:\n{stdout[-2000:]}\n{stderr[-20000:]}")
+    return Outcome(program.returncode, stdout, stderr)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that ``pid`` and its descendants have started."""
+    found: list[int] = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
+        found += [*descendants(int(child)), int(child)]
+    return found
 
 
 def run_here(config: Path, *options: str) -> Outcome:
