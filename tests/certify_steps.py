@@ -17,7 +17,7 @@ SIZES = {
 }
 FULL = {"recompute_granularity": "full"}
 CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-MAX_RATIO = {"full": 0.40, "selective": 0.72}
+MAX_RATIO = {"full": 0.42, "selective": 0.72}
 """Of the bytes held without recomputation, 4 layers of math attention at S=1024."""
 
 

@@ -51,7 +51,7 @@ def test_recompute_survives(config, memory):
     """In 16 bits, as training runs, and F = 4H, GPT-NeoX's own.
 
     The ratio depends on the shape: what one layer needs at its peak, four S x S tensors, against what four layers keep.
-    GPT-NeoX of this H misses 0.40 in fp32 (0.404 with 4 heads, 0.441 with 8) and with F = 2H (0.407).
+    GPT-NeoX has 0.403 here, temporary tensors in the memory of gradients included.
     """
     asked = request("xla", config, memory, dtype="float16", overrides={"intermediate_size": 1024})
     by_name = checks(asked, run_worker(asked), max_temp_ratio=MAX_RATIO[memory["recompute_granularity"]])
