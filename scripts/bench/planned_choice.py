@@ -1,6 +1,7 @@
-"""Whether the setting that the planner chooses is as fast as the best of others, measured on one GPU.
+"""Whether the setting that the planner chooses is as fast as the best of others, measured on one or two GPUs.
 
     NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_choice --problem llama --seconds 250 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.planned_choice --problem llama-two --seconds 250 --append
     python -m scripts.bench.planned_choice --problem llama --list
     python -m scripts.bench.planned_choice --problem llama --tiny --cells 0:4
 
@@ -30,14 +31,16 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.plan import Plan, plans
 from nxd_memopt.planner.problem import Problem
+from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.model import load_hf_config
 from scripts.bench.planned_cells import DEVICE, Cell
-from scripts.bench.planned_memory import expected_s, measured_row
+from scripts.bench.planned_memory import expected_s, measured_row, say
 from scripts.bench.record import append, environment, last_commit
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_choice.csv"
@@ -49,21 +52,26 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A problem on one GPU.
+    """A problem.
 
     Args:
         cell: model, layers, tokens and precision; its micro-batch is the global batch.
-        limit_gib: memory of the device that may be used.
+        limit_gib: memory of each device that may be used.
+        devices: number of GPUs.
     """
 
     cell: Cell
     limit_gib: float
+    devices: int = 1
 
 
 CHOICES = {
     "llama": Choice(Cell("llama", "llama-3-8b", 8, 16384, micro_batch=2), 30.0),
     "neox": Choice(Cell("neox", "gpt-neox-20b", 3, 8192, precision="bf16-mixed", micro_batch=4), 44.0),
     "smollm": Choice(Cell("smollm", "smollm2-135m", 30, 32768, precision="bf16-mixed", micro_batch=2), 16.0),
+    "llama-two": Choice(
+        Cell("llama-two", "llama-3-8b", 16, 16384, precision="bf16-mixed", micro_batch=4), 60.0, devices=2
+    ),
 }
 """Problems with few layers, so that all settings of one are measured in 250 s on an H200."""
 
@@ -74,11 +82,11 @@ def ranked(choice: Choice, device: Device, *, tiny: bool) -> list[Plan]:
     problem = Problem(
         config=with_defaults(load_hf_config(config.model).to_dict()),
         device=device,
-        devices=1,
+        devices=choice.devices,
         sequence_length=config.data.seq_length,
         global_batch_size=config.data.global_batch_size,
         precision=choice.cell.precision,
-        stages=("none",),
+        stages=("none",) if choice.devices == 1 else ("none", "zero1"),
         offloads_optimizer=True,
         device_gib=choice.limit_gib,
     )
@@ -95,6 +103,7 @@ def measured_ranks(number: int, seed: int) -> list[int]:
 def cell_of(choice: Choice, plan: Plan) -> Cell:
     """Return the step of a setting, as the training program runs it."""
     setting = plan.setting
+    replicas = choice.devices // setting.tensor_model_parallel_size
     defaults = {field.name: field.default for field in dataclasses.fields(MemoryConfig)}
     options = dataclasses.asdict(setting.memory)
     optimizer: dict[str, Any] = {}
@@ -110,7 +119,10 @@ def cell_of(choice: Choice, plan: Plan) -> Cell:
         optimizer=optimizer,
         cuda_graph=setting.cuda_graph,
         micro_batch=setting.micro_batch_size,
-        accumulation=choice.cell.micro_batch // setting.micro_batch_size,
+        accumulation=choice.cell.micro_batch // (setting.micro_batch_size * replicas),
+        tensor_parallel=setting.tensor_model_parallel_size,
+        data_parallel=replicas,
+        sharding=setting.sharding,
     )
 
 
@@ -142,13 +154,14 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
     for rank in chosen_ranks(args, len(found)):
         plan = found[rank]
         cell = cell_of(choice, plan)
-        passed = time.monotonic() - begun
+        # The first rank's clock decides for all.
+        passed = float(share_texts(repr(time.monotonic() - begun))[0])
         lasts = expected_s(plan, cuda_graph=cell.cuda_graph)
         if rank in done:
             continue
         if args.seconds is not None and passed + lasts > args.seconds:
             left = f"{lasts:.0f} s of {args.seconds - passed:.0f} s"
-            print(f"{rank} {plan.setting.describe()}: left out, {left}", flush=True)
+            say(f"{rank} {plan.setting.describe()}: left out, {left}")
             continue
         row = {"problem": args.problem, "limit_gib": choice.limit_gib, "rank": rank, "fitting": len(found)}
         row |= {"setting": plan.setting.describe(), "choice_seed": args.seed}
@@ -156,8 +169,8 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
         row |= measured_row(cell, about, tiny=args.tiny) | {"ranked_step_s": round(plan.time.step_s, 4)}
         rows.append(row)
         shown = row["failure"] or f"{row['step_s']:.4g} s, planned {plan.time.step_s:.4g} s"
-        print(f"{rank} {plan.setting.describe()}: {shown}", flush=True)
-        if args.append:
+        say(f"{rank} {plan.setting.describe()}: {shown}")
+        if args.append and parallel_state.is_global_rank_zero():
             append([row], args.csv)
     return rows
 
@@ -224,7 +237,8 @@ def ranked_device(args: argparse.Namespace) -> Device:
     if backend.name == "cuda":
         return gpu_named(backend.hardware_name()) or device_named(DEVICE)
     # The settings of a tiny problem are those of the device on which it runs.
-    return host_device(CHOICES[args.problem].limit_gib, 1) if args.tiny else device_named(DEVICE)
+    choice = CHOICES[args.problem]
+    return host_device(choice.limit_gib, choice.devices) if args.tiny else device_named(DEVICE)
 
 
 def main() -> None:
@@ -238,11 +252,12 @@ def main() -> None:
     if backend.name != "cuda" and not args.tiny:
         parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
     backend.init_process_group()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    if world_size() != choice.devices:
+        parser.error(f"--problem {args.problem} is of {choice.devices} GPUs, and {world_size()} processes run")
     limit_memory(choice.limit_gib)
     rows = run(args, found)
-    print(time_errors(rows))
-    print(verdict(rows))
+    say(time_errors(rows))
+    say(verdict(rows))
     leave_process_groups()
 
 

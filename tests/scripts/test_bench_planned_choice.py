@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
 
 import pytest
@@ -21,15 +22,16 @@ def test_the_best_and_drawn_settings_are_measured():
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_measured_cell_is_the_step_of_the_ranked_setting(name):
+def test_a_measured_cell_is_the_step_of_the_ranked_setting(name, monkeypatch):
     choice = CHOICES[name]
+    monkeypatch.setenv("WORLD_SIZE", str(choice.devices))
     device = device_named(DEVICE)
     found = ranked(choice, device, tiny=False)
     assert len(found) >= BEST + DRAWN
     batch = choice.cell.micro_batch
     for rank in measured_ranks(len(found), 1):
         cell = cell_of(choice, found[rank])
-        assert cell.micro_batch * cell.accumulation == batch
+        assert cell.micro_batch * cell.accumulation * cell.data_parallel == batch
         plan = plan_of(cell, device)
         asked = dict(found[rank].memory.device)
         # This machine captures no graph, so the plan of the cell here is one without.
@@ -65,3 +67,27 @@ def test_rows_are_appended_and_passed_over(tmp_path, monkeypatch, capsys):
     assert [row["rank"] for row in rows] == ["0", "1"] and not any(row["failure"] for row in rows)
     assert all(float(row["step_s"]) > 0 and float(row["ranked_step_s"]) > 0 for row in rows)
     assert "2 settings measured, 0 failed" in capsys.readouterr().out
+
+
+def test_a_problem_needs_its_number_of_processes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["planned_choice.py", "--problem", "llama-two", "--tiny"])
+    with pytest.raises(SystemExit):
+        planned_choice.main()
+    assert "is of 2 GPUs, and 1 processes run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_settings_on_two_ranks(tmp_path):
+    """Two data-parallel ranks with and without sharded states, one setting after the other."""
+    path = tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "scripts.bench.planned_choice", "--problem", "llama-two", "--tiny", "--append"]
+    done = subprocess.run([*command, "--csv", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert not any(row["failure"] for row in rows), [row["failure"] for row in rows]
+    assert len({row["rank"] for row in rows}) == len(rows) > BEST
+    options = " ".join(row["options"] for row in rows)
+    assert "D=2 sharding=none" in options and "D=2 sharding=zero1" in options
+    assert done.stdout.count("settings measured, 0 failed") == 1
