@@ -21,7 +21,8 @@ def raced(monkeypatch):
     """Without a clock; the names of the variants that are timed."""
     timed: list[str] = []
 
-    def race(calls, turns):
+    def race(calls, turns, *, busy_s):
+        assert busy_s == moe_layer.BUSY_S
         timed.extend(calls)
         return dict.fromkeys(calls, 1.0)
 
