@@ -18,7 +18,10 @@ SIZES = {
 FULL = {"recompute_granularity": "full"}
 CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 MAX_RATIO = {"full": 0.42, "selective": 0.72}
-"""Of the bytes held without recomputation, 4 layers of math attention at S=1024."""
+"""Of the bytes held without recomputation, 4 layers of math attention at S=1024.
+
+The largest measured with full recompute is 0.403; if recompute does not survive, it is about 1.
+"""
 
 
 def request(backend: str, config: dict[str, Any], memory: dict[str, Any], **changes: Any) -> Request:

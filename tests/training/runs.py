@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.dist import pool
 
 PROGRAM = ("-m", "nxd_memopt.training")
-LIMIT_S = 500  # of a program; compiling layers on two ranks beside other tests takes minutes
+LIMIT_S = 500  # seconds that a program may run: two ranks compile layers for minutes while other tests run
 END = 256
 EXACT = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # the last two in fp16 only
 LLAMA = {

@@ -112,8 +112,8 @@ class _WeightedDown(torch.autograd.Function):
             raise RuntimeError("the experts' graph allows one backward: compute the loss again, or drop retain_graph")
         ctx.is_overwritten = True
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
-        # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
         operand, gathers = _operand(grad, ctx.rows, down.size(2))
+        # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
         inner = matmul_of_rows(operand, down, ctx.rows, gathers=gathers, transposes=True)
         dweights = gated_of_rows_gradient(gate_up, inner, weights, ctx.rows, ctx.kind)
         torch.autograd.graph.increment_version(gate_up)

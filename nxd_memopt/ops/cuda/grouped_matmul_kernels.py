@@ -259,8 +259,8 @@ def matmul_over_rows(
 ):
     """Compute ``matmul_over_gathered_rows`` of operands that are not gathered.
 
-    Programs loop over the tiles of all experts, and load the next one while they store a result: 3 %
-    faster. With gathered rows it is 40 % slower.
+    Programs loop over the tiles of all experts, and load the next one while they store a result: 2 %
+    faster for Mixtral's sizes on an H200. With gathered rows it is 40 % slower.
     """
     lefts: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
     rights: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
