@@ -17,6 +17,10 @@ from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.host_transfers import HostTransfers
 
 Result = TypeVar("Result", covariant=True)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""PyTorch's names of the environment variable with its allocator's settings, the newer one first."""
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""Setting of ``Backend.expand_segments``."""
 
 
 class Capture(Protocol[Result]):
@@ -252,6 +256,12 @@ class Backend(Collectives):
     def unused_bytes(self) -> int:
         """Return the bytes that the allocator of the device holds and no tensor uses; 0 if it does not report them."""
         return 0
+
+    def expand_segments(self) -> None:
+        """Let the device's allocator extend its segments, so that tensors of many sizes leave few fragments.
+
+        Nothing on devices whose allocator has no such setting, and where the user has set its options.
+        """
 
     def free_memory_bytes(self) -> int | None:
         """Return the bytes of the device that this process can still allocate or has; None if unknown."""

@@ -7,13 +7,13 @@ inputs, and the gradient of the weights that is being computed. Sizes are those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
-from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches
+from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
@@ -45,6 +45,60 @@ def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> l
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_moments(sizes, kernels)
     return _sequential_moments(sizes, memory, kernels)
+
+
+_FREED_WITH_NODE = frozenset(
+    {
+        "gathered",
+        "copied rows",
+        "dA",
+        "gradients of the columns",
+        "gradients of the rows",
+        "dQ, dK, dV",
+        "gradient of expanded",
+        "normalised",
+        "inputs of the branches",
+        "gradient of normalised",
+        "dX * normalised",
+        "dW in fp32",
+        "tensors and gradients of the group",
+    }
+)
+"""Temporary tensors that are free when the function that has computed a weight's gradient returns."""
+_RETURNED = {
+    "MLP, last projection": frozenset({"dA", "gradients of the columns"}),
+    "output projections": frozenset({"dA"}),
+    "shared expert, last projection": frozenset({"dA"}),
+}
+"""Moment -> those of them that the function returns."""
+_FREED_LATER = frozenset({"mlp input", "mlp input in fp32", "mlp input normalised"})
+"""Storages of the norm, whose backward follows."""
+
+
+def with_fp32_sums(moments: Sequence[Moment], *, routes: bool) -> list[Moment]:
+    """Return ``moments``, each that computes weight gradients followed by their cast to fp32 sums.
+
+    The hooks that cast run as soon as the function has returned: its saved and temporary tensors are free by
+    then, what it returns is not.
+
+    Args:
+        moments: the moments in their order.
+        routes: a router, whose backward follows that of the experts, has the same input.
+    """
+    freed_later = _FREED_LATER | {"normed mlp input"} if routes else _FREED_LATER
+    found: list[Moment] = []
+    for i, moment in enumerate(moments):
+        found.append(moment)
+        weight = moment.temporary.get("dW", 0)
+        if not weight:
+            continue
+        freed_names = _FREED_WITH_NODE - _RETURNED.get(moment.name, frozenset())
+        temporary = {name: size for name, size in moment.temporary.items() if name not in freed_names}
+        freed = moment.freed
+        if i + 1 < len(moments):
+            freed |= moments[i + 1].freed - freed_later
+        found.append(Moment(f"{moment.name}, sums", temporary, freed, moment.finished_gradients + weight))
+    return found
 
 
 class _Bytes:
@@ -139,7 +193,8 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
             {
                 "gradients of the stream": b.stream,
                 "dO": b.query,
-                "dQ, dK, dV": b.qkv,
+                # Copies of the KV heads have gradients of their own.
+                "dQ, dK, dV": 3 * b.query if repeats_kv_heads(sizes, kernels) else b.qkv,
                 "scratch of the kernel": _attention_scratch(sizes, kernels),
             },
             after_mlp,
@@ -147,6 +202,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
         )
     )
     attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
+    attention_saved |= {"key by heads", "value by heads"}
     moments.append(
         Moment(
             "query, key and value projections",
@@ -199,6 +255,8 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
             columns_per_partition=columns * sizes.width,
             width_per_partition=sizes.width,
             element_bytes=sizes.element_bytes,
+            gathers=sizes.tensor_model_parallel_size > 1,
+            overwrites=kernels.fused and columns == 2,
         )
         tokens = auto_tile_tokens(None, per_token) if isinstance(tile, str) else tile
         # The tiles' weight gradients are summed in fp32 and rounded once.
@@ -206,13 +264,11 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         rounded = 0
         if sizes.element_bytes != FP32_BYTES:
             rounded = (columns + 1) * b.width_weight
-        temporary = {
-            "gradients of the stream": 2 * b.stream,
-            "tile": min(tokens, sizes.tokens) * per_token,
-            "dW in fp32": sums,
-            "dW": rounded,
-        }
-        return [Moment("tiles of the MLP", temporary)]
+        stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
+        return [
+            Moment("tiles of the MLP", {**stream, "tile": min(tokens, sizes.tokens) * per_token}),
+            Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
+        ]
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
         return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
@@ -221,6 +277,8 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     written: Tensors = {}
     # An adapter on the last projection needs the activation, which the kernel does not have.
     is_adapted = sizes.adapters is not None and sizes.adapters.on("down_proj")
+    if kernels.fused and columns == 1 and sizes.moe is None and not is_adapted:
+        return _activation_moments(b)
     if is_adapted or not (kernels.fused and columns == 2 and sizes.moe is None):
         activation = b.width
         written = {"gradients of the columns": columns * b.width}
@@ -249,13 +307,38 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     ]
 
 
+def _activation_moments(b: _Bytes) -> list[Moment]:
+    """Return the moments of an MLP without a gate, whose activation is a kernel of its own."""
+    down = {
+        "gradients of the stream": b.stream,
+        "gathered": b.gathered,
+        "dA": b.width,
+        "dW": b.width_weight + b.adapters,
+    }
+    activation = {"gradients of the stream": b.stream, "dA": b.width, "gradients of the columns": b.width}
+    up = {
+        "gradients of the stream": b.stream + b.reduced,
+        "gathered": b.gathered,
+        "gradients of the columns": b.width,
+        "dX": b.full,
+        "dW": b.width_weight + b.adapters,
+    }
+    after_down = frozenset({"mlp activation"})
+    return [
+        Moment("MLP, last projection", down),
+        Moment("activation", activation, after_down, b.width_weight),
+        Moment("MLP, first projections", up, after_down, b.width_weight),
+    ]
+
+
 def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment]:
     """Return the moments of ``ops/cuda/experts.py``, whose gradient of gate and up overwrites them."""
     # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
     copied_gradients = b.rows if copies_rows(moe.width) else 0
     copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
     gradients = {"gradients of the stream": b.stream, "gradient of the tokens": b.expert_tokens}
-    down = gradients | {"copied rows": copied_gradients, "dA": b.width, "dW": b.width_weight}
+    stream = {"gradients of the stream": b.stream}
+    down = stream | {"copied rows": copied_gradients, "dA": b.width, "dW": b.width_weight}
     tokens = gradients | {"gradients of the rows": b.rows}
     up = gradients | {"copied rows": copied_tokens, "dW": 2 * b.width_weight}
     return [
@@ -294,7 +377,7 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
     # For the gradients of the norms' weights XLA multiplies both branches' gradients with the
     # normalised rows, in fp32, before it sums over the tokens: f32[2048,6144] in GPT-NeoX-20B's graph.
-    gradients: Tensors = {"dX": b.full}
+    gradients: Tensors = {"dX": b.full, "gradient of normalised": b.stream}
     if kernels.compiles_steps:
         gradients = {"dX": 2 * b.full, "dX * normalised": 2 * b.full // sizes.element_bytes * FP32_BYTES}
     return [

@@ -13,13 +13,14 @@ MEMORY_TERMS = {
     "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "formulas.stream_bytes"),
     "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
     "cuBLAS workspaces": ("2 threads x 32 MiB", "peak.CUBLAS_WORKSPACE_BYTES"),
+    "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H", "backends/cuda/peer_memory.py"),
     "gradients": ("of the layers whose backward is done; fp32 sums with master weights", "states.gradient_bytes"),
     "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
     "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
-    "CUDA graph's pool": ("fitted bound of what the pool cannot reuse", "peak.graph_pool_bytes"),
+    "CUDA graph's pool": ("its peak without the gradients, with fitted fragments", "peak.graph_pool_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {

@@ -155,6 +155,8 @@ def mlp_tile_bytes(
     columns_per_partition: int,
     width_per_partition: int,
     element_bytes: int,
+    gathers: bool = True,
+    overwrites: bool = False,
 ) -> int:
     """Return the bytes of a tile of the MLP while its backward runs.
 
@@ -168,8 +170,15 @@ def mlp_tile_bytes(
         columns_per_partition: output columns of the first layer on a rank: 2 F/T for gate and up.
         width_per_partition: F/T.
         element_bytes: bytes of an activation.
+        gathers: whether ranks gather input and gradient; one rank reads views of them.
+        overwrites: whether the recomputed value overwrites the activation's gradient, and is free
+            before the gradient of the input exists, as with the gated kernel.
     """
-    return num_tokens * (3 * hidden_size + columns_per_partition + 2 * width_per_partition) * element_bytes
+    gathered = 2 * hidden_size if gathers else 0
+    if overwrites:
+        return num_tokens * (gathered + columns_per_partition + max(hidden_size, width_per_partition)) * element_bytes
+    columns = columns_per_partition + 2 * width_per_partition
+    return num_tokens * (gathered + hidden_size + columns) * element_bytes
 
 
 def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:

@@ -28,9 +28,11 @@ CUDA_CONTEXT_GIB = 0.6
 """CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
 NCCL_GIB = 0.5
 """NCCL's buffers of one process with several ranks. [estimate]"""
-ALLOCATOR_FRACTION = 0.02
-"""Part of the device that PyTorch's caching allocator cannot hand out at the peak: segments of 2 and
-20 MiB that are free in parts. [estimate], the limit of the project's own reserved bytes."""
+ALLOCATOR_FRACTION = 0.015
+"""Part of the tensors' bytes that PyTorch's allocator, with expandable segments, needs besides them at the peak:
+pages of 2 and 20 MiB that are free in parts. Runs limited to it pass (docs/benchmarks/planned_memory.csv)."""
+ALLOCATOR_BYTES = 96 << 20
+"""The same for few tensors."""
 
 
 ONLY_HARDWARE_SHOWS = {

@@ -232,8 +232,18 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
         results = {"attention by heads": column_bytes(sizes, sizes.query)}
     results |= log_sum_exps
+    # A kernel without grouped heads gets copies of the KV heads. The stored projections stay as far as
+    # they share a storage with the queries.
+    if repeats_kv_heads(sizes, kernels):
+        copies = {name: column_bytes(sizes, sizes.query) for name in ("key by heads", "value by heads")}
+        return Part("core_attn", inputs, query | copies | results, results=results)
     kept_results = results if kernels.attention in SINGLE_KERNELS else {}
     return Part("core_attn", inputs, inputs | results, results=kept_results)
+
+
+def repeats_kv_heads(sizes: RankSizes, kernels: Kernels) -> bool:
+    """Return whether attention gets copies of the KV heads, because the kernel has no grouped heads."""
+    return kernels.fused and kernels.attention == "efficient" and sizes.kv < sizes.query
 
 
 def _math_attention(sizes: RankSizes) -> Tensors:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.adapted_layers import layer_parts
-from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
+from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries, with_fp32_sums
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
-from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
+from nxd_memopt.planner.hardware import ALLOCATOR_BYTES, ALLOCATOR_FRACTION
 from nxd_memopt.planner.layer_tensors import (
     ROUTER_STATISTICS,
     Kernels,
@@ -36,6 +36,8 @@ from nxd_memopt.planner.states import (
 
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
+SMALL_TENSORS_BYTES = 8 << 20
+"""Tensors below 1 MiB that no term counts: sums over tokens, parts of sums, statistics. At most 3 MiB measured."""
 SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
 PEER_MEMORY_MIN_BYTES = 20 << 20
@@ -73,8 +75,12 @@ class StepMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's caching allocator takes from a GPU: also parts of its segments that no tensor uses."""
-        reserved = int(self.device_bytes * (1 + ALLOCATOR_FRACTION))
+        """What PyTorch's caching allocator needs of a GPU: also parts of its segments that no tensor uses.
+
+        While memory is left it takes more, up to a tenth (measured), and returns that before it fails.
+        """
+        fragments = max(int(self.device_bytes * ALLOCATOR_FRACTION), ALLOCATOR_BYTES)
+        reserved = self.device_bytes + fragments
         return -(-reserved // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property
@@ -110,9 +116,9 @@ def step_memory(
     start = gradients if accumulation_steps > 1 or kernels.compiles_steps else 0
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
     candidates = [
-        _in_loss(model, memory, kernels, kept, start, offloaded),
+        _in_loss(model, memory, kernels, kept, layout, start, offloaded),
         _in_backward(model, memory, kernels, kept, layout, start, offloaded),
-        _in_update(model, layout, gradients),
+        _in_update(model, memory, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
     before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
@@ -120,9 +126,8 @@ def step_memory(
     absent = -transient.pop(_ABSENT, 0)
     standing["weights"] -= absent
     if cuda_graph:
-        eager = max(sum(terms.values()) for _, terms in candidates[:-1])
-        pool = graph_pool_bytes(eager, gradients, kept.device_bytes)
-        transient = {**transient, "CUDA graph's pool": max(0, pool - sum(transient.values()))}
+        moment, before_update = "update", 0
+        transient = _with_graph(model, memory, kernels, kept, layout, candidates[-1][1])
     host = {
         "optimizer states": on_host,
         "activations": host_pool_bytes(kept, memory),
@@ -132,28 +137,66 @@ def step_memory(
     return StepMemory(moment, device, host, forward_backward_bytes=sum(device.values()) + before_update)
 
 
-def graph_pool_bytes(eager_bytes: int, gradients: int, activation_bytes: int) -> int:
-    """Return the memory pool of a CUDA graph of forward and backward, an upper bound.
+def _with_graph(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    layout: StateLayout,
+    update: Mapping[str, int],
+) -> dict[str, int]:
+    """Return the terms in the update after a CUDA graph of forward and backward, whose pool no other tensor uses.
 
-    A graph's pool keeps gradients next to the activations whose memory they cannot reuse. Fitted to
-    46 recorded steps on one to four H200 (docs/benchmarks/train_step.csv): with activations far
-    above the gradients at most 7 % of the eager peak, and else at most 36 % of the gradients.
+    The graph has gradients in the dtype of the weights in its pool; sums in fp32 exist besides it.
 
     Args:
-        eager_bytes: peak of activations, gradients and temporary tensors without a graph.
-        gradients: bytes of all gradients.
-        activation_bytes: bytes between forward and backward.
+        model: the rank's share of the model; the next arguments as ``step_memory``.
+        memory: memory techniques.
+        kernels: operations and attention.
+        kept: activations.
+        layout: weights, gradients and states.
+        update: terms of the update without a graph.
     """
-    if activation_bytes > 1.3 * gradients:
-        return eager_bytes + int(min(0.25 * gradients, 0.07 * eager_bytes))
-    return max(eager_bytes, gradients) + int(min(1.1 * activation_bytes, 0.36 * gradients))
+    in_graph = replace(layout, grad_reduce_in_fp32=False)
+    offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
+    passes = (
+        _in_loss(model, memory, kernels, kept, in_graph, 0, offloaded),
+        _in_backward(model, memory, kernels, kept, in_graph, 0, offloaded),
+    )
+    peak = max(sum(terms.values()) for _, terms in passes)
+    gradients = model.total(gradient_bytes, in_graph)
+    pool = graph_pool_bytes(
+        peak,
+        gradients,
+        largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
+        layer=gradient_bytes(model.layer_shapes, in_graph),
+    )
+    sums = model.total(gradient_bytes, layout) if _sum_ratio(layout) else 0
+    buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
+    return {"gradients": gradients + sums, **buffers, "CUDA graph's pool": pool - gradients}
+
+
+def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, layer: int) -> int:
+    """Return the memory pool of a CUDA graph of forward and backward.
+
+    The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
+    room between the others, and cuBLAS workspaces of its own. The fragments are fitted to steps of LLaMA-3-8B and
+    SmolLM2 on an H200: three quarters of a layer's gradients.
+
+    Args:
+        peak_bytes: peak of activations, gradients and temporary tensors without a graph.
+        gradients: bytes of all gradients in the dtype of the weights; the next arguments likewise.
+        largest: the gradient of the largest parameter outside the layers.
+        layer: the gradients of a layer.
+    """
+    return max(peak_bytes, gradients + largest) + 3 * layer // 4 + CUBLAS_WORKSPACE_BYTES
 
 
 def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
     """Return what libraries and peer memory allocate on GPUs, next to tensors."""
     if not kernels.fused:
         return {}
-    buffers = {"cuBLAS workspaces": CUBLAS_WORKSPACE_BYTES}
+    buffers = {"cuBLAS workspaces": CUBLAS_WORKSPACE_BYTES, "small tensors": SMALL_TENSORS_BYTES}
     full = sizes.tokens * sizes.hidden * sizes.element_bytes
     if sizes.tensor_model_parallel_size > 1 and full >= PEER_MEMORY_MIN_BYTES:
         buffers["peer memory"] = _PEER_SLOTS * full
@@ -195,17 +238,34 @@ def _in_loss(
     memory: MemoryConfig,
     kernels: Kernels,
     kept: Activations,
+    layout: StateLayout,
     gradients: int,
     offloaded: OffloadedWeights,
 ) -> tuple[str, dict[str, int]]:
     """Return the terms while the loss is computed: all activations exist."""
-    temporaries = loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy)
+    temporaries = sum(loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy).values())
+    # The head's gradient is cast before that of any layer.
+    if not gradients and _sum_ratio(layout) and not _is_tied(model):
+        temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
     return "loss", {
         _ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
         "gradients": gradients,
         "activations": kept.device_bytes,
-        "temporary tensors": sum(temporaries.values()),
+        "temporary tensors": temporaries,
     }
+
+
+def _is_tied(model: RankModel) -> bool:
+    """Return whether the embedding is the head too: the last parameter is the final norm's."""
+    return bool(model.other_shapes) and len(model.other_shapes[-1]) == 1
+
+
+def _sum_ratio(layout: StateLayout) -> int:
+    """Return how many times larger a gradient's fp32 sum is, which is created next to it; 0 if there is none."""
+    is_summed = layout.master_weights and layout.gradient_element_bytes > layout.element_bytes
+    if not is_summed or layout.in_backward or layout.sharding in ("zero2", "zero3"):
+        return 0
+    return layout.gradient_element_bytes // layout.element_bytes
 
 
 def _in_backward(
@@ -219,10 +279,12 @@ def _in_backward(
 ) -> tuple[str, dict[str, int]]:
     """Return the terms at the highest moment of the layers' backwards, from the last layer to the first."""
     sizes = model.sizes
-    layers = _layer_backwards(sizes, memory, kernels)
+    casts = not standing_gradients and _sum_ratio(layout) > 0 and sizes.adapters is None
+    layers = _layer_backwards(sizes, memory, kernels, with_sums=casts)
     per_layer = gradient_bytes(model.layer_shapes, layout)
-    # The head's gradient comes first. A tied one is the embedding's too.
+    # The head's gradient comes first. A tied one waits for the embedding's, in the dtype of the weights.
     finished = gradient_bytes(model.other_shapes[-1:], layout)
+    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if _is_tied(model) else 0
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     has_slots = "peer memory" in _library_buffers(sizes, kernels)
@@ -238,7 +300,8 @@ def _in_backward(
         layer = layers[index]
         # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
         live = remaining - own_bytes + max(own_bytes, layer.all_bytes)
-        live += _restored(memory, sizes.num_layers, index, layer.all_bytes, layer.input_bytes)
+        live += _restored(kept, memory, index, layer.all_bytes, layer.input_bytes)
+        live += waiting + _prefetched(kept, memory, index)
         absent = -offloaded.absent_bytes(sizes.num_layers, index)
         for moment, freed, temporary, in_slots in layer.moments:
             gradients = standing_gradients
@@ -304,28 +367,30 @@ class _LayerBackward:
 
 
 @lru_cache(maxsize=512)
-def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> tuple[_LayerBackward, ...]:
-    """Return the backward of every layer."""
+def _layer_backwards(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, with_sums: bool
+) -> tuple[_LayerBackward, ...]:
+    """Return the backward of every layer; ``with_sums`` when gradients are cast to new fp32 sums."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
         # Only windows, and layer 0 before its first adapter, make layers of the same techniques different.
         if not sizes.windows and sizes.adapters is None:
-            layers += [_layer_backward(sizes, techniques, kernels)] * count
+            layers += [_layer_backward(sizes, techniques, kernels, with_sums=with_sums)] * count
             continue
         for index in range(len(layers), len(layers) + count):
-            layers.append(_layer_backward(sizes, techniques, kernels, index))
+            layers.append(_layer_backward(sizes, techniques, kernels, index, with_sums=with_sums))
     return tuple(layers)
 
 
-def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
+def _layer_backward(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0, *, with_sums: bool = False
+) -> _LayerBackward:
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
     layer = layer_parts(sizes, memory, kernels, index)
     everything = layer.kept()
-    if memory.recompute_keep_core_attn:
-        # While results are returned to it, a recomputed layer copies query, key and value out of
-        # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
-        projected = sizes.tokens * (sizes.query + 2 * sizes.kv) * sizes.element_bytes
-        everything |= {"output of the projections": projected}
+    found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+    if with_sums:
+        found = with_fp32_sums(found, routes=sizes.moe is not None)
     moments = [
         (
             moment,
@@ -333,7 +398,7 @@ def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
             sum(moment.temporary.values()),
             moment.temporary.get("gathered", 0),
         )
-        for moment in layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+        for moment in found
     ]
     return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
 
@@ -350,6 +415,9 @@ def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: Memory
         return True
     # From layer to layer other weights are in host memory.
     if memory.cpu_offloading_weights:
+        return True
+    # Layer 1 fetches what layer 0 has in host memory, and layer 0 nothing.
+    if index == 1 and memory.num_offloaded_layers(len(layers)):
         return True
     # Under full recompute layer 0 keeps the same as the others, and restores less.
     if sizes.adapters is not None and index == 1:
@@ -376,7 +444,7 @@ def _largest(shapes: Sequence[Sequence[int]]) -> int:
     return max(math.prod(shape) for shape in shapes)
 
 
-def _restored(memory: MemoryConfig, depth: int, index: int, layer_bytes: int, input_bytes: int) -> int:
+def _restored(kept: Activations, memory: MemoryConfig, index: int, layer_bytes: int, input_bytes: int) -> int:
     """Return what recomputation of a chunk of layers restores besides this layer's own tensors.
 
     ``uniform`` restores all layers of a chunk, of which those before this layer still exist;
@@ -384,19 +452,43 @@ def _restored(memory: MemoryConfig, depth: int, index: int, layer_bytes: int, in
     """
     if memory.recompute_granularity != "full" or memory.recompute_method in (None, "block"):
         return 0
-    chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
+    chunk = memory.recompute_num_layers or nested_chunk_layers(len(kept.layers))
     before = index % chunk
+    if not before:
+        return 0
+    # The input of the first layer is the checkpoint, which counts already unless it was in host memory.
+    checkpoint = 0 if kept.offloaded[index - before] else input_bytes
     if memory.recompute_method == "nested":
-        return before * input_bytes
-    return before * layer_bytes
+        return before * input_bytes - checkpoint
+    return before * layer_bytes - checkpoint
 
 
-def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> tuple[str, dict[str, int]]:
+def _prefetched(kept: Activations, memory: MemoryConfig, index: int) -> int:
+    """Return what is fetched from host memory while layer ``index`` runs, for the layer or the chunk before it."""
+    chunk = 1
+    if memory.cpu_offloading_activations and memory.recompute_method in ("uniform", "nested"):
+        chunk = memory.recompute_num_layers or nested_chunk_layers(len(kept.layers))
+    start = index // chunk * chunk
+    return sum(sum(layer.values()) for layer in kept.offloaded[max(0, start - chunk) : start])
+
+
+def _in_update(
+    model: RankModel, memory: MemoryConfig, layout: StateLayout, gradients: int
+) -> tuple[str, dict[str, int]]:
     """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
     # The embedding's backward comes before the update, with the gradient of its output.
     stream = model.sizes.shard_tokens * model.sizes.hidden * model.sizes.element_bytes
     gathered = model.sizes.tokens * model.sizes.hidden * model.sizes.element_bytes if model.sizes.shards > 1 else 0
-    terms = {"gradients": gradients, "temporary tensors": stream + gathered}
+    temporary = stream + gathered
+    embedding = model.other_shapes[:1]
+    if _sum_ratio(layout) and embedding:
+        # Its gradient exists before its fp32 sum, and next to it.
+        own = math.prod(embedding[0]) * layout.element_bytes
+        temporary = max(own, temporary + own * (2 if _is_tied(model) else 1) - gradient_bytes(embedding, layout))
+    elif memory.cpu_offloading_weights:
+        # Weights return from host memory after backward.
+        temporary = 0
+    terms = {"gradients": gradients, "temporary tensors": temporary}
     if layout.sharding == "zero1" and layout.shards > 1:
         shards = model.total(shard_bytes, layout)
         # Padded copies of a bucket's gradients, and this rank's reduced shards.

@@ -22,7 +22,7 @@ from nxd_memopt.planner.problem import Problem, Setting
 from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
-from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
+from nxd_memopt.training.model import cuda_graph_option_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.moe_options import resolve_options
 from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
@@ -108,7 +108,7 @@ def planned(config: TrainConfig, hf_config: PretrainedConfig, device: Device | N
         problem = _problem(config, hf_config, _device(), host_gib=_host_gib() or None)
     else:
         problem = _problem(config, hf_config, device, host_gib=None)
-    setting = setting_of(config, hf_config)
+    setting = setting_of(config, hf_config, device)
     plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
     return problem, plan
 
@@ -166,8 +166,16 @@ def _known(problem: Problem) -> int | None:
     return None if is_simulated else problem.usable_bytes
 
 
-def setting_of(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
-    """Return the options of the run that memory depends on."""
+def _has_graph(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None) -> bool:
+    """Return whether forward and backward are a CUDA graph on ``device``, which may be another than the backend's."""
+    if device is None:
+        return uses_cuda_graph(config, hf_config)
+    is_possible = device.kind == "cuda" and cuda_graph_option_conflict(config, hf_config) is None
+    return bool(config.trainer.enable_cuda_graph) and is_possible
+
+
+def setting_of(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None) -> Setting:
+    """Return the options of the run that memory depends on, on ``device`` or on this machine's backend."""
     stage = config.data_parallel.stage
     memory = config.memory
     _require_planned_graphs(config)
@@ -182,7 +190,7 @@ def setting_of(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         sharding=stage,
         micro_batch_size=config.data.micro_batch_size,
         memory=memory,
-        cuda_graph=bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None,
+        cuda_graph=_has_graph(config, hf_config, device),
         optimizer_offload_fraction=offload_fraction(config.optimizer),
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,

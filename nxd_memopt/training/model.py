@@ -161,6 +161,11 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     refusal = backend.capture_refusal()
     if refusal is not None:
         return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
+    return cuda_graph_option_conflict(config, hf_config)
+
+
+def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
+    """Return which option or layer keeps a step from being a CUDA graph on any device and how to change it, or None."""
     # A graph returns one loss, and reads the numbers of rows of experts once, when it is captured.
     if has_experts(hf_config):
         return (
@@ -173,6 +178,11 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     if dropout:
         return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
     return config.cuda_graph_conflict()
+
+
+def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
+    """Return whether forward and backward run as a CUDA graph."""
+    return bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None
 
 
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_text: str | int = "auto") -> Vocabulary:

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.base import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
 GIB = 2**30
-# PyTorch's names of the variable, the newer one first.
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-SETTING = "expandable_segments:True"
 
 
 @contextlib.contextmanager
@@ -23,7 +21,7 @@ def out_of_memory_advice() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         # The frames of the traceback still hold their tensors, so that the figures are the error's.
-        settings = [os.environ[name] for name in VARIABLES if name in os.environ]
+        settings = [os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ]
         error.add_note(advice(backend.memory_allocated() or 0, backend.unused_bytes(), settings))
         raise
 
@@ -34,12 +32,12 @@ def advice(tensor_bytes: int, unused_bytes: int, settings: list[str]) -> str:
     Args:
         tensor_bytes: bytes of tensors.
         unused_bytes: bytes that the allocator holds and no tensor uses.
-        settings: values of ``VARIABLES`` that are set.
+        settings: values of ``ALLOCATOR_VARIABLES`` that are set; none is the program's own setting.
     """
     used = f"{tensor_bytes / GIB:.1f} GiB of tensors and {unused_bytes / GIB:.1f} GiB of fragments between them"
     remedies = ["turn on memory techniques in the order of docs/memory.md, or let the planner choose with memory: auto"]
     # LLaMA-3-8B with 393,216 tokens on an H200 has 31 GiB of fragments without the setting, at which
     # it fails, and runs with it.
-    if unused_bytes > tensor_bytes // 20 and not any(SETTING in each for each in settings):
-        remedies.insert(0, f"set {VARIABLES[1]}={SETTING}")
+    if settings and unused_bytes > tensor_bytes // 20 and not any(EXPANDABLE_SEGMENTS in each for each in settings):
+        remedies.insert(0, f"set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE_SEGMENTS}")
     return f"the device has {used}: {', then '.join(remedies)}"

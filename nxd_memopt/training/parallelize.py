@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from nxd_memopt.data_parallel import shard_model
 from nxd_memopt.memory import GraphedLoss, apply_memory
@@ -21,7 +20,7 @@ from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.isolation import describe_isolation
 from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
+from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.optimizer import (
     MasterWeightOptimizer,
     offload_fraction,
@@ -143,11 +142,6 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
             raise
 
     return replay
-
-
-def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
-    """Return whether forward and backward run as a CUDA graph."""
-    return bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None
 
 
 def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:

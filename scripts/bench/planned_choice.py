@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
         row = {"problem": args.problem, "limit_gib": choice.limit_gib, "rank": rank, "fitting": len(found)}
         row |= {"setting": plan.setting.describe(), "choice_seed": args.seed}
         # ``planned_memory`` plans with what the device has free; the ranking is of the limit.
-        row |= measured_row(cell, about, tiny=args.tiny) | {"ranked_step_s": round(plan.time.step_s, 4)}
+        row |= measured_row(cell, about, tiny=args.tiny, limits=False) | {"ranked_step_s": round(plan.time.step_s, 4)}
         rows.append(row)
         shown = row["failure"] or f"{row['step_s']:.4g} s, planned {plan.time.step_s:.4g} s"
         say(f"{rank} {plan.setting.describe()}: {shown}")
@@ -251,6 +251,7 @@ def main() -> None:
         return
     if backend.name != "cuda" and not args.tiny:
         parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
+    backend.expand_segments()
     backend.init_process_group()
     if world_size() != choice.devices:
         parser.error(f"--problem {args.problem} is of {choice.devices} GPUs, and {world_size()} processes run")

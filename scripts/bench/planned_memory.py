@@ -13,9 +13,10 @@ With ``--append`` cells that the file has from this commit are passed over, so t
 where the last one ended. The last lines sum up all rows of this commit.
 
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
-steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator has
-taken from the device by the end; ``host`` the blocks and claims of the run's host memory. Of several
-ranks each figure is that of the rank that has most. Errors are
+steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
+from the device in a step that may not take more than the plan says (one that needs more is a failure), and
+``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory. Of
+several ranks each figure is that of the rank that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
 commit of the planner.
 """
@@ -27,7 +28,7 @@ import csv
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,8 +86,13 @@ def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
     return found
 
 
-def measure(cell: Cell, *, tiny: bool) -> Row:
+def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
     """Return the planned and measured columns of a cell; its memory is free again after ``clean``.
+
+    Args:
+        cell: the step.
+        tiny: small sizes.
+        limits: measure ``reserved``, which sets the process's limit and removes it.
 
     Raises:
         ValueError: the cell is not planned, or the device does not have one of its techniques.
@@ -118,6 +124,10 @@ def measure(cell: Cell, *, tiny: bool) -> Row:
         backend.synchronize()
         times.append(time.perf_counter() - start)
     allocated = backend.max_memory_allocated() or 0
+    taken = torch.cuda.max_memory_reserved() if backend.name == "cuda" else 0
+    reserved = 0
+    if limits:
+        reserved = _limited_step(lambda: run_step(training, config, batches), plan.memory.reserved_bytes)
     if optimizer.skipped_steps:
         raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
     return _columns(plan) | {
@@ -125,12 +135,33 @@ def measure(cell: Cell, *, tiny: bool) -> Row:
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
         "allocated_bytes": _largest(allocated),
-        "reserved_bytes": _largest(torch.cuda.max_memory_reserved()) if backend.name == "cuda" else "",
+        "reserved_bytes": _largest(reserved) if reserved else "",
+        "unlimited_reserved_bytes": _largest(taken) if taken else "",
         "host_bytes": _largest(0 if pool is None else pool.total_bytes),
         "step_s": round(statistics.median(times[warm_up:]), 4),
         "steps": f"{warm_up}+{timed}",
         "loss": round(losses[-1], 4),
     }
+
+
+def _limited_step(run: Callable[[], object], limit_bytes: int) -> int:
+    """Run a step that may reserve ``limit_bytes`` and return what it reserved; 0 without an allocator that has limits.
+
+    Raises:
+        torch.OutOfMemoryError: the step needs more.
+    """
+    if backend.name != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(backend.device).total_memory
+    clean()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), backend.device)
+    try:
+        run()
+        backend.synchronize()
+        return torch.cuda.max_memory_reserved()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
 
 
 def _use_groups(cell: Cell) -> None:
@@ -175,8 +206,8 @@ def errors(row: Row) -> Row:
     return found
 
 
-def measured_row(cell: Cell, about: Row, *, tiny: bool) -> Row:
-    """Return the row of a cell, with its failure if it does not run."""
+def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True) -> Row:
+    """Return the row of a cell, with its failure if it does not run; arguments as ``measure``."""
     row: Row = {
         "cell": cell.name,
         "model": cell.model,
@@ -190,7 +221,7 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool) -> Row:
         "failure": "",
     }
     try:
-        row |= measure(cell, tiny=tiny)
+        row |= measure(cell, tiny=tiny, limits=limits)
     except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
     row["failure"] = next((text for text in share_texts(row["failure"]) if text), "")
@@ -369,6 +400,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.drawn < 0:
         parser.error(f"--drawn must be at least 0, got {args.drawn}")
+    backend.expand_segments()
     backend.init_process_group()
     try:
         cells = chosen_cells(args)

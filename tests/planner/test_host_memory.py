@@ -93,7 +93,9 @@ def test_weights_on_the_host_lower_the_peak_of_backward_and_not_that_of_the_upda
     layout = StateLayout(2, sharding="zero1", data_parallel_size=2)
     plain = step_memory(share, MemoryConfig(), Kernels(True, "flash4"), layout)
     offloaded = step_memory(share, offloading, Kernels(True, "flash4"), layout)
-    assert plain.moment == offloaded.moment == "update" and plain.device == offloaded.device
+    # Weights return after backward, when the gradient of the embedding's output is free.
+    assert plain.moment == offloaded.moment == "update"
+    assert plain.device | {"temporary tensors": 0} == offloaded.device
 
 
 def test_refusals_of_weights_on_the_host():

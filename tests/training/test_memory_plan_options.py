@@ -116,7 +116,7 @@ def config(monkeypatch, recipe) -> TrainConfig:
     monkeypatch.setattr(memory_plan, "world_size", lambda: 32)
     monkeypatch.setattr(model, "world_size", lambda: 32)
     # Whether a graph can be captured is a question to the machine.
-    monkeypatch.setattr(memory_plan, "cuda_graph_conflict", lambda *_: None)
+    monkeypatch.setattr(memory_plan, "uses_cuda_graph", lambda config, _: bool(config.trainer.enable_cuda_graph))
     found = recipe
     overrides = {**found.model.config_overrides, "num_hidden_layers": 12, "vocab_size": 8192}
     found = changed(found, "model.config_overrides", {"config_overrides": overrides})

@@ -22,7 +22,7 @@ def test_fragments_are_named_with_their_remedy(monkeypatch, setting, unused):
     (note,) = caught.value.__notes__
     assert f"107.0 GiB of tensors and {unused / GIB:.1f} GiB of fragments" in note
     assert ("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then" in note) == (
-        unused > 0 and setting != "expandable_segments:True"
+        unused > 0 and setting == "max_split_size_mb:512"
     )
     assert "docs/memory.md" in note
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.base import Capture, Result
+from nxd_memopt.backends.base import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, Capture, Result
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import ChunkedAllGather, ChunkedReduction
 from nxd_memopt.backends.cuda import attention as cuda_attention
@@ -66,6 +66,12 @@ class CudaBackend(C10dBackend):
         if not torch.cuda.is_available():
             return "no CUDA device is visible"
         return None
+
+    def expand_segments(self) -> None:
+        if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            return
+        # Public only as an environment variable, which PyTorch reads when it is imported.
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)

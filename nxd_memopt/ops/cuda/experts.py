@@ -148,6 +148,8 @@ def _gate_up_gradient(grad: Tensor, x: Tensor, rows: ExpertRows) -> Tensor:
         stop = min(start + part, width)
         copied = x[:, start:stop].index_select(0, rows.tokens)
         matmul_over_rows(grad, copied, rows, out=dweight[:, :, start:stop])
+        # Otherwise this copy would still exist while the next one is made.
+        del copied
     return dweight
 
 

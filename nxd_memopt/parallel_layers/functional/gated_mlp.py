@@ -65,11 +65,13 @@ class GatedRowParallel(torch.autograd.Function):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
             if not needs_weight:
-                continue
-            if weight_grad is None:
+                pass
+            elif weight_grad is None:
                 weight_grad = grads.t() @ activated
             else:
                 weight_grad.addmm_(grads.t(), activated)
+            # Otherwise this tile would still exist while the next one is computed.
+            del activated
         # gate and up are overwritten: with new versions autograd rejects a use of the old values.
         torch.autograd.graph.increment_version((gate, up))
         return None, None, None, gate, up, weight_grad

@@ -98,6 +98,8 @@ class TiledMLP(torch.autograd.Function):
 
             reduction = options.row.reduce(rows, (activated.size(0), row_weight.size(0)), x.dtype)
             output[tile] = as_dtype(reduction.wait(), x.dtype)
+            # Otherwise this tile would still exist while the next one is computed.
+            del activated, rows, reduction
         return output
 
     @staticmethod
@@ -105,29 +107,46 @@ class TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options: TiledMLPOptions = ctx.options
         (x, *parameters), (needs_input, *needs_grad) = saved_inputs(ctx)
-        weights, row_weight, biases = options.by_kind(parameters)
         sums = _ParameterSums(options, needs_grad, wide_dtype(x.dtype))
         input_grad = torch.empty_like(x) if needs_input else None
         for tile in options.tiles(x):
-            gathering = options.column.gather(x[tile])
-            columns = _columns(gathering, weights, biases)
-            # The gather of dY may reuse the buffer of this one.
-            full = gathering.wait(copy=True)
-            # dA = dY W, and one kernel that recomputes A and overwrites the columns with their
-            # gradients: 4 * F/T FLOPs for each element of dY, two GEMMs.
-            arriving = options.row.gather(grad[tile], materialize=False)
-            for start, rows in arriving.chunks(4 * row_weight.size(1)):
-                part = slice(start, start + rows.size(0))
-                activated = options.activation_gradient([column[part] for column in columns], rows @ row_weight)
-                sums.add_row(rows, activated)
-            reduction = None
-            if input_grad is not None:
-                reduction = input_grad_reduction(options.column, columns, weights)
-            # These GEMMs overlap with the reduction.
-            sums.add_columns(columns, full)
-            if input_grad is not None and reduction is not None:
-                input_grad[tile] = reduction.wait().to(x.dtype)
+            tile_grad = None if input_grad is None else input_grad[tile]
+            _tile_backward(options, parameters, sums, x[tile], grad[tile], tile_grad)
         return None, None, input_grad, *sums.results(parameters)
+
+
+def _tile_backward(
+    options: TiledMLPOptions,
+    parameters: Sequence[Tensor],
+    sums: _ParameterSums,
+    x: Tensor,
+    grad: Tensor,
+    input_grad: Tensor | None,
+) -> None:
+    """Add the gradients of a tile to ``sums``, and write that of its input to ``input_grad``.
+
+    A function of its own, so that a tile's tensors are free before those of the next one exist.
+    """
+    weights, row_weight, biases = options.by_kind(parameters)
+    gathering = options.column.gather(x)
+    columns = _columns(gathering, weights, biases)
+    # The gather of dY may reuse the buffer of this one.
+    full = gathering.wait(copy=True)
+    # dA = dY W, and one kernel that recomputes A and overwrites the columns with their
+    # gradients: 4 * F/T FLOPs for each element of dY, two GEMMs.
+    arriving = options.row.gather(grad, materialize=False)
+    for start, rows in arriving.chunks(4 * row_weight.size(1)):
+        part = slice(start, start + rows.size(0))
+        activated = options.activation_gradient([column[part] for column in columns], rows @ row_weight)
+        sums.add_row(rows, activated)
+        del activated
+    reduction = None
+    if input_grad is not None:
+        reduction = input_grad_reduction(options.column, columns, weights)
+    # These GEMMs overlap with the reduction.
+    sums.add_columns(columns, full)
+    if input_grad is not None and reduction is not None:
+        input_grad.copy_(reduction.wait())
 
 
 def _columns(gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
