@@ -40,6 +40,28 @@ class Moment:
     finished_gradients: int = 0
 
 
+ATTENTION_SAVED = frozenset(
+    {
+        "query, key, value",
+        "query",
+        "key",
+        "value",
+        "key by heads",
+        "value by heads",
+        "attention",
+        "attention by heads",
+        "log-sum-exps",
+    }
+)
+"""Storages that attention keeps."""
+_BEFORE_ATTENTION = ("MLP", "shared expert", "tiles of the MLP", "rounding", "activation")
+
+
+def precedes_attention(moment: Moment) -> bool:
+    """Return whether a moment of a layer whose MLP follows its attention is before attention's backward."""
+    return moment.name.startswith(_BEFORE_ATTENTION)
+
+
 def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a decoder layer's backward at which most memory is in use."""
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
@@ -62,6 +84,7 @@ _FREED_WITH_NODE = frozenset(
         "dX * normalised",
         "dW in fp32",
         "tensors and gradients of the group",
+        "parts of dW",
     }
 )
 """Temporary tensors that are free when the function that has computed a weight's gradient returns."""
@@ -201,8 +224,6 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
             mlp_gradients + b.output_weight,
         )
     )
-    attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
-    attention_saved |= {"key by heads", "value by heads"}
     moments.append(
         Moment(
             "query, key and value projections",
@@ -213,7 +234,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
                 "dX": b.full,
                 "dW": b.qkv_weight + b.adapters,
             },
-            after_mlp | attention_saved,
+            after_mlp | ATTENTION_SAVED,
             mlp_gradients + b.output_weight,
         )
     )
@@ -271,6 +292,8 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         ]
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
         return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
+    if sizes.moe is not None and kernels.fused and sizes.moe.options.moe_expert_block_size is None:
+        return [*_shared_expert_moments(sizes, b, columns), *_expert_loop_moments(b, columns)]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
@@ -348,6 +371,25 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
     ]
 
 
+def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
+    """Return the moments of experts that are computed one after the other, on GPUs without ``has_expert_kernels``.
+
+    The gradients of the experts' weights, and of their rows, exist in parts before they are joined.
+    """
+    stream = {"gradients of the stream": b.stream}
+    after_down = frozenset({"activation of the rows", "outputs of the rows", "weighted rows"})
+    after_up = after_down | {"rows", "gate, up of the rows", "activated gate of the rows", "expanded rows"}
+    down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
+    activation = {"dA": b.width, "gradients of the columns": columns * b.width}
+    weights = columns * b.width_weight
+    up = {"gradients of the stream": b.stream + b.reduced, "dX": b.rows, "parts of dW": weights, "dW": weights}
+    return [
+        Moment("MLP, last projection", stream | down, after_down),
+        Moment("activation", stream | activation, after_down, b.width_weight),
+        Moment("MLP, first projections", up, after_up, b.width_weight),
+    ]
+
+
 def _shared_expert_moments(sizes: RankSizes, b: _Bytes, columns: int) -> list[Moment]:
     """Return the moments of the shared expert, whose backward comes before that of the routed ones."""
     if sizes.moe is None or not sizes.moe.shared_width:
@@ -374,7 +416,6 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     b = _Bytes(sizes)
     row_weights = b.output_weight + b.width_weight
     after_rows = frozenset({"mlp activation"})
-    attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
     # For the gradients of the norms' weights XLA multiplies both branches' gradients with the
     # normalised rows, in fp32, before it sums over the tokens: f32[2048,6144] in GPT-NeoX-20B's graph.
     gradients: Tensors = {"dX": b.full, "gradient of normalised": b.stream}
@@ -421,7 +462,7 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
                 "dW": b.qkv_weight + b.width_weight,
             }
             | gradients,
-            after_rows | attention_saved | {"expanded"},
+            after_rows | ATTENTION_SAVED | {"expanded"},
             row_weights,
         ),
     ]

@@ -26,7 +26,7 @@ def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> d
     tensors = _router(sizes, moe) | _losses(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
     if fused and has_expert_kernels(sizes, moe):
         return tensors | _rows_of_kernels(sizes, moe)
-    return tensors | _rows(sizes, moe)
+    return tensors | _rows(sizes, moe, fused=fused)
 
 
 def has_expert_kernels(sizes: RankSizes, moe: MoESizes) -> bool:
@@ -121,7 +121,7 @@ def _losses(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     return tensors
 
 
-def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+def _rows(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
     """Return what dispatch and experts save."""
     element = sizes.element_bytes
     rows = moe.rows(sizes.tokens)
@@ -141,7 +141,7 @@ def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
         "weights of the rows": rows * moe.number_bytes,
         "weighted rows": rows * sizes.hidden * element,
     }
-    tensors |= _activations(sizes, moe, rows)
+    tensors |= _activations(sizes, moe, rows, fused=fused)
     if is_padded or block is not None:
         tensors["which rows are tokens"] = rows * element
         if moe.has_biases:
@@ -190,14 +190,14 @@ def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     }
 
 
-def _activations(sizes: RankSizes, moe: MoESizes, rows: int) -> dict[str, int]:
+def _activations(sizes: RankSizes, moe: MoESizes, rows: int, *, fused: bool) -> dict[str, int]:
     """Return what the experts save besides the operands of their second matmul."""
     element = sizes.element_bytes
     if not moe.has_biases:
-        return {
-            "gate, up of the rows": rows * 2 * moe.width * element,
-            "activated gate of the rows": rows * moe.width * element,
-        }
+        tensors = {"gate, up of the rows": rows * 2 * moe.width * element}
+        if not fused:
+            tensors["activated gate of the rows"] = rows * moe.width * element
+        return tensors
     # Each bias is added by a matmul with the experts of the rows; of the second one each tensor-parallel rank has a
     # part.
     tensors = {

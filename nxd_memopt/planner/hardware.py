@@ -28,11 +28,11 @@ CUDA_CONTEXT_GIB = 0.6
 """CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
 NCCL_GIB = 0.5
 """NCCL's buffers of one process with several ranks. [estimate]"""
-ALLOCATOR_FRACTION = 0.015
-"""Part of the tensors' bytes that PyTorch's allocator, with expandable segments, needs besides them at the peak:
-pages of 2 and 20 MiB that are free in parts. Runs limited to it pass (docs/benchmarks/planned_memory.csv)."""
-ALLOCATOR_BYTES = 96 << 20
-"""The same for few tensors."""
+FRAGMENT_FRACTION = 0.015
+"""Part of the tensors' bytes that are fragments, of many tensors."""
+_FRAGMENTS_OF_FEW = 0.026
+_FEWEST_FRAGMENT_BYTES = 132 << 20
+_FRAGMENT_BYTES_OF_FEW = 250 << 20
 
 
 ONLY_HARDWARE_SHOWS = {
@@ -94,10 +94,20 @@ class Device:
         """
         reserve_gib = self.reserve_gib
         if self.kind == "cuda":
-            reserve_gib += ALLOCATOR_FRACTION * self.memory_gib
+            reserve_gib += fragment_bytes(self.memory_bytes) / GIB
             if ranks > 1:
                 reserve_gib += NCCL_GIB
         return int((self.memory_gib - reserve_gib) * GIB)
+
+
+def fragment_bytes(tensors: int) -> int:
+    """Return what PyTorch's allocator, with expandable segments, needs besides ``tensors`` bytes on a GPU.
+
+    Pages of 2 and 20 MiB are free in parts. Fitted to steps on an H200 that may not reserve more
+    (docs/benchmarks/planned_memory.csv): up to 1.5 % of many tensors, and up to 2.6 % of a few GiB.
+    """
+    of_few = min(int(tensors * _FRAGMENTS_OF_FEW), _FRAGMENT_BYTES_OF_FEW)
+    return max(_FEWEST_FRAGMENT_BYTES, of_few, int(tensors * FRAGMENT_FRACTION))
 
 
 def _matmul(bf16: float, fp32: float) -> dict[str, float]:

@@ -10,10 +10,17 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.adapted_layers import layer_parts
-from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries, with_fp32_sums
+from nxd_memopt.planner.backward import (
+    ATTENTION_SAVED,
+    Moment,
+    layer_moments,
+    loss_temporaries,
+    precedes_attention,
+    with_fp32_sums,
+)
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
-from nxd_memopt.planner.hardware import ALLOCATOR_BYTES, ALLOCATOR_FRACTION
+from nxd_memopt.planner.hardware import FRAGMENT_FRACTION, fragment_bytes
 from nxd_memopt.planner.layer_tensors import (
     ROUTER_STATISTICS,
     Kernels,
@@ -40,10 +47,13 @@ SMALL_TENSORS_BYTES = 8 << 20
 """Tensors below 1 MiB that no term counts: sums over tokens, parts of sums, statistics. At most 3 MiB measured."""
 SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
+_FRAGMENTS_BESIDES_GRAPH = 48 << 20
 PEER_MEMORY_MIN_BYTES = 20 << 20
 """Smallest chunk that ``backends/cuda/peer_memory.py`` sends instead of NCCL."""
 _PEER_SLOTS = 4
 """Slots of peer memory: two for gathers and two for reductions, of a full activation each."""
+GRAPH_POOL = "CUDA graph's pool"
+"""Term of the pool of a CUDA graph, besides its gradients."""
 _ABSENT = "weights in host memory"
 """Term of a moment that is subtracted from the weights."""
 _BUCKET_BYTES = 25 << 20
@@ -79,7 +89,11 @@ class StepMemory:
 
         While memory is left it takes more, up to a tenth (measured), and returns that before it fails.
         """
-        fragments = max(int(self.device_bytes * ALLOCATOR_FRACTION), ALLOCATOR_BYTES)
+        fragments = fragment_bytes(self.device_bytes)
+        if GRAPH_POOL in self.device:
+            # The pool, with most of the gradients, counts with its fragments.
+            others = self.device_bytes - self.device[GRAPH_POOL] - self.device["gradients"]
+            fragments = max(_FRAGMENTS_BESIDES_GRAPH, int(others * FRAGMENT_FRACTION))
         reserved = self.device_bytes + fragments
         return -(-reserved // SEGMENT_BYTES) * SEGMENT_BYTES
 
@@ -173,7 +187,7 @@ def _with_graph(
     )
     sums = model.total(gradient_bytes, layout) if _sum_ratio(layout) else 0
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
-    return {"gradients": gradients + sums, **buffers, "CUDA graph's pool": pool - gradients}
+    return {"gradients": gradients + sums, **buffers, GRAPH_POOL: pool - gradients}
 
 
 def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, layer: int) -> int:
@@ -244,6 +258,9 @@ def _in_loss(
 ) -> tuple[str, dict[str, int]]:
     """Return the terms while the loss is computed: all activations exist."""
     temporaries = sum(loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy).values())
+    # In fp16 the gradient of the head is computed in backward, and so does not count as kept.
+    if model.sizes.is_fp16 and memory.fused_linear_cross_entropy and model.sizes.adapters is None:
+        temporaries += model.sizes.vocab * model.sizes.hidden * model.sizes.element_bytes
     # The head's gradient is cast before that of any layer.
     if not gradients and _sum_ratio(layout) and not _is_tied(model):
         temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
@@ -391,10 +408,19 @@ def _layer_backward(
     found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
     if with_sums:
         found = with_fp32_sums(found, routes=sizes.moe is not None)
+    # Selective recompute restores attention when its backward comes, after that of the MLP.
+    waiting: frozenset[str] = frozenset()
+    if memory.recompute_granularity == "selective":
+        kept = layer.kept(memory.recompute_modules or ())
+        waiting = frozenset(name for name in everything if name in ATTENTION_SAVED and name not in kept)
     moments = [
         (
             moment,
-            sum(size for name, size in everything.items() if name in moment.freed),
+            sum(
+                size
+                for name, size in everything.items()
+                if name in moment.freed or (name in waiting and precedes_attention(moment))
+            ),
             sum(moment.temporary.values()),
             moment.temporary.get("gathered", 0),
         )
