@@ -24,24 +24,27 @@ MEMORY_TERMS = {
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {
-    "matmuls": ("6 FLOPs a weight and token, 2 more where recomputed, at the reached rate", "step_time.matmul_flops"),
-    "attention": ("2 S^2 columns forward, 2.5 times that backward", "step_time.attention_flops"),
-    "elementwise": ("bytes of norms, RoPE and activations over the bandwidth", "step_time.elementwise_bytes"),
+    "matmuls": ("6 FLOPs a weight and token, 2 more where recomputed, at the reached rate", "step_work.matmul_flops"),
+    "attention": ("2 S^2 columns forward, 2.5 times that backward", "step_work.attention_flops"),
+    "elementwise": ("bytes of norms, RoPE and activations over the bandwidth", "step_work.elementwise_bytes"),
     "tensor-parallel collectives": (
         "bytes over the link, the part that nothing hides",
-        "step_time.tensor_parallel_bytes",
+        "step_work.tensor_parallel_bytes",
     ),
     "expert-parallel collectives": (
         "tokens or rows to the experts and back, of a balanced routing",
-        "step_time.expert_parallel_bytes",
+        "step_work.expert_parallel_bytes",
     ),
     "copies to and from the host": (
         "of activations and weights, over the host link, beyond the computation",
         "step_time.step_time",
     ),
-    "waiting for the host": ("launches of kernels beyond the computation, without a graph", "step_time.step_time"),
+    "waiting for the host": (
+        "launches of kernels beyond the computation, and between two steps",
+        "step_time.HostRates",
+    ),
     "data-parallel collectives": ("gradients and parameters over the link", "step_time.step_time"),
-    "optimizer": ("7 reads and writes of the states, or their copies from the host", "step_time.step_time"),
+    "optimizer": ("clipping and AdamW, and copies of states that nothing hides", "step_work.update_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 

@@ -10,13 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.hardware import Device
-from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.peak import StepMemory
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.step_work import (
+    attention_flops,
+    elementwise_bytes,
+    expert_parallel_bytes,
+    matmul_flops,
+    model_flops,
+    tensor_parallel_bytes,
+    update_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -24,45 +31,95 @@ class Rates:
     """Parts of a device's published rates that a training step reaches.
 
     Args:
-        matmul: of the matmul rate, over a layer's matmuls.
-        attention: of the matmul rate, forward and backward of causal attention.
-        memory: of the memory bandwidth, in elementwise kernels and the optimizer.
+        matmul: of the matmul rate, over a layer's matmuls, if matmuls and attention are the whole step.
+        matmul_fp32: the same in fp32.
+        attention: of the matmul rate, forward and backward of causal attention over a long sequence.
+        memory: of the memory bandwidth, in elementwise kernels.
+        update: of the memory bandwidth, in clipping and the optimizer.
         link: of the link's bandwidth, in collectives.
         exposed: part of the collectives' time that no computation hides.
+        half_length: tokens of a sequence with which attention reaches half its rate.
+        short_heads: part of attention's rate with heads of 64, which grows to 1 with heads of 128.
+        attention_fp32: part of attention's rate in fp32.
+        power: how much faster matmuls are while other kernels leave them power, times the part of the others.
         latency_s: seconds of a layer's forward and backward besides its work: gaps between kernels.
-        host_s: seconds that the host needs to launch a layer's forward and backward without a graph.
+        step_s: seconds between two steps in which the device waits.
         is_calibrated: whether the parts come from measurements.
     """
 
     matmul: float
+    matmul_fp32: float
     attention: float
     memory: float
+    update: float
     link: float
     exposed: float
-    latency_s: float
-    host_s: float
-    is_calibrated: bool
+    half_length: float = 0.0
+    short_heads: float = 1.0
+    attention_fp32: float = 1.0
+    power: float = 0.0
+    latency_s: float = 0.0
+    step_s: float = 0.0
+    is_calibrated: bool = False
 
 
 RATES = {
-    # Fitted: LLaMA-3-8B, 8,192 tokens, T=1, none: 735 ms; attention.csv: 628 of 989 TFLOP/s;
-    # all-gathers reach 305 of 450 GB/s; SmolLM2 eager: 3.7 ms a layer.
-    "cuda": Rates(0.645, 0.60, 0.80, 0.68, 0.40, 2.0e-4, 3.7e-3, is_calibrated=True),
-    "neuron": Rates(0.45, 0.25, 0.60, 0.60, 0.60, 0.0, 0.0, is_calibrated=False),
-    "cpu": Rates(0.50, 0.50, 0.50, 0.50, 1.00, 0.0, 0.0, is_calibrated=False),
+    # Fitted to 76 steps on two H200 (docs/benchmarks/planned_memory.csv); all-gathers reach 305 of 450 GB/s.
+    "cuda": Rates(
+        matmul=0.681,
+        matmul_fp32=0.707,
+        attention=0.628,
+        memory=0.829,
+        update=0.70,
+        link=0.68,
+        exposed=0.40,
+        half_length=1288,
+        short_heads=0.874,
+        attention_fp32=0.925,
+        power=0.256,
+        latency_s=1.46e-4,
+        step_s=8.2e-3,
+        is_calibrated=True,
+    ),
+    "neuron": Rates(0.45, 0.45, 0.25, 0.60, 0.60, 0.60, 0.60),
+    "cpu": Rates(0.50, 0.50, 0.50, 0.50, 0.50, 0.50, 1.00),
 }
 """Rates by kind of device."""
-MEASURED_MATMUL = 0.90
-"""Part of the rate of large matmuls that a step's matmuls reach: on H200 638 TFLOP/s (fitted) of the 706 of
-the floor in docs/benchmarks/linear_cross_entropy.csv, 36.6 ms for 8,192 tokens."""
+MEASURED = {"matmul": 708 / 989, "matmul_fp32": 51.1 / 67, "memory": 4.208 / 4.8, "link": 0.68}
+"""Parts of H200's published rates that ``plan --calibrate`` measures: what it measures elsewhere stands for them."""
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Seconds in which the host launches the kernels of a step without a graph, on the host of an H200.
+
+    Hosts of the same kind differ by 15 % between runs.
+
+    Args:
+        layer: forward and backward of a layer.
+        recomputed: besides, of a recomputed layer.
+        selective: besides, of a layer that recomputes some of its modules.
+        offloaded: besides, of a layer with activations in host memory.
+        group: besides, for each group of heads.
+        experts: besides, of a layer with experts.
+        parameter: hooks and update of a parameter, once a step.
+    """
+
+    layer: float = 3.9e-3
+    recomputed: float = 4.2e-3
+    selective: float = 2.4e-3
+    offloaded: float = 1.4e-3
+    group: float = 5.9e-3
+    experts: float = 7.1e-3
+    parameter: float = 2.0e-5
+
+
+HOST = HostRates()
+OVERLAP = 6.3
+"""Exponent of the norm of the device's and the host's time: the larger one decides, and near each other both do."""
 COPY_INTERFERENCE = 0.06
 """Part of the copies' time by which they slow the computation that hides them (fitted: LLaMA-3-8B,
 32,768 tokens, 12 layers offloaded)."""
-# Attention's backward has 5 matmuls where forward has 2.
-_ATTENTION_BACKWARD = 2.5
-# Bytes that the optimizer moves for an element whose states are on the device: reads of weight,
-# gradient and moments, writes of weight and moments.
-_UPDATE_READS_AND_WRITES = 7
 
 
 def rates_of(device: Device) -> Rates:
@@ -70,8 +127,18 @@ def rates_of(device: Device) -> Rates:
     rates = RATES[device.kind]
     if not device.measured:
         return rates
-    attention = MEASURED_MATMUL * rates.attention / rates.matmul
-    return replace(rates, matmul=MEASURED_MATMUL, attention=attention, memory=1.0, link=1.0, is_calibrated=True)
+    matmul, memory = MEASURED["matmul"], MEASURED["memory"]
+    gpu = RATES["cuda"]
+    return replace(
+        rates,
+        matmul=gpu.matmul / matmul,
+        matmul_fp32=gpu.matmul_fp32 / MEASURED["matmul_fp32"],
+        attention=rates.attention / rates.matmul * gpu.matmul / matmul,
+        memory=gpu.memory / memory,
+        update=gpu.update / memory,
+        link=1.0,
+        is_calibrated=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -122,12 +189,8 @@ def step_time(
     """
     rates = rates_of(device)
     sizes = model.sizes
-    peak = device.matmul_flops[dtype]
-    matmul_s = matmul_flops(sizes, memory) / (peak * rates.matmul)
-    attention_s = attention_flops(sizes, memory) / (peak * rates.attention)
-    elementwise_s = elementwise_bytes(sizes) / (device.memory_bytes_per_s * rates.memory)
-    latency_s = sizes.num_layers * rates.latency_s
-    compute_s = matmul_s + attention_s + elementwise_s + latency_s
+    compute = _compute_terms(sizes, memory, device, rates, dtype)
+    compute_s = sum(compute.values())
     link_s = device.link_bytes_per_s
     if sizes.tensor_model_parallel_size > device.ranks_per_host:
         link_s = device.host_link_bytes_per_s
@@ -141,213 +204,85 @@ def step_time(
     # Weights arrive twice and leave once; the two directions do not wait for each other.
     host_copy_s += 2 * used.host["weights"] / device.host_copy_bytes_per_s
     terms = {
-        "matmuls": matmul_s,
-        "attention": attention_s,
-        "elementwise": elementwise_s + latency_s,
+        **compute,
         "tensor-parallel collectives": tensor_s,
         "expert-parallel collectives": experts_s,
         "copies to and from the host": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
     }
-    if device.kind == "cuda" and not cuda_graph:
-        terms["waiting for the host"] = max(0.0, sizes.num_layers * rates.host_s - compute_s - tensor_s)
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
     # All weights are on the device for the update, and nothing hides that copy.
     terms["copies to and from the host"] += used.host["weights"] / device.host_copy_bytes_per_s
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
-    terms["optimizer"] = _optimizer_s(
-        model,
-        layout,
-        used,
-        device,
-        compute_s=accumulation_steps * compute_s,
-        forward_s=model_flops(sizes) / 3 / (peak * rates.matmul),
+    forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
+    on_device_s = update_bytes(model, layout, accumulation_steps) / (device.memory_bytes_per_s * rates.update)
+    terms["optimizer"] = on_device_s + _state_copies_s(
+        layout, used, device, compute_s=accumulation_steps * compute_s, forward_s=forward_s
     )
+    if device.kind == "cuda":
+        device_s = accumulation_steps * (compute_s + tensor_s) + on_device_s
+        waiting_s = _waiting_s(model, memory, device_s, accumulation_steps, cuda_graph=cuda_graph)
+        terms["waiting for the host"] = waiting_s + rates.step_s
     return StepTime(terms)
 
 
-def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
-    """Return the elements of each weight of a layer on this rank that a token uses, by projection."""
-    columns = 2 if sizes.is_gated else 1
+def _compute_terms(
+    sizes: RankSizes, memory: MemoryConfig, device: Device, rates: Rates, dtype: str
+) -> dict[str, float]:
+    """Return the seconds of a micro-batch's kernels by term."""
+    peak = device.matmul_flops[dtype]
+    is_fp32 = dtype == "float32"
+    matmul_s = matmul_flops(sizes, memory) / (peak * (rates.matmul_fp32 if is_fp32 else rates.matmul))
+    length = sizes.sequence_length
+    attention_rate = rates.attention * length / (length + rates.half_length)
+    # From heads of 64 to heads of 128, which fill the kernels' tiles.
+    attention_rate *= rates.short_heads + (1 - rates.short_heads) * min(1.0, max(0.0, sizes.head_dim / 64 - 1))
+    if is_fp32:
+        attention_rate *= rates.attention_fp32
+    attention_s = attention_flops(sizes, memory) / (peak * attention_rate)
+    elementwise_s = elementwise_bytes(sizes, memory) / (device.memory_bytes_per_s * rates.memory)
+    elementwise_s += sizes.num_layers * rates.latency_s
+    # Power limits the clock of matmuls and attention.
+    others = elementwise_s / (matmul_s + attention_s + elementwise_s)
     return {
-        "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
-        "attention output": sizes.query * sizes.hidden,
-        "mlp in": columns * _active_width(sizes) * sizes.hidden,
-        "mlp out": _active_width(sizes) * sizes.hidden,
+        "matmuls": matmul_s / (1 + rates.power * others),
+        "attention": attention_s,
+        "elementwise": elementwise_s,
     }
 
 
-def _active_width(sizes: RankSizes) -> int:
-    """Return the MLP's columns that a token passes on this rank: those of its k experts and of the shared one."""
-    return sizes.width if sizes.moe is None else sizes.moe.top_k * sizes.moe.width + sizes.moe.shared_width
-
-
-def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return the FLOPs of a micro-batch's matmuls on one rank, recomputation included.
-
-    2 FLOPs for each weight and token in forward, 4 in backward; the same for the head. A recomputed
-    layer runs its forward again but its last projection, at which PyTorch's checkpoint stops.
-    """
-    weights = layer_matmul_elements(sizes)
-    layer = sum(weights.values())
-    head = sizes.vocab * sizes.hidden
-    factor = 6 if not sizes.is_fp16 else 8
-    per_weight = 6.0
-    # Frozen weights have no gradient; the adapters' own matmuls are r / H of the layers'.
-    if sizes.adapters is not None:
-        per_weight = 4.0
-        factor -= 2
-    flops = per_weight * layer * sizes.num_layers + factor * head
-    return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
-
-
-def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
-    """Return the FLOPs of a micro-batch's forward and backward that the model itself needs, without recomputation.
-
-    6 FLOPs for each weight of a matmul and token, and three times the forward of causal attention
-    (arXiv:2204.02311, appendix B, which counts attention without the causal mask).
+def _waiting_s(
+    model: RankModel, memory: MemoryConfig, device_s: float, accumulation_steps: int, *, cuda_graph: bool
+) -> float:
+    """Return the seconds in which the device waits for the host's launches.
 
     Args:
-        sizes: sizes of one rank's tensors.
-        attention: whether the products of queries, keys and values count.
+        model: the rank's share of the model.
+        memory: techniques, of which several launch more kernels.
+        device_s: seconds in which the device computes.
+        accumulation_steps: micro-batches per step.
+        cuda_graph: of forward and backward, so that the update alone is launched kernel by kernel.
     """
-    weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + sizes.vocab * sizes.hidden
-    pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers)) if attention else 0.0
-    return 6.0 * sizes.tokens * weights + 3 * 4.0 * sizes.micro_batch_size * pairs * sizes.query
-
-
-def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
-    """Return the weight elements whose product is computed again, over all layers."""
-    # A group of heads runs its projection again, whatever else is recomputed.
-    again = weights["qkv"] if memory.attention_head_groups is not None else 0
-    return again * sizes.num_layers + _recomputed_by_technique(sizes, memory, weights)
-
-
-def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
-    """Return the weight elements whose product recompute and tiles compute again, over all layers."""
-    layer = sum(weights.values())
-    last = weights["mlp out"]
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
-        last += weights["attention output"]
+    sizes = model.sizes
+    layers = sizes.num_layers
+    num_parameters = layers * len(model.layer_shapes) + len(model.other_shapes)
+    update_s = num_parameters * HOST.parameter
+    if cuda_graph:
+        return update_s
+    passes_s = layers * HOST.layer
     if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
-        depth = sizes.num_layers - resident
-        if memory.recompute_method == "block":
-            return (memory.recompute_num_layers or depth) * (layer - last)
-        chunk = memory.recompute_num_layers or 1
-        if memory.recompute_method == "nested":
-            chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
-            # Each layer once more, and all but the last of a chunk twice.
-            return depth * (layer - last) + (depth - -(-depth // chunk)) * layer
-        return depth * layer - depth // chunk * last
-    modules = set(memory.recompute_modules or ())
-    recomputed = memory.num_selective_layers(sizes.num_layers)
-    again = 0
-    if "attn" in modules:
-        again += recomputed * weights["qkv"]
-    if "mlp" in modules:
-        again += recomputed * weights["mlp in"]
-    if memory.mlp_tile_tokens is not None:
-        again += sizes.num_layers * weights["mlp in"]
-    return again
-
-
-def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return the FLOPs of causal attention of a micro-batch: 2 S^2 columns forward, 2.5 times that backward.
-
-    With windows, which layers are recomputed is not looked at: each counts as the mean of all layers.
-    """
-    pairs = [_attended_pairs(sizes, index) for index in range(sizes.num_layers)]
-    forward = 4.0 * sizes.micro_batch_size * sum(pairs) / sizes.num_layers * sizes.query
-    again = 0.0
-    modules = set(memory.recompute_modules or ())
-    if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
-        again = sizes.num_layers - resident
-        if memory.recompute_method == "block":
-            again = memory.recompute_num_layers or again
-        if memory.recompute_method == "nested":
-            again *= 2
-        again -= len(memory.layers_keeping_attention(sizes.num_layers))
-    elif modules & {"core_attn", "attn"}:
-        again = memory.num_selective_layers(sizes.num_layers)
-    if memory.attention_head_groups is not None:
-        again += sizes.num_layers
-    return forward * ((1 + _ATTENTION_BACKWARD) * sizes.num_layers + again)
-
-
-def _attended_pairs(sizes: RankSizes, index: int) -> float:
-    """Return the pairs of a query and a key that it sees, of one sequence: S^2 / 2 without a window."""
-    length = sizes.sequence_length
-    window = sizes.window(index) or length
-    return length * window - window**2 / 2
-
-
-def elementwise_bytes(sizes: RankSizes) -> float:
-    """Return the bytes that norms, residuals, RoPE and activations read and write in a micro-batch.
-
-    Of a token and layer, forward and backward: 17 H of norms and residual stream (GPT-NeoX's merged
-    branches 20), 4 times the rotated columns, and 9 of the MLP's width (GPT-NeoX 5).
-    """
-    stream, width = (17, 9) if sizes.is_gated else (20, 5)
-    rotated = 4 * (sizes.query + sizes.kv)
-    elements = sizes.shard_tokens * stream * sizes.hidden + sizes.tokens * (rotated + width * _active_width(sizes))
-    return float(elements * sizes.element_bytes * sizes.num_layers)
-
-
-def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return what a rank sends to the others in a micro-batch's forward and backward.
-
-    A block has an all-gather and a reduce-scatter in forward and two and one in backward with
-    sequence parallelism, an all-reduce in each without it, which sends as much as two
-    (``planner/collectives.py``). Recomputation gathers again.
-    """
-    if sizes.tensor_model_parallel_size == 1:
-        return 0.0
-    # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
-    transfers = 4
-    for count, techniques in layer_runs(memory, sizes.num_layers):
-        transfers += count * _layer_transfers(sizes, techniques)
-    full = sizes.tokens * sizes.hidden * sizes.element_bytes
-    share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
-    return share * full * transfers
-
-
-def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return what a rank sends to the other expert-parallel ranks in a micro-batch's forward and backward.
-
-    Forward and backward exchange twice each: tokens or rows on their way to the experts, and back.
-    Recomputation does so as forward.
-    """
-    if sizes.moe is None or sizes.moe.expert_ranks == 1:
-        return 0.0
-    ranks = sizes.moe.expert_ranks
-    tokens = ranks * sizes.tokens if sizes.moe.gathers_tokens else sizes.moe.rows(sizes.tokens)
-    exchanges = 4 * sizes.num_layers
-    if memory.recompute_granularity == "full":
-        exchanges += 2 * sizes.num_layers
-    elif "moe" in (memory.recompute_modules or ()):
-        exchanges += 2 * memory.num_selective_layers(sizes.num_layers)
-    return (ranks - 1) / ranks * tokens * sizes.hidden * sizes.element_bytes * exchanges
-
-
-def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
-    """Return how many times a layer gathers or scatters a full activation, forward and backward."""
-    merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
-    blocks = 1 if merged else 2
-    if sizes.moe is not None and sizes.moe.shared_width:
-        blocks += 1
-    transfers = 5 if sizes.shards > 1 else 4
-    if memory.recompute_granularity == "full":
-        transfers += 2
-    per_layer = blocks * transfers
-    if sizes.shards > 1:
-        # The recompute of a block gathers its input and stops before its reduction.
-        per_layer += len({"attn", "mlp"} & set(memory.recompute_modules or ()))
-    groups = memory.attention_head_groups
-    if isinstance(groups, int):
-        # Each group gathers the input and reduces its output, and its backward gathers once more.
-        per_layer += (groups - 1) * transfers + 2 * groups
-    return per_layer
+        count = memory.recompute_num_layers if memory.recompute_method == "block" else None
+        times = 2 if memory.recompute_method == "nested" else 1
+        passes_s += (count or layers) * times * HOST.recomputed
+    elif memory.recompute_granularity == "selective":
+        passes_s += memory.num_selective_layers(layers) * HOST.selective
+    if memory.cpu_offloading_activations or memory.cpu_offloading_num_layers:
+        passes_s += layers * HOST.offloaded
+    if isinstance(memory.attention_head_groups, int):
+        passes_s += layers * memory.attention_head_groups * HOST.group
+    if sizes.moe is not None:
+        passes_s += layers * HOST.experts
+    host_s = accumulation_steps * passes_s + update_s
+    return (device_s**OVERLAP + host_s**OVERLAP) ** (1 / OVERLAP) - device_s
 
 
 def _data_parallel_s(
@@ -379,25 +314,19 @@ def _data_parallel_s(
     return share * sent / (link * rates.link) * (1 - hidden)
 
 
-def _optimizer_s(
-    model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float, forward_s: float
+def _state_copies_s(
+    layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float, forward_s: float
 ) -> float:
-    """Return the time of the update: memory bandwidth on the device, or the link for states on the host.
+    """Return the time of the copies of states in host memory that nothing hides.
 
     Args:
-        model: the rank's share of the model.
         layout: states of the optimizer.
         used: the step's memory, for the bytes on the host and those of the staging buffers.
-        device: rates of memory and link.
+        device: rates of the link to the host.
         compute_s: computation of all micro-batches.
         forward_s: forward of one micro-batch.
     """
-    elements = model.num_parameters / layout.shards
-    moved = elements * _UPDATE_READS_AND_WRITES * layout.optimizer_bytes
-    on_device = moved / (device.memory_bytes_per_s * rates_of(device).memory)
     copied_s = used.host["optimizer states"] / device.host_copy_bytes_per_s
-    if not copied_s:
-        return on_device
     # All states pass in and out at once. What fits the staging buffers arrives before the norm of the
     # gradients is known, the rest only after it, when updated states leave room for it.
     staged_s = used.device.get("staging of optimizer states", 0) / device.host_copy_bytes_per_s
@@ -406,4 +335,4 @@ def _optimizer_s(
         # A layer's states must have arrived before its next forward, so that only the forward of the
         # first micro-batch hides them; they go back to the host at any time until the next norm.
         late_s = max(late_s - forward_s, copied_s - compute_s)
-    return max(on_device, late_s)
+    return max(0.0, late_s)

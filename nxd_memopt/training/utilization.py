@@ -9,7 +9,7 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.planner.hardware import Device, device_named, gpu_named
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.rank_sizes import rank_sizes
-from nxd_memopt.planner.step_time import model_flops
+from nxd_memopt.planner.step_work import model_flops
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import world_size
 

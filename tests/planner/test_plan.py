@@ -332,7 +332,8 @@ def test_time_of_recompute_grows_with_the_layers(model):
         for layers in (1, depth // 2, depth):
             some = seconds(recompute_method="block", recompute_num_layers=layers)[name]
             part = (some - none[name]) / (everything[name] - none[name])
-            assert part == pytest.approx(layers / depth), name
+            # Matmuls are faster next to kernels that leave them power.
+            assert part == pytest.approx(layers / depth, rel=1e-3), name
 
 
 def test_settings_have_different_descriptions():
