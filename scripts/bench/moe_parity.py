@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -51,6 +51,14 @@ CASES = {
     ),
     "Qwen3-MoE, 16 experts, top 4": lambda: Qwen3MoeConfig(
         **SIZES, intermediate_size=112, moe_intermediate_size=24, num_experts=16, num_experts_per_tok=4
+    ),
+    "Qwen2-MoE, 8 experts, top 2, shared": lambda: Qwen2MoeConfig(
+        **SIZES,
+        intermediate_size=112,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
     ),
 }
 RECOMPUTE = {

@@ -80,7 +80,8 @@ def run(*arguments: str, path: Path = ROOT, ranks: int = 0) -> subprocess.Comple
 def test_aliased_process():
     finished = run("-m", "nxd_memopt.compat", "-m", "pytest", "-q", str(Path(__file__).with_name("aliased.py")))
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    passed = re.search(r"^(\d+) passed", finished.stdout, re.MULTILINE)
+    # Options of the environment may frame the line.
+    passed = re.search(r"\b(\d+) passed", finished.stdout)
     assert passed and int(passed[1]) >= 25, finished.stdout
 
 

@@ -14,7 +14,15 @@ from nxd_memopt.parallel_layers.utils import move_model_to_device
 from tests.dist.pool import distributed
 from tests.dist.test_moe_models import options_of
 from tests.reference import assert_says, error_message, relative_error
-from tests.reference_models import batch, full_parameters, hugging_face, local_part, mixtral_config, parallel_model
+from tests.reference_models import (
+    batch,
+    full_parameters,
+    hugging_face,
+    local_part,
+    mixtral_config,
+    parallel_model,
+    qwen2_moe_config,
+)
 
 # fp32 sums in another order, and XLA's own exponential: measured below 5e-6
 BOUND = 2e-5
@@ -25,9 +33,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str, torch.Tensor]):
+def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str, torch.Tensor], config: Any = None):
     """A model on the device, transformers' one, and both losses; the gradients are traced and not yet computed."""
-    config = mixtral_config()
+    config = config or mixtral_config()
     reference = hugging_face(config)
     expected = reference(**inputs).loss
     expected.backward()
@@ -50,13 +58,25 @@ def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str,
 def test_loss_and_gradients_equal_the_cpus(form, recompute, world_size):
     assert backend.name == "xla"
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    model, reference, loss, expected = step_of(form, "alltoall", recompute, batch())
-    config = model.config
+    assert_equal(*step_of(form, "alltoall", recompute, batch()))
+
+
+@distributed(2, timeout_s=400, slow=[1])
+def test_the_shared_expert_equals_the_cpus(world_size):
+    """With its gate, in Qwen2-MoE, whose attention has biases too."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model, reference, loss, expected = step_of("blocks", "allgather", None, batch(), qwen2_moe_config())
+    assert any("shared_expert_gate" in name for name, _ in model.named_parameters())
+    assert_equal(model, reference, loss, expected)
+
+
+def assert_equal(model: Any, reference: Any, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    """Loss and every gradient of ``model`` equal transformers'."""
     backend.mark_step()
     assert relative_error(loss.detach().cpu(), expected.detach()) < BOUND
     wanted = dict(reference.named_parameters())
     for name, param in model.named_parameters():
-        want = local_part(name, wanted[name].grad, config)
+        want = local_part(name, wanted[name].grad, model.config)
         error = (param.grad.cpu() - want).norm() / wanted[name].grad.norm()
         assert error < BOUND, f"gradient of {name}: relative error {error:.1e}"
     assert torch.isfinite(loss.detach().cpu())
