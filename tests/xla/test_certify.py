@@ -15,7 +15,7 @@ from nxd_memopt.certify.measure.measurement import is_square_in
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
 from nxd_memopt.planner.formulas import OptimizerState
-from tests.certify.test_experts import BLOCKS, MIXTRAL, PADDED
+from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, GATED, MIXTRAL, PADDED, SENT, SHARED
 from tests.certify.test_experts import asked as experts_request
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
@@ -107,13 +107,22 @@ def test_isolated_documents_never_make_sequence_squared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["padded", "blocks"])
-def test_experts_are_certified_in_both_static_forms(form, tmp_path):
-    moe = {"padded": PADDED, "blocks": BLOCKS}[form]
-    asked = experts_request(tmp_path, MIXTRAL, moe, backend="xla", sequence_parallel_enabled=True, **FULL)
+@pytest.mark.parametrize(
+    ("moe", "options"),
+    [
+        (PADDED, {}),
+        (BLOCKS, {}),
+        ((*PADDED, SENT), EXPERT_PARALLEL),
+        ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL),
+    ],
+    ids=["padded", "blocks", "EP, padded, rows sent", "EP, blocks, shared expert with a gate"],
+)
+def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
+    asked = experts_request(tmp_path, MIXTRAL, moe, backend="xla", sequence_parallel_enabled=True, **FULL, **options)
     answer = run_worker(asked)
     failed = [check for check in checks(asked, answer).values() if check.passed is False]
     assert not failed, failed
     survival = answer.survivals[3]
     assert survival.extra_matmuls == survival.traced_extra_matmuls > 0
-    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == 2
+    ranks = 2 * options.get("expert_model_parallel_size", 1)
+    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == ranks
