@@ -70,7 +70,7 @@ CHOICES = {
     "neox": Choice(Cell("neox", "gpt-neox-20b", 3, 8192, precision="bf16-mixed", micro_batch=4), 44.0),
     "smollm": Choice(Cell("smollm", "smollm2-135m", 30, 32768, precision="bf16-mixed", micro_batch=2), 16.0),
     "llama-two": Choice(
-        Cell("llama-two", "llama-3-8b", 16, 16384, precision="bf16-mixed", micro_batch=4), 60.0, devices=2
+        Cell("llama-two", "llama-3-8b", 8, 8192, precision="bf16-mixed", micro_batch=8), 36.0, devices=2
     ),
 }
 """Problems with few layers, so that all settings of one are measured in 250 s on an H200."""
