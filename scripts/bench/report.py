@@ -19,6 +19,7 @@ from scripts.bench.report_sections import (
     OTHER_DEVICE,
     Row,
     expert_parts,
+    planned_parts,
     precision_parts,
     rows_of,
     sharded_parts,
@@ -262,6 +263,7 @@ def page() -> str:
     parts += state_parts()
     parts += sharded_parts()
     parts += precision_parts()
+    parts += planned_parts()
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -75,6 +76,12 @@ PRECISION_COLUMNS = {
     "percent": "%",
     "tokens_per_s": "tokens/s",
     "commit": "commit",
+}
+PLANNED_ERRORS = {
+    "allocated_error": "allocated",
+    "reserved_error": "reserved",
+    "host_error": "host",
+    "step_error": "time",
 }
 
 
@@ -166,3 +173,37 @@ def precision_parts() -> list[str]:
         "losses before and after; `%`: difference from the first row ([rows](benchmarks/precision.csv)).",
         "\n".join(column_lines(rows, PRECISION_COLUMNS)),
     ]
+
+
+def planned_parts() -> list[str]:
+    """Return the section of planned steps, one line for each commit of the planner; nothing without rows."""
+    rows = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("planned_memory", device)]
+    if not rows:
+        return []
+    table: list[Row] = []
+    for formulas, device in dict.fromkeys((row["formulas"], row["device"]) for row in rows):
+        same = [row for row in rows if (row["formulas"], row["device"]) == (formulas, device)]
+        line = {"device": device, "formulas": formulas, "rows": str(len(same))}
+        line["drawn"] = str(sum(row["seed"] != "" for row in same))
+        line["failed"] = str(sum(row["failure"] != "" for row in same))
+        line |= {column: _errors(same, column) for column in PLANNED_ERRORS}
+        table.append(line)
+    headers = {"device": "device", "formulas": "planner's commit", "rows": "steps"}
+    headers |= {name: name for name in ("drawn", "failed")}
+    return [
+        "## Planned against measured steps",
+        "`planned / measured - 1` in percent: median of the magnitudes, and the ends. Each step runs as in "
+        "`nxd-memopt train`. Reserved: what the allocator takes in a step that may not take more than the plan says; "
+        "a step that needs more has failed. Drawn: by a seed, after the planner's commit "
+        "([rows](benchmarks/planned_memory.csv)).",
+        "\n".join(column_lines(table, headers | PLANNED_ERRORS)),
+    ]
+
+
+def _errors(rows: Sequence[Row], column: str) -> str:
+    """Return median and ends of a column of errors."""
+    values = [float(row[column]) for row in rows if row[column]]
+    if not values:
+        return ""
+    median = statistics.median(abs(value) for value in values)
+    return f"{median:.2f} ({min(values):+.2f} to {max(values):+.2f})"

@@ -162,6 +162,25 @@ def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monke
         report.page()
 
 
+def test_planned_steps_are_summed_up_by_commit_of_the_planner(monkeypatch):
+    def step(formulas: str, error: str, *, failure: str = "", seed: str = "3") -> dict[str, str]:
+        about = {"device": report.DEVICE, "formulas": formulas, "seed": seed, "failure": failure}
+        return about | dict.fromkeys(("allocated_error", "reserved_error", "step_error"), error) | {"host_error": ""}
+
+    rows = [
+        step("a", "-0.5"),
+        step("a", "1.5"),
+        step("a", "0.25", seed=""),
+        step("a", "", failure="full"),
+        step("b", "2"),
+    ]
+    monkeypatch.setattr(report_sections, "rows_of", lambda _, device: rows if device == report.DEVICE else [])
+    *_, first, second = report_sections.planned_parts()[-1].splitlines()
+    errors = "0.50 (-0.50 to +1.50)"
+    assert first == f"| {report.DEVICE} | a | 4 | 3 | 1 | {errors} | {errors} |  | {errors} |"
+    assert second.startswith(f"| {report.DEVICE} | b | 1 | 1 | 0 | 2.00 (+2.00 to +2.00) |")
+
+
 def append_rows(path: Path, count: int) -> None:
     for i in range(count):
         record.append([{"a": i}], path)
