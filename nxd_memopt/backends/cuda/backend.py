@@ -70,8 +70,12 @@ class CudaBackend(C10dBackend):
     def expand_segments(self) -> None:
         if any(name in os.environ for name in ALLOCATOR_VARIABLES):
             return
-        # Public only as an environment variable, which PyTorch reads when it is imported.
-        torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)  # pyright: ignore[reportAttributeAccessIssue]
+        # Public only as an environment variable, which PyTorch reads when it is imported. The function of
+        # torch.cuda is the one before torch 2.11.
+        apply = (
+            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        )
+        apply(EXPANDABLE_SEGMENTS)
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
