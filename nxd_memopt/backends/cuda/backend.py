@@ -70,11 +70,9 @@ class CudaBackend(C10dBackend):
     def expand_segments(self) -> None:
         if any(name in os.environ for name in ALLOCATOR_VARIABLES):
             return
-        # Public only as an environment variable, which PyTorch reads when it is imported. The function of
-        # torch.cuda is the one before torch 2.11.
-        apply = (
-            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-        )
+        # Public only as an environment variable, which PyTorch reads when it is imported. Older versions,
+        # such as 2.9, have the function of torch.cuda only.
+        apply = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
         apply(EXPANDABLE_SEGMENTS)
 
     def init_process_group(self, **kwargs: Any) -> None:
