@@ -1,9 +1,13 @@
 """Tests of the advice in an error of a device without free memory."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from nxd_memopt.backends import backend
+from nxd_memopt.training.distributed import init_distributed
 from nxd_memopt.training.out_of_memory import out_of_memory_advice
 
 GIB = 2**30
@@ -31,3 +35,19 @@ def test_other_errors_have_no_advice():
     with pytest.raises(RuntimeError) as caught, out_of_memory_advice():
         raise RuntimeError("something else")
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_segments_are_extended_before_the_first_allocation(monkeypatch):
+    calls: list[str] = []
+
+    def start(**options):
+        calls.append("process group")
+        raise RuntimeError("no process group")
+
+    monkeypatch.setattr(backend, "expand_segments", lambda: calls.append("segments"))
+    monkeypatch.setattr(backend, "init_process_group", start)
+    trainer = SimpleNamespace(distributed_timeout_minutes=1)
+    config = SimpleNamespace(accumulation_steps=int, require_expert_ranks=int, trainer=trainer)
+    with pytest.raises(RuntimeError, match="no process group"):
+        init_distributed(cast(Any, config))
+    assert calls == ["segments", "process group"]
