@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers.grads import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
-from nxd_memopt.planner.peak import OVERLAPPED_BUCKETS
+from nxd_memopt.planner.backward_peak import OVERLAPPED_BUCKETS
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
 _MAX_IN_PROGRESS = OVERLAPPED_BUCKETS  # each needs two flat copies of its gradients, input and result
