@@ -31,7 +31,7 @@ class Rates:
     """Parts of a device's published rates that a training step reaches.
 
     Args:
-        matmul: of the matmul rate, over a layer's matmuls, if matmuls and attention are the whole step.
+        matmul: of the matmul rate, over a layer's matmuls, in a step of matmuls and attention only.
         matmul_fp32: the same in fp32.
         attention: of the matmul rate, forward and backward of causal attention over a long sequence.
         memory: of the memory bandwidth, in elementwise kernels.
@@ -64,7 +64,8 @@ class Rates:
 
 
 RATES = {
-    # Fitted to 76 steps on two H200 (docs/benchmarks/planned_memory.csv); all-gathers reach 305 of 450 GB/s.
+    # Fitted to 76 steps on two H200, of which docs/benchmarks/planned_memory.csv has the 31 drawn ones;
+    # all-gathers reach 305 of 450 GB/s.
     "cuda": Rates(
         matmul=0.681,
         matmul_fp32=0.707,

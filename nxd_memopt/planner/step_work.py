@@ -163,8 +163,8 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
         recomputed = float(memory.num_selective_layers(layers) * 6 * norms)
     if memory.attention_head_groups is not None:
         recomputed += layers * 42 * hidden
-    whole = 4 * (sizes.query + sizes.kv) + activation
-    elements = sizes.shard_tokens * stream * layers + sizes.tokens * (whole * layers + recomputed)
+    gathered = 4 * (sizes.query + sizes.kv) + activation
+    elements = sizes.shard_tokens * stream * layers + sizes.tokens * (gathered * layers + recomputed)
     return float(elements * sizes.element_bytes)
 
 
