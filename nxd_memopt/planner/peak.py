@@ -286,7 +286,9 @@ def _in_update(
         shapes = (*model.layer_shapes, *model.other_shapes)
         bucket = max(GRADIENT_BUCKET_BYTES, largest_elements(shapes) * layout.gradient_element_bytes)
         terms["gradient buckets"] = 2 * min(bucket, gradients)
-    if layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes:
-        # All gradients are cast before the first update, because the norm is of all of them.
+    offloaded = layout.optimizer_offload_fraction > 0
+    if layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes and not offloaded:
+        # All gradients are cast before the first update, because the norm is of all of them. The
+        # optimizer with states on the host casts those of a chunk at a time instead.
         terms["reduced gradients"] = model.total(shard_bytes, layout)
     return "update", terms

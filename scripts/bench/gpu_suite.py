@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +98,12 @@ def states(name: str, model: str, tokens: int, *variants: str, options: str = ""
     shape = ("--model", model, "--tokens", str(tokens), "--in-forward", "--read-loss")
     arguments = (*shape, *options.split(), "--variants", *variants)
     return Race(name, "scripts.bench.state_offload", arguments, variables=EXPANDABLE)
+
+
+def long_states(name: str, model: str, tokens: int, options: str) -> Race:
+    """Return ``states`` of ours without peer memory, whose four slots of a full activation each would fill the GPUs."""
+    race = states(name, model, tokens, "ours", options=options)
+    return replace(race, variables=(*race.variables, ("NXD_MEMOPT_PEER_MEMORY", "0")))
 
 
 def memory(*options: str) -> str:
@@ -250,10 +256,10 @@ ONE_GPU = (
 )
 
 
-def sharded(name: str, states: str, options: str) -> Race:
-    """Return a race of LLaMA-3-8B at ZeRO-3 against FSDP2, 8,192 tokens on each GPU."""
+def sharded(name: str, states: str, options: str, *variants: str) -> Race:
+    """Return a race of LLaMA-3-8B at ZeRO-3, 8,192 tokens on each replica, by default against FSDP2."""
     shape = ("--model", "llama3-8b", "--tokens", "8192", "--states", states, *options.split())
-    variants = ("ours", LIGER4, "liger compiled, flash4")
+    variants = variants or ("ours", LIGER4, "liger compiled, flash4")
     return Race(name, "scripts.bench.sharded_step", (*shape, "--variants", *variants), variables=EXPANDABLE)
 
 
@@ -282,7 +288,7 @@ SEVERAL_GPUS = (
         options="--recompute full --recompute-layers 0",  # the peers', which do not fit without
     ),
     states(
-        "gpt-neox-20b-states-8k", "gpt-neox-20b", 8192, "ours", options=f"{NEOX_STATES} --fraction 0.4 --staging-gib 16"
+        "gpt-neox-20b-states-8k", "gpt-neox-20b", 8192, "ours", options=f"{NEOX_STATES} --fraction 0.47 --staging-gib 8"
     ),
     states(
         "gpt-neox-20b-states-8k-80gib",
@@ -296,7 +302,7 @@ SEVERAL_GPUS = (
         "gpt-neox-20b",
         8192,
         "ours",
-        options=f"{NEOX_STATES} --fp32-sums --fraction 0.7 --staging-gib 8",
+        options=f"{NEOX_STATES} --fp32-sums --fraction 0.65 --staging-gib 6",
     ),
     sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
     experts("qwen3-moe-12l-8k", "qwen3-moe-12l"),
@@ -308,8 +314,26 @@ SEVERAL_GPUS = (
     sharded("llama3-8b-zero3-8k-bf16", "bf16", "--recompute none"),
 )
 FOUR_GPUS = (
+    sharded("llama3-8b-zero3-8k-t2", "fp32", "--recompute none --tensor-parallel 2", "ours"),
     experts("qwen3-moe-12l-8k-ep4", "qwen3-moe-12l", "--expert-parallel 4"),
     experts("mixtral-4l-8k-ep4", "mixtral-4l", "--expert-parallel 4"),
+    # A step of about seven minutes: the states are on the devices, the inputs and attention's results
+    # of half of the layers on the host.
+    long_states(
+        "llama3-8b-1m",
+        "llama3-8b",
+        1048576,
+        f"--fraction 0 --warm-up-tokens 32768 {ONE_STEP} "
+        + memory(*KEPT, "cpu_offloading_activations=true", "cpu_offloading_num_layers=16", TILES),
+    ),
+    # Every tensor, with attention within documents.
+    long_states(
+        "llama3-8b-states-3m",
+        "llama3-8b",
+        3145728,
+        "--staging-gib 2 --document-tokens 8192 --steps 1 --warm-up-steps 0 "
+        + memory(FULL, "recompute_method=nested", "recompute_num_layers=4", "cpu_offloading_activations=true", TILES),
+    ),
 )
 
 

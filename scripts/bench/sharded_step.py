@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 -m scripts.bench.sharded_step --model llama3-8b --tokens 8192 --append
 
-Every process is a data-parallel rank with a sequence of its own. Random weights, fused AdamW,
+Every process is a data-parallel rank with a sequence of its own; with ``--tensor-parallel T``, of ours alone,
+T processes are one, with sequence parallelism. Random weights, fused AdamW,
 clipping by the global norm. ``--states fp32``: the shards are fp32 masters, gradients are reduced
 in fp32, 16 bytes per parameter over D ranks. ``--states bf16``: weights, gradients and moments in
 bf16, 8 bytes per parameter over D ranks. The compute dtype is bf16 in both (fp32 on the CPU), for the peers too.
@@ -109,6 +110,7 @@ def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[st
         "model": args.model,
         "variant": variant,
         "data_parallel": parallel_state.get_data_parallel_size(),
+        "tensor_parallel": args.tensor_parallel,
         "tokens": tokens,
         "states": args.states,
         "recompute": ", ".join(words),
@@ -133,6 +135,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", choices=(*OURS, *PEERS), nargs="+", default=["ours", "hf"])
     parser.add_argument("--states", choices=STATES, default="fp32")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ours: T of each replica")
     add_memory_options(parser)
     parser.add_argument("--warm-up-steps", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
@@ -144,9 +147,13 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = argument_parser().parse_args()
+    parser = argument_parser()
+    args = parser.parse_args()
+    peers = [variant for variant in args.variants if variant in PEERS]
+    if args.tensor_parallel > 1 and peers:
+        parser.error(f"--tensor-parallel {args.tensor_parallel} is of ours alone: leave out {', '.join(peers)}")
     backend.init_process_group()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_parallel)
     limit_device_memory(args.cap_gib)
     about = environment("scripts.bench.sharded_step")
     for tokens in args.tokens:
