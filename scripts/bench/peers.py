@@ -125,7 +125,7 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
         with loss_parallel():
             value = loss(ids)
             value.backward()
-        return value.detach()
+        return value.detach().full_tensor()  # replicated
 
     return model, step_loss
 
