@@ -406,6 +406,8 @@ def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) 
         optimizer["optimizer_offload_fraction"] = setting.optimizer_offload_fraction
         if setting.optimizer_update_in_forward:
             optimizer["optimizer_update_in_forward"] = True
+        if setting.store_param_remainders:
+            optimizer["store_param_remainders"] = True
     if problem.device.kind == "cuda":
         content["trainer"]["enable_cuda_graph"] = setting.cuda_graph
     return content

@@ -15,6 +15,7 @@ from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.resharding import full_shape
@@ -118,6 +119,9 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
         # Plain values come from the JSON index, tensors from the files.
         state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
         for key in states.get(name, ()):
+            # Of an optimizer with masters the remainders are a part.
+            if key == REMAINDER and not stored.keeps_remainder(each):
+                continue
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
         if state:
             stored.base.state[each.stored] = state
@@ -188,19 +192,29 @@ def _load_master(
     name = f"optimizer.{MASTER}.{param_name}"
     parts = parts_of(each.param, rank=each.rank, size=each.size)
     shape = tuple(each.stored.shape)
+    remainder_name = f"optimizer.{REMAINDER}.{param_name}"
+    found = next((each_name for each_name in (name, remainder_name) if each_name in index), None)
+    keeps_remainder = optimizer.keeps_remainder(each)
     # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
     # dtypes are equal.
-    if name not in index:
+    if found is None:
         if each.stored is not each.param:
             each.stored.copy_(index.assemble(f"model.{param_name}", parts, shape))
-        return not optimizer.has_master(each)
-    if each.stored is each.param or each.stored.dtype == model_dtype(each.param):
+        return not (keeps_remainder or optimizer.has_master(each))
+    if not keeps_remainder and (each.stored is each.param or each.stored.dtype == model_dtype(each.param)):
         raise ValueError(
-            f"{index.directory} has {name}, and this optimizer keeps no master weights of {each.param.dtype} "
+            f"{index.directory} has {found}, and this optimizer keeps no master weights of {each.param.dtype} "
             "parameters: resume with the optimizer that wrote it"
         )
-    _require_alike(index, name, full_shape(each.param), each.stored.dtype)
-    each.stored.copy_(index.assemble(name, parts, shape))
+    if found == remainder_name:
+        _require_alike(index, found, full_shape(each.param), torch.int16)
+        master = join(index.assemble(f"model.{param_name}", parts, shape), index.assemble(found, parts, shape))
+    else:
+        _require_alike(index, found, full_shape(each.param), torch.float32 if keeps_remainder else each.stored.dtype)
+        master = index.assemble(found, parts, shape)
+    each.stored.copy_(master)
+    if keeps_remainder:
+        optimizer.states_of(each)[REMAINDER].copy_(remainder_of(master, each.stored.detach().to(master.device)))
     return True
 
 

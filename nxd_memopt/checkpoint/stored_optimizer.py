@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.ops.param_remainders import REMAINDER
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OPTIONS_OF_THE_DEVICE
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
@@ -114,6 +115,10 @@ class StoredOptimizer:
         # A shard in the parameter's dtype is another tensor, but has no bits that the parameter
         # lacks.
         return each.stored is not each.param and each.stored.dtype != model_dtype(each.param)
+
+    def keeps_remainder(self, each: StoredParameter) -> bool:
+        """Return whether a state has what the fp32 master has beyond the stored tensor."""
+        return REMAINDER in self.states_of(each)
 
     def mark_masters_synced(self) -> None:
         """Treat the current parameters and masters as equal, after both were read from one

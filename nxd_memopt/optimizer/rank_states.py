@@ -43,6 +43,7 @@ class StatesInRankFiles:
         masters: dict[int, Tensor] = {}
         if state["sharded_master_weights"]:
             masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)}
+            masters |= state["sharded_master_weights"]
         trained = [param for group in self.param_groups for param in group["params"]]
         require_no_experts(trained, "NxD's layout", "use save_training_state")
         return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)

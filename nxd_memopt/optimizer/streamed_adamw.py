@@ -1,4 +1,4 @@
-"""AdamW whose fp32 weights and moments wait in host memory and pass through the device in chunks."""
+"""AdamW whose fp32 masters and moments wait in host memory and pass through the device in chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from nxd_memopt.memory.paced_copies import PacedCopies
 from nxd_memopt.ops.adamw import adamw_update, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.parallel_layers.grads import gradient_of
-from nxd_memopt.planner.formulas import optimizer_state_bytes, stream_slots
-from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, parameters_on_host
+from nxd_memopt.planner.formulas import stream_slots
+from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, optimizer_element_bytes, parameters_on_host
 
 OWNER = "optimizer states"
-STATES = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names of the moments
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,22 @@ class Chunk:
 
 
 class PlacedStates:
-    """Flat fp32 buffers of the weights and both moments: of some parameters on the host, of the others on the device.
+    """Flat buffers of masters and both moments: of some parameters on the host, of the others on the device.
 
-    ``parameters_on_host`` says which. Small ones are not: a few vectors at the end of the order
-    would keep the update of the first layers waiting for all others.
+    Moments are fp32. Masters are fp32, or int16 with what they have beyond the bf16 parameters
+    (``ops.param_remainders``). ``parameters_on_host`` says which are on the host. Small ones are not:
+    a few vectors at the end of the order would keep the update of the first layers waiting for all
+    others.
 
     Args:
         sizes: elements of each parameter, in the order of the updates.
         fraction: part of all elements that are on the host, in [0, 1], rounded up to a whole
             parameter.
         resident_elements: parameters of fewer elements stay on the device.
+        param_remainders: keep remainders instead of masters.
 
     Attributes:
+        element_bytes: bytes of an element's states.
         on_host: numbers of the parameters whose states are on the host.
         on_device: numbers of the parameters whose states are on the device.
         small: numbers of the parameters with fewer than ``resident_elements`` elements.
@@ -85,9 +90,13 @@ class PlacedStates:
         *,
         fraction: float,
         resident_elements: int = RESIDENT_ELEMENTS,
+        param_remainders: bool = False,
     ) -> None:
         chosen = parameters_on_host(sizes, fraction, resident_elements=resident_elements)
         self.sizes = list(sizes)
+        self.param_remainders = param_remainders
+        self.element_bytes = optimizer_element_bytes(param_remainders=param_remainders)
+        self._dtypes = (torch.int16 if param_remainders else torch.float32, *(torch.float32 for _ in MOMENTS))
         self.small = {index for index, size in enumerate(sizes) if size < resident_elements}
         self.on_host: list[int] = []
         self.on_device: list[int] = []
@@ -117,8 +126,8 @@ class PlacedStates:
             ValueError: host or device have too little memory; the message has the required and the
                 available bytes.
         """
-        host_bytes = optimizer_state_bytes(self.host_elements)
-        device_bytes = optimizer_state_bytes(self.device_elements)
+        host_bytes = self.host_elements * self.element_bytes
+        device_bytes = self.device_elements * self.element_bytes
         # Both before anything is allocated: page-locking 100 GB takes minutes.
         free_bytes = transfers.free_bytes()
         if device_bytes + streaming_bytes > free_bytes:
@@ -127,24 +136,22 @@ class PlacedStates:
                 f"that stay there, {streaming_bytes} for those on their way), and {free_bytes} are available: raise "
                 "optimizer_offload_fraction, or lower the memory for states on their way"
             )
-        kinds = 1 + len(STATES)
         if host_bytes:
             pool.claim(host_bytes, OWNER)
             try:
-                buffers = [transfers.host_buffer(host_bytes // kinds) for _ in range(kinds)]
+                buffers = [transfers.host_buffer(self.host_elements * dtype.itemsize) for dtype in self._dtypes]
             except RuntimeError as error:
                 pool.release(host_bytes, OWNER)
                 raise ValueError(
                     f"{OWNER} require {host_bytes} bytes of page-locked host memory, and the system refused a buffer "
-                    f"of {host_bytes // kinds} ({error}); {available_host_bytes()} bytes are available: lower "
-                    "optimizer_offload_fraction, or raise the limit of locked memory (ulimit -l)"
+                    f"of up to {self.host_elements * torch.float32.itemsize} ({error}); {available_host_bytes()} bytes "
+                    "are available: lower optimizer_offload_fraction, or raise the limit of locked memory (ulimit -l)"
                 ) from error
-            self.host = [buffer.view(torch.float32).zero_() for buffer in buffers]
-        on_device = {"dtype": torch.float32, "device": transfers.device}
-        self.device = [torch.zeros(self.device_elements, **on_device) for _ in range(kinds)]
+            self.host = [buffer.view(dtype).zero_() for buffer, dtype in zip(buffers, self._dtypes, strict=True)]
+        self.device = [torch.zeros(self.device_elements, dtype=each, device=transfers.device) for each in self._dtypes]
 
     def of_parameter(self, index: int) -> list[Tensor]:
-        """Return the weights and the moments of a parameter, 1-D views of the buffers."""
+        """Return the master, or its remainder, and the moments of a parameter, 1-D views of the buffers."""
         buffers = self.host if index in self.on_host else self.device
         first = self._offsets[index]
         return [buffer[first : first + self.sizes[index]] for buffer in buffers]
@@ -172,18 +179,19 @@ class StreamedAdamW(torch.optim.AdamW):
 
     In ``step`` the chunks of the host's part pass through the device (``ChunkStream``): while one
     chunk is updated, later ones arrive and earlier ones return, 12 bytes per parameter in each
-    direction. Between two steps the first chunks of the next one arrive, during forward and
+    direction, or 10 with remainders. Between two steps the first chunks of the next one arrive, during forward and
     backward. The arithmetic does not depend on the place: the results are equal bit by bit for
     every fraction.
 
-    Each parameter of ``params`` is an fp32 weight of ``states``; its gradient is the attribute
-    ``main_grad``, a tensor on the device of any floating-point dtype, because ``grad`` must be on
-    the device of the weight.
+    Each parameter of ``params`` is an fp32 master of ``states``, or with remainders its output; its
+    gradient is the attribute ``main_grad``, a tensor on the device of any floating-point dtype,
+    because ``grad`` must be on the device of the weight.
 
     Args:
         params: groups of weights; the groups together have them in the order of ``states``.
         states: the buffers.
-        outputs: for each weight a tensor on the device, of any dtype, that receives its values.
+        outputs: for each weight a tensor on the device that receives its values, of any dtype; bf16
+            with remainders, which are added to its values in the next update.
         transfers: copies between device and host.
         staging_bytes: device memory for chunks on their way.
         defaults: options of ``torch.optim.AdamW``; ``amsgrad``, ``maximize``, ``capturable``,
@@ -214,7 +222,9 @@ class StreamedAdamW(torch.optim.AdamW):
             self._stream = ChunkStream(
                 states.host,
                 chunk_elements=min(chunk_elements, states.host_elements),
-                slots=stream_slots(min(chunk_elements, states.host_elements), staging_bytes),
+                slots=stream_slots(
+                    min(chunk_elements, states.host_elements), staging_bytes, element_bytes=states.element_bytes
+                ),
                 transfers=PacedCopies(transfers),
             )
             bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]
@@ -313,7 +323,7 @@ class StreamedAdamW(torch.optim.AdamW):
         self._stream.give_back()
 
     def _update_pieces(self, pieces: Sequence[Piece], buffers: Sequence[Tensor]) -> None:
-        """Update the pieces of one chunk, whose weights and moments are in ``buffers``."""
+        """Update the pieces of one chunk, whose masters and moments are in ``buffers``."""
         for piece in pieces:
             gradient = gradient_of(self._weights[piece.index])
             if gradient is not None:
@@ -346,13 +356,13 @@ class StreamedAdamW(torch.optim.AdamW):
 
     def _update_piece(self, piece: Piece, gradient: Tensor, buffers: Sequence[Tensor]) -> None:
         inside = slice(piece.first, piece.first + piece.length)
-        weight, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
+        master, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
         output = self._outputs[piece.index][inside]
         group = self._group_of(piece.index)
         step = int(self.state[self._weights[piece.index]]["step"])
-        if can_use_triton(weight):
+        if can_use_triton(mean):
             # One tensor a call needs no table on the device: its copy would wait for the chunks.
-            update = cuda.Update(weight, gradient[inside], mean, square, step, self.grad_factor, output)
+            update = cuda.Update(master, gradient[inside], mean, square, step, self.grad_factor, output)
             beta1, beta2 = group["betas"]
             options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
             cuda.adamw_of_one(update, beta1=beta1, beta2=beta2, **options)
@@ -361,9 +371,12 @@ class StreamedAdamW(torch.optim.AdamW):
         grad = gradient[inside].to(torch.float32, copy=True)
         if self.grad_factor is not None:
             grad.mul_(self.grad_factor)
+        weight = join(output, master) if self._states.param_remainders else master
         numbers = step_numbers(step, weight, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
         adamw_update(weight, grad, mean, square, numbers, betas=group["betas"], eps=group["eps"])
         output.copy_(weight)
+        if self._states.param_remainders:
+            master.copy_(remainder_of(weight, output))
 
     def _group_of(self, index: int) -> dict[str, Any]:
         for group in self.param_groups:
@@ -374,9 +387,9 @@ class StreamedAdamW(torch.optim.AdamW):
 
 
 class _StateViews(dict[nn.Parameter, dict[str, Any]]):
-    """An optimizer's ``state`` whose moments are always views of the buffers.
+    """An optimizer's ``state`` whose moments, and remainders, are always views of the buffers.
 
-    Assigning a state copies its moments into the buffers; ``clear`` starts again, with zeros.
+    Assigning a state copies them into the buffers; ``clear`` starts again, with zeros.
     """
 
     def __init__(self, states: PlacedStates, weights: Sequence[nn.Parameter]) -> None:
@@ -389,12 +402,18 @@ class _StateViews(dict[nn.Parameter, dict[str, Any]]):
     def __setitem__(self, weight: nn.Parameter, values: dict[str, Any]) -> None:
         state = self[weight]
         state["step"].fill_(float(values["step"]))
-        for name in STATES:
+        for name in MOMENTS:
             state[name].copy_(values[name])
+        if REMAINDER in values:
+            state[REMAINDER].copy_(values[REMAINDER])
 
     def clear(self) -> None:
         for weight in self._weights:
-            _, *moments = self._states.of_parameter(self._index[id(weight)])
-            views = [moment.view(weight.shape).zero_() for moment in moments]
-            state = {"step": torch.zeros(()), **dict(zip(STATES, views, strict=True))}
+            master, *moments = self._states.of_parameter(self._index[id(weight)])
+            state = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
+            if self._states.param_remainders:
+                state[REMAINDER] = master
+            for name in state:
+                if name != "step":
+                    state[name] = state[name].view(weight.shape).zero_()
             super().__setitem__(weight, state)

@@ -385,13 +385,21 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         if self.save_master_weights:
             for i, each in enumerate(self._sharded):
                 if each.param.dtype != self.optimizer_dtype:
-                    masters[i] = each.shard.detach()
+                    masters[i] = self._master(i)
         return {
             **self.base_optimizer.state_dict(),
             "sharded_master_weights": masters,
             "shape_info": full_shapes(self._sharded),
             "sharding": self._sharding(),
         }
+
+    def _master(self, index: int) -> Tensor:
+        """Return the master of parameter number ``index``."""
+        return self._sharded[index].shard.detach()
+
+    def _set_master(self, index: int, values: Tensor) -> None:
+        """Write to the master of parameter number ``index``."""
+        self._sharded[index].shard.copy_(values)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Return the stored tensor of each trained parameter, equal to the parameter now."""
@@ -440,7 +448,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
         for i, master in state_dict["sharded_master_weights"].items():
-            self._sharded[i].shard.copy_(master)
+            self._set_master(i, master)
         self._gather_parameters()
 
 

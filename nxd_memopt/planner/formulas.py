@@ -9,7 +9,6 @@ from nxd_memopt.config import require_divisible
 from nxd_memopt.planner.architectures import ExpertShape
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
 from nxd_memopt.planner.states import (
-    ADAM_MOMENTS,
     FP32_BYTES,
     StateLayout,
     gradient_bytes,
@@ -241,12 +240,7 @@ def auto_head_groups(free_bytes: int | None, group_counts: Sequence[int], bytes_
     return group_counts[-1]
 
 
-def optimizer_state_bytes(num_elements: int) -> int:
-    """Return the bytes of fp32 master weights and AdamW's two fp32 moments: 12 per element."""
-    return num_elements * (1 + ADAM_MOMENTS) * FP32_BYTES
-
-
-def stream_slots(chunk_elements: int, staging_bytes: int) -> int:
+def stream_slots(chunk_elements: int, staging_bytes: int, *, element_bytes: int) -> int:
     """Return the chunks of optimizer states that are on the device at a time, at least 2.
 
     With one chunk, its update, its way back and the next one's arrival would wait for each other.
@@ -254,21 +248,23 @@ def stream_slots(chunk_elements: int, staging_bytes: int) -> int:
     Args:
         chunk_elements: elements of a chunk.
         staging_bytes: device memory for chunks on their way.
+        element_bytes: ``states.optimizer_element_bytes``.
     """
-    return max(2, staging_bytes // optimizer_state_bytes(chunk_elements))
+    return max(2, staging_bytes // (chunk_elements * element_bytes))
 
 
-def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int) -> int:
+def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int, element_bytes: int) -> int:
     """Return the device memory in bytes that optimizer states on the host need on their way.
 
     Args:
         host_elements: elements whose states are on the host.
         chunk_elements: see ``stream_slots``.
-        staging_bytes: see ``stream_slots``.
+        staging_bytes: see ``stream_slots``; the next argument too.
+        element_bytes: bytes of an element's states.
     """
     if not host_elements:
         return 0
     chunk_elements = min(chunk_elements, host_elements)
     num_chunks = -(-host_elements // chunk_elements)
-    slots = min(stream_slots(chunk_elements, staging_bytes), num_chunks)
-    return slots * optimizer_state_bytes(chunk_elements)
+    slots = min(stream_slots(chunk_elements, staging_bytes, element_bytes=element_bytes), num_chunks)
+    return slots * chunk_elements * element_bytes

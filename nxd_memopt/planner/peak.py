@@ -12,19 +12,21 @@ from nxd_memopt.planner.activations import Activations, activations, host_pool_b
 from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied, largest_elements
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
-from nxd_memopt.planner.formulas import optimizer_state_bytes, stream_bytes
+from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.hardware import FRAGMENT_FRACTION, fragment_bytes
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import (
+    ADAM_MOMENTS,
     CHUNK_ELEMENTS,
     StateLayout,
     gradient_bytes,
     master_bytes,
     moment_bytes,
     offloaded_state_bytes,
+    optimizer_element_bytes,
     shard_bytes,
     weight_bytes,
 )
@@ -209,12 +211,17 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
         "master weights": model.total(master_bytes, layout),
         "optimizer moments": model.total(moment_bytes, layout),
     }
-    # Of 12 bytes in host memory 4 are masters and 8 moments.
-    states["master weights"] -= on_host // 3
-    states["optimizer moments"] -= on_host - on_host // 3
+    # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8.
+    element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
+    elements = on_host // element_bytes
+    states["master weights"] -= elements * layout.master_element_bytes
+    states["optimizer moments"] -= elements * ADAM_MOMENTS * layout.optimizer_bytes
     if on_host:
         states["staging of optimizer states"] = stream_bytes(
-            on_host // optimizer_state_bytes(1), chunk_elements=CHUNK_ELEMENTS, staging_bytes=layout.staging_bytes
+            elements,
+            chunk_elements=CHUNK_ELEMENTS,
+            staging_bytes=layout.staging_bytes,
+            element_bytes=element_bytes,
         )
     if layout.sharding == "zero3" and layout.shards > 1:
         # The root's unit is gathered throughout; of the layers, the running and the next one, or all.

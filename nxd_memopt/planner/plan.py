@@ -97,6 +97,7 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
         update_in_forward=setting.optimizer_update_in_forward,
         staging_bytes=int(setting.optimizer_staging_gib * GIB),
+        param_remainders=setting.store_param_remainders,
         expert_ranks=setting.expert_model_parallel_size,
         keeps_gathered=not setting.reshard_after_forward,
         overlaps_reduction=setting.overlap_grad_reduce,

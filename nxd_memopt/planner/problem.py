@@ -118,6 +118,7 @@ class Setting:
         grad_reduce_in_fp32: sums of gradients with master weights are fp32.
         optimizer_update_in_forward: offloaded states are updated in the next forward.
         optimizer_staging_gib: device memory for offloaded states on their way.
+        store_param_remainders: offloaded masters are what they have beyond the bf16 parameters.
         optimizer_in_backward: each parameter is updated in backward, which frees its gradient.
         expert_model_parallel_size: EP, of the data-parallel ranks.
         reduce_dtype: ``parallel.reduce_dtype``, of reductions over tensor-parallel ranks.
@@ -136,6 +137,7 @@ class Setting:
     grad_reduce_in_fp32: bool = True
     optimizer_update_in_forward: bool = False
     optimizer_staging_gib: float = STAGING_BYTES / GIB
+    store_param_remainders: bool = False
     optimizer_in_backward: bool = False
     expert_model_parallel_size: int = 1
     reduce_dtype: Literal["float32"] | None = None
@@ -156,7 +158,8 @@ class Setting:
             parts.append(f"{self.memory.attention_head_groups} groups of heads")
         if self.optimizer_offload_fraction:
             where = ", updated in forward" if self.optimizer_update_in_forward else ""
-            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}")
+            what = ", remainders" if self.store_param_remainders else ""
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}{what}")
         if self.optimizer_in_backward:
             parts.append("optimizer in backward")
         if self.cuda_graph:

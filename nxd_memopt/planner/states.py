@@ -11,6 +11,8 @@ from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, ExpertShape, Parameter, num_kv_heads, option, parameters
 
 FP32_BYTES = 4
+REMAINDER_BYTES = 2
+"""Bytes of what an fp32 master has beyond its bf16 parameter (``ops/param_remainders.py``)."""
 ADAM_MOMENTS = 2
 STAGES = ("none", "zero1", "zero2", "zero3")
 RESIDENT_ELEMENTS = 1 << 16
@@ -35,6 +37,7 @@ class StateLayout:
         expert_ranks: EP; the stage shards experts over the D/EP ranks that have the same ones.
         keeps_gathered: stage 3 keeps the gathered weights of all layers until their backward.
         overlaps_reduction: without sharding, gradients are averaged during backward.
+        param_remainders: masters are stored as what they have beyond the bf16 parameters.
         optimizer_offload_fraction: part of masters and moments in host memory.
         in_backward: the optimizer runs inside backward, which frees each gradient.
         grad_reduce_in_fp32: False adds up gradients in the parameters' dtype, without sharding of
@@ -59,6 +62,7 @@ class StateLayout:
     expert_ranks: int = 1
     keeps_gathered: bool = False
     overlaps_reduction: bool = False
+    param_remainders: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)
@@ -88,6 +92,16 @@ class StateLayout:
     def optimizer_bytes(self) -> int:
         """Bytes of a moment's element: fp32 with masters, else the dtype of the parameter."""
         return FP32_BYTES if self.master_weights else self.element_bytes
+
+    @property
+    def master_element_bytes(self) -> int:
+        """Bytes of an element of a master."""
+        return REMAINDER_BYTES if self.param_remainders else self.optimizer_bytes
+
+
+def optimizer_element_bytes(*, param_remainders: bool) -> int:
+    """Return the bytes of an element's states: fp32 master, or its remainder, and AdamW's two fp32 moments."""
+    return ADAM_MOMENTS * FP32_BYTES + (REMAINDER_BYTES if param_remainders else FP32_BYTES)
 
 
 def local_shapes(
@@ -170,7 +184,7 @@ def master_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """
     if layout.shards == 1 and layout.optimizer_bytes == layout.element_bytes:
         return 0
-    return shard_bytes(shapes, layout)
+    return sum(shard_elements(shape, layout) for shape in shapes) * layout.master_element_bytes
 
 
 def moment_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
@@ -210,9 +224,9 @@ def parameters_on_host(
 
 
 def offloaded_state_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
-    """Return the bytes of masters and moments in host memory: 12 for each element."""
+    """Return the bytes of masters and moments in host memory: 12 for each element, 10 with remainders."""
     matrices = [shape for shape in shapes if len(shape) >= 2]
     vectors = [shape for shape in shapes if len(shape) < 2]
     sizes = [shard_elements(shape, layout) for shape in (*matrices, *vectors)]
     chosen = parameters_on_host(sizes, layout.optimizer_offload_fraction)
-    return sum(sizes[index] for index in chosen) * (1 + ADAM_MOMENTS) * FP32_BYTES
+    return sum(sizes[index] for index in chosen) * optimizer_element_bytes(param_remainders=layout.param_remainders)

@@ -292,7 +292,8 @@ class TrainConfig:
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
         if self.optimizer.optimizer_cpu_offload:
-            require_offloadable(self.data_parallel.stage, precision)
+            keeps_remainders = self.optimizer.store_param_remainders
+            require_offloadable(self.data_parallel.stage, precision, keeps_remainders=keeps_remainders)
         # Checks between sections; each section has checked its own fields. Sequence parallelism
         # gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:

@@ -196,6 +196,7 @@ def setting_of(config: TrainConfig, hf_config: PretrainedConfig, device: Device 
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
         optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
         optimizer_staging_gib=config.optimizer.optimizer_staging_gib,
+        store_param_remainders=config.optimizer.store_param_remainders,
         optimizer_in_backward=config.optimizer.in_backward,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         reduce_dtype=config.parallel.reduce_dtype,

@@ -129,6 +129,7 @@ class MasterWeightOptimizer:
                 groups,
                 optimizer_offload_fraction=offload_fraction(config),
                 staging_bytes=int(config.optimizer_staging_gib * 2**30),
+                store_param_remainders=config.store_param_remainders,
                 pool=pool,
                 sharding_groups=sharding_groups,
                 **options,

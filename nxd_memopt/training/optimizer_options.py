@@ -59,6 +59,10 @@ class OptimizerConfig:
         optimizer_update_in_forward: each layer's update runs right before the layer's next forward,
             so that the states of later layers arrive while earlier layers run. The results are the
             same. Gradients stay allocated until then. Needs parameters that are not sharded.
+        store_param_remainders: of offloaded masters, keep only the 16 bits that the bf16 parameters lack
+            (Megatron's name): 10 bytes per parameter instead of 12 on the host and on the link. The
+            results are the same, but for a master halfway between two bf16 numbers, which may lose its
+            last bit. Checkpoints resume with and without it. Needs bf16 parameters.
         initial_loss_scale: 16-mixed: first factor of the loss; NeMo's ``native_amp_init_scale``.
         min_loss_scale: 16-mixed: the scale is not lowered below this; 20 consecutive steps with
             overflow at this scale stop the run.
@@ -88,6 +92,7 @@ class OptimizerConfig:
     optimizer_offload_fraction: float | None = None
     optimizer_staging_gib: float = 2.0
     optimizer_update_in_forward: bool = False
+    store_param_remainders: bool = False
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
@@ -177,7 +182,12 @@ class OptimizerConfig:
         if self.optimizer_cpu_offload:
             return
         # Options of the offload that nothing would read.
-        for name in ("optimizer_offload_fraction", "optimizer_staging_gib", "optimizer_update_in_forward"):
+        for name in (
+            "optimizer_offload_fraction",
+            "optimizer_staging_gib",
+            "optimizer_update_in_forward",
+            "store_param_remainders",
+        ):
             if getattr(self, name) != getattr(OptimizerConfig, name):
                 raise ValueError(
                     f"optimizer.{name} {getattr(self, name)} needs optimizer.optimizer_cpu_offload: set it to true, "

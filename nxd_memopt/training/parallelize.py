@@ -219,4 +219,5 @@ def describe_offload(config: TrainConfig) -> list[str]:
         return []
     where = "in the next forward" if config.optimizer.optimizer_update_in_forward else "after backward"
     fraction = offload_fraction(config.optimizer)
-    return [f"optimizer states: {fraction:.0%} of masters and moments in host memory, updated {where}"]
+    masters = "remainders of masters" if config.optimizer.store_param_remainders else "masters"
+    return [f"optimizer states: {fraction:.0%} of {masters} and moments in host memory, updated {where}"]

@@ -142,6 +142,7 @@ RULES: dict[str, Rule] = {
     "optimizer.optimizer_cpu_offload": Rule(Change.REPORTED, before=False),
     "optimizer.optimizer_offload_fraction": Rule(Change.REPORTED, before=None),
     "optimizer.optimizer_staging_gib": REPORTED,
+    "optimizer.store_param_remainders": Rule(Change.REPORTED, before=False),
     "optimizer.optimizer_update_in_forward": Rule(Change.REPORTED, before=False),
     # The scale itself comes from the checkpoint.
     "optimizer.initial_loss_scale": REPORTED,

@@ -157,8 +157,14 @@ def require_gradient_sums(grad_reduce_in_fp32: bool | None, precision: str) -> N
         )
 
 
-def require_offloadable(stage: str, precision: str) -> None:
-    """Raise ``ValueError`` if ``optimizer.optimizer_cpu_offload`` does not support the stage or the precision."""
+def require_offloadable(stage: str, precision: str, *, keeps_remainders: bool) -> None:
+    """Raise ``ValueError`` if ``optimizer.optimizer_cpu_offload`` does not support the stage or the precision.
+
+    Args:
+        stage: ZeRO stage.
+        precision: ``trainer.precision``.
+        keeps_remainders: ``optimizer.store_param_remainders``.
+    """
     name = "optimizer.optimizer_cpu_offload"
     if stage in SHARDS_GRADIENTS:
         raise ValueError(
@@ -174,6 +180,11 @@ def require_offloadable(stage: str, precision: str) -> None:
         raise ValueError(
             f"{name} is true and trainer.precision is bf16-true, without fp32 masters and states to offload: "
             "use bf16-mixed, or leave optimizer_cpu_offload out"
+        )
+    if keeps_remainders and precision != "bf16-mixed":
+        raise ValueError(
+            f"optimizer.store_param_remainders keeps what fp32 masters have beyond bf16 parameters, and "
+            f"trainer.precision is {precision}: use bf16-mixed, or leave store_param_remainders out"
         )
 
 

@@ -4,8 +4,8 @@
     python -m scripts.bench.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
     python -m scripts.bench.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
 
-Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
-1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
+Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter; 10 with
+``--remainders``, of which 2 are what the masters have beyond the weights), batch 1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
 offload, bf16 moments and no masters (``states`` in its row); ``fsdp2`` has fp32 weights, gradients
 and moments on the host, ``fsdp2 bf16`` the same in bf16, and ``deepspeed`` (ZeRO-Offload) bf16 weights
 on the device and gradients, fp32 masters and moments on the host. A peer with a package that is not
@@ -100,6 +100,7 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         staging_bytes=int(args.staging_gib * GIB),
         pool=pool,
         use_grad_acc_hook=args.fp32_sums,
+        store_param_remainders=args.remainders,
         lr=1e-5,
     )
     layers = cast(ParallelCausalLM, model).decoder_layers()
@@ -113,8 +114,9 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     # The next variant allocates the memory into which the states of a next step are being copied.
     optimizer.finish_update()
     sums = ", fp32 gradient sums" if args.fp32_sums else ""
+    remainders = " as remainders" if args.remainders else ""
     return result | {
-        "states": f"fp32 masters and moments{sums}",
+        "states": f"fp32 masters{remainders} and moments{sums}",
         "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
         "host_gib": round((state_bytes + activation_bytes) / GIB, 2),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
@@ -231,6 +233,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_memory_options(parser)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--fp32-sums", action="store_true", help="ours: add the micro-batches' gradients in fp32")
+    parser.add_argument("--remainders", action="store_true", help="ours: 10 bytes per parameter instead of 12")
     parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
     parser.add_argument("--document-tokens", type=int, help="attention within documents of this length; memory only")

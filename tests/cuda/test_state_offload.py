@@ -56,3 +56,39 @@ def test_states_on_the_host_equal_resident_ones(dtype: torch.dtype, fraction: fl
         **OPTIONS,
     )
     torch.testing.assert_close(train(optimizer, offloaded), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_remainders_are_the_masters_of_resident_states(fraction: float) -> None:
+    """But at ties that round down, about one of 131,072 updates, a master loses its last bit."""
+    parallel_state.initialize_model_parallel()
+    resident, offloaded = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = NeuronZero1Optimizer(resident, AdamW, optimizer_dtype=torch.float32, **OPTIONS)
+    train(reference, resident)
+    chunk = 100_000
+    optimizer = OffloadedZero1Optimizer(
+        offloaded,
+        optimizer_offload_fraction=fraction,
+        staging_bytes=3 * 10 * chunk,
+        chunk_elements=chunk,
+        resident_elements=1,
+        store_param_remainders=True,
+        **OPTIONS,
+    )
+    train(optimizer, offloaded)
+    expected, actual = reference.state_dict(), optimizer.state_dict()
+    differing = 0
+    for index, master in expected["sharded_master_weights"].items():
+        found = actual["sharded_master_weights"][index].to(master.device)
+        differing += int((found != master).sum())
+        torch.testing.assert_close(found, master, rtol=1e-6, atol=1e-9)
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = expected["state"][index][name]
+            torch.testing.assert_close(actual["state"][index][name].to(moment.device), moment, rtol=0, atol=0)
+    assert differing < 500
+    torch.testing.assert_close(
+        [param.detach().float() for param in offloaded],
+        [param.detach().float() for param in resident],
+        rtol=1e-2,
+        atol=0,
+    )

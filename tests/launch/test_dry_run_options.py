@@ -69,6 +69,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer.optimizer_offload_fraction": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
     "optimizer.optimizer_staging_gib": {"optimizer_cpu_offload": True, "optimizer_staging_gib": 1.0},
     "optimizer.optimizer_update_in_forward": {"optimizer_cpu_offload": True, "optimizer_update_in_forward": True},
+    "optimizer.store_param_remainders": {"optimizer_cpu_offload": True, "store_param_remainders": True},
     "trainer.compile": {"compile": "layer"},
     "trainer.auto_memory": {"auto_memory": True},
     "lora.lora_rank": {"lora_rank": 8},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -355,3 +356,78 @@ def test_a_device_or_host_without_the_memory_is_an_error_before_anything_is_allo
 def test_a_loss_scaler_is_refused_when_the_optimizer_is_made() -> None:
     message = error_message(lambda: offloaded(parameters(torch.float16), 1.0, loss_scaler=LossScaler()))
     assert_says(message, "does not scale losses", "bf16-mixed")
+
+
+# What the masters have beyond the parameters
+
+
+def with_remainders(params: list[nn.Parameter], fraction: float, **options: object) -> OffloadedZero1Optimizer:
+    defaults = {"store_param_remainders": True, "staging_bytes": 3 * 10 * CHUNK}
+    return offloaded(params, fraction, **(defaults | options))
+
+
+def portable(optimizer: NeuronZero1Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    """Return parameters, masters and moments from ``state_dict``, which has the same entries for every optimizer."""
+    state = optimizer.state_dict()
+    moments = [values[name] for values in state["state"].values() for name in ("exp_avg", "exp_avg_sq", "step")]
+    masters = list(state["sharded_master_weights"].values())
+    return [tensor.detach().clone() for tensor in (*params, *masters, *moments)]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_remainders_are_the_masters_of_resident_states(fraction: float) -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference, optimizer = resident(expected), with_remainders(actual, fraction)
+    norms = train(reference, expected, range(6), skip=2)
+    assert_equal(train(optimizer, actual, range(6), skip=2), norms)
+    assert_equal(portable(optimizer, actual), portable(reference, expected))
+    masters = optimizer.state_dict()["sharded_master_weights"]
+    assert any((master != master.bfloat16()).any() for master in masters.values())
+
+
+def test_remainders_move_ten_bytes_a_parameter() -> None:
+    params = parameters(torch.bfloat16)
+    transfers = DeferredTransfers()
+    pool = HostPool()
+    optimizer = with_remainders(params, 1.0, transfers=transfers, pool=pool)
+    elements = sum(param.numel() for param in params)
+    assert pool.ledger() == {"optimizer states": 10 * elements}
+    train(optimizer, params, range(5))
+    optimizer.base_optimizer.synchronize()
+    assert transfers.bytes_out == 5 * 10 * elements
+    assert transfers.bytes_in == 10 * (5 * elements + 3 * CHUNK)
+
+
+@pytest.mark.parametrize("of_saved", [offloaded, with_remainders])
+@pytest.mark.parametrize("of_loaded", [offloaded, with_remainders])
+def test_a_saved_state_continues_with_and_without_remainders(of_saved: Any, of_loaded: Any) -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    whole = of_saved(expected, 0.5)
+    train(whole, expected, range(3))
+    state = copy.deepcopy(whole.state_dict())
+    optimizer = of_loaded(actual, 1.0)
+    train(optimizer, actual, range(7, 9))  # other states and prefetched chunks, which loading must replace
+    with torch.no_grad():
+        for param, trained in zip(actual, expected, strict=True):
+            param.copy_(trained)
+    optimizer.load_state_dict(state)
+    train(whole, expected, range(3, 6))
+    train(optimizer, actual, range(3, 6))
+    assert_equal(portable(optimizer, actual), portable(whole, expected))
+
+
+def test_a_parameter_that_is_written_to_starts_without_a_remainder() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = with_remainders(params, 1.0)
+    train(optimizer, params, range(2))
+    with torch.no_grad():
+        params[0].copy_(torch.full(SHAPES[0], 3.0))
+    masters = optimizer.state_dict()["sharded_master_weights"]
+    assert_equal([masters[0]], [torch.full(SHAPES[0], 3.0)])
+    assert (masters[1] != masters[1].bfloat16()).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_remainders_need_bf16_parameters(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="store_param_remainders"):
+        with_remainders(parameters(dtype), 1.0)

@@ -69,6 +69,7 @@ PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.optimizer_cpu_offload": (OFFLOADED, {}),
     "optimizer.optimizer_offload_fraction": ({**OFFLOADED, "optimizer_offload_fraction": 0.5}, OFFLOADED),
     "optimizer.optimizer_staging_gib": ({**OFFLOADED, "optimizer_staging_gib": 0.5}, OFFLOADED),
+    "optimizer.store_param_remainders": ({**OFFLOADED, "store_param_remainders": True}, OFFLOADED),
     "trainer.precision": ({"precision": "bf16-true"}, {}),
     "trainer.enable_cuda_graph": ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}),
     "moe.num_moe_experts": ({"num_moe_experts": 4}, {}),

@@ -7,9 +7,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.param_remainders import join
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.model import build_model
@@ -130,6 +132,35 @@ def test_a_run_resumes_at_another_fraction(
     assert_bit_equal(found, expected, "export")
 
 
+@pytest.mark.parametrize(("before", "after"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
+def test_a_run_resumes_with_and_without_remainders(tmp_path: Path, before: bool, after: bool) -> None:
+    """A checkpoint has masters or remainders; each becomes the other, and no bit is lost but that of a tie."""
+    found = []
+    for name, parts in (("whole", (False,)), ("parts", (before, after))):
+        for part in parts:
+            optimizer = offload(1.0) | {"store_param_remainders": part}
+            config = write(tmp_path / name, optimizer=optimizer, trainer={"precision": "bf16-mixed"})
+            is_first_half = name == "parts" and part == before
+            output = succeed(run_here(config, *(HALF if is_first_half else ())))
+        found.append(([row["loss"] for row in rows(tmp_path / name / "run")], masters(tmp_path / name)))
+    assert f"optimizer.store_param_remainders: {before} -> {after}" in output
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-7)
+
+
+def masters(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the fp32 masters in the last checkpoint of a run."""
+    tensors = full_tensors(directory / "run" / "checkpoints")
+    found = {}
+    for name, value in tensors.items():
+        kind, _, rest = name.removeprefix("optimizer.").partition(".")
+        if kind == "master":
+            found[rest] = value
+        elif kind == "param_remainder":
+            found[rest] = join(tensors[f"model.{rest}"], value)
+    return found
+
+
 def test_an_export_without_a_forward_after_the_last_step_has_its_update(tmp_path: Path) -> None:
     """Neither an evaluation nor a checkpoint completes the updates that wait for the next forward."""
     exports = []
@@ -216,6 +247,9 @@ def test_what_states_on_the_host_exclude(tmp_path: Path, monkeypatch: pytest.Mon
     refused("zero2", "set sharding to zero1", optimizer=offload(1.0), data_parallel={"sharding": "zero2"})
     refused("16-mixed", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "16-mixed"})
     refused("bf16-true", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "bf16-true"})
+    remainders = {"store_param_remainders": True}
+    refused("32-true", "bf16-mixed", optimizer=offload(1.0) | remainders, trainer={"precision": "32-true"})
+    refused(f"needs {name}", "store_param_remainders True", optimizer=remainders)
     refused("between 0 and 1, got 1.5", optimizer=offload(1.5))
     refused(f"needs {name}", "0.5", optimizer={"optimizer_offload_fraction": 0.5})
     refused(f"needs {name}", "optimizer_update_in_forward", optimizer={"optimizer_update_in_forward": True})

@@ -23,7 +23,8 @@ class Update(NamedTuple):
     Both moments have one dtype. ``factor`` and ``output`` are for ``adamw_of_one``.
 
     Args:
-        param: updated in place.
+        param: updated in place; for ``adamw_of_one`` it may be the int16 remainders of fp32
+            parameters (``ops.param_remainders``) whose rounded values are in ``output``, bf16.
         grad: not modified.
         mean: first moment, updated in place.
         square: second moment, updated in place.

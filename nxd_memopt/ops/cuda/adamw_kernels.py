@@ -31,9 +31,11 @@ def _update_chunk(
     """Update ``CHUNK`` elements from ``first``. The rates are ``1 - beta``, computed in float64.
 
     ``factor`` multiplies the gradient, and ``output`` receives a copy of the parameter; either may
-    be None.
+    be None. If ``param`` is int16, it has the remainders of fp32 parameters whose rounded values
+    are in ``output``, which is bf16 then (``ops.param_remainders``).
     """
     step_size = lr / correction
+    IS_REMAINDER: tl.constexpr = param.dtype.element_ty == tl.int16  # noqa: N806
     for block in range(CHUNK // BLOCK):
         offset = first + block * BLOCK + tl.arange(0, BLOCK)
         mask = offset < size
@@ -48,11 +50,23 @@ def _update_chunk(
         v_old = tl.load(square + offset, mask=mask, other=0.0).to(tl.float32)
         v = beta2 * v_old + square_rate * g * g
         # decoupled weight decay, then the step of the bias-corrected moments
-        p = tl.load(param + offset, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
+        if IS_REMAINDER:
+            high = tl.load(output + offset, mask=mask, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+            p = (high + tl.load(param + offset, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            p = tl.load(param + offset, mask=mask, other=0.0).to(tl.float32)
+        p *= 1.0 - lr * weight_decay
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
-        tl.store(param + offset, p.to(param.dtype.element_ty), mask=mask)
-        if output is not None:
-            tl.store(output + offset, p.to(output.dtype.element_ty), mask=mask)
+        if IS_REMAINDER:
+            rounded = p.to(tl.bfloat16)
+            difference = p.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
+            difference = tl.minimum(tl.maximum(difference, -32768), 32767)
+            tl.store(param + offset, difference.to(tl.int16), mask=mask)
+            tl.store(output + offset, rounded, mask=mask)
+        else:
+            tl.store(param + offset, p.to(param.dtype.element_ty), mask=mask)
+            if output is not None:
+                tl.store(output + offset, p.to(output.dtype.element_ty), mask=mask)
         tl.store(mean + offset, m.to(mean.dtype.element_ty), mask=mask)
         tl.store(square + offset, v.to(square.dtype.element_ty), mask=mask)
 
