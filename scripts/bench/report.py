@@ -17,6 +17,7 @@ from scripts.bench.report_sections import (
     BENCHMARKS,
     DEVICE,
     OTHER_DEVICE,
+    SHARED_HOST,
     Row,
     expert_parts,
     planned_parts,
@@ -133,13 +134,20 @@ def _if_other_loss(peer: Row, ours: Row) -> str:
     return "" if falls[0] >= 0.8 * falls[1] else f" (loss {peer_last:.2f}, ours {last:.2f})"
 
 
-def variant_lines(device: str) -> list[str]:
-    """Return a table of all steps on ``device``, a line for each variant that was measured."""
+def expert_steps() -> list[Row]:
+    """Return the steps of each model with experts, of the last day on which several GPUs divided its experts."""
+    rows = rows_of("train_step")
+    days = {row["model"]: row["date"] for row in rows if row.get("expert_parallel", "") not in ("", "1")}
+    return [row for row in rows if days.get(row["model"]) == row["date"]]
+
+
+def variant_lines(rows: Sequence[Row]) -> list[str]:
+    """Return a table of steps, a line for each variant that was measured."""
     lines = [
         "| model | GPUs | tokens | variant | recompute | tokens/s/GPU | MFU | GiB | commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows_of("train_step", device):
+    for row in rows:
         cells = [row["model"], _layout(row), f"{int(row['tokens']):,}", row["variant"], row["recompute"]]
         if row["failure"]:
             cells += ["out of memory" if "OutOfMemory" in row["failure"] else "failed", "", ""]
@@ -245,7 +253,11 @@ def page() -> str:
         "\n".join(step_lines()),
         f"### One {OTHER_DEVICE}",
         "Batch 1, the same optimizer; all variants of a model and length ran one after the other on one machine.",
-        "\n".join(variant_lines(OTHER_DEVICE)),
+        "\n".join(variant_lines(rows_of("train_step", OTHER_DEVICE))),
+        "### Experts on several GPUs",
+        f"{DEVICE}, batch 1 on each data-parallel rank, the same optimizer; T x EP GPUs. `ours` has the dispatcher "
+        f"`allgather`. {SHARED_HOST}",
+        "\n".join(variant_lines(expert_steps())),
         "## By number of GPUs",
         "Ours, tokens/s/GPU and GiB, in the fastest setting of the last day on which each was measured, with its "
         "commit: figures of different commits do not show how the code scales.",

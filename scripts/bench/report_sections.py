@@ -10,6 +10,10 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 DEVICE = "NVIDIA H200"  # of the tables that compare ours with the best peer
 OTHER_DEVICE = "NVIDIA H100 80GB HBM3"
+SHARED_HOST = (
+    "Rows of two GPUs of b5657f0 were measured on two of the four GPUs of a host, while the other two ran another "
+    "benchmark."
+)
 Row = dict[str, str]
 STATE_COLUMNS = {
     "device": "device",
@@ -36,7 +40,8 @@ SHARDED_COLUMNS = {
     "device": "device",
     "model": "model",
     "data_parallel": "D",
-    "tokens": "tokens per GPU",
+    "tensor_parallel": "T",
+    "tokens": "tokens per sequence",
     "states": "states",
     "recompute": "recompute",
     "variant": "variant",
@@ -142,7 +147,7 @@ def state_parts() -> list[str]:
         "host. `floor ms`: the states once in each direction over the link, at the speed measured before the "
         "row. `cap GiB`: limit of the device memory. `document`: attention within documents of "
         "that many tokens, so the row shows memory only. A row without flash-attn-4 among its peers has cuDNN's "
-        "attention ([rows](benchmarks/state_offload.csv)).",
+        f"attention. {SHARED_HOST} ([rows](benchmarks/state_offload.csv)).",
         "\n".join(column_lines(rows, STATE_COLUMNS)),
     ]
 
@@ -152,12 +157,14 @@ def sharded_parts() -> list[str]:
     rows = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("sharded_step", device)]
     if not rows:
         return []
+    # Rows of earlier commits have no tensor parallelism.
+    rows = [row | {"tensor_parallel": row.get("tensor_parallel") or "1"} for row in rows]
     return [
         "## ZeRO-3",
-        "Ours and FSDP2 on transformers' model with Liger-Kernel, one replica over D GPUs of a host, full steps "
-        "with clipping. `states`: fp32 shards are masters, with fp32 moments and reductions (16 bytes per "
-        "parameter over D); bf16 shards are weights, with bf16 moments and reductions (8 bytes) "
-        "([rows](benchmarks/sharded_step.csv)).",
+        "Ours and FSDP2 on transformers' model with Liger-Kernel, one model over D x T GPUs of a host, one sequence "
+        "for each T of them, full steps with clipping. `states`: fp32 shards are masters, with fp32 moments and "
+        "reductions (16 bytes per parameter over D x T); bf16 shards are weights, with bf16 moments and reductions "
+        "(8 bytes) ([rows](benchmarks/sharded_step.csv)).",
         "\n".join(column_lines(rows, SHARDED_COLUMNS)),
     ]
 

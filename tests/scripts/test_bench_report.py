@@ -86,6 +86,37 @@ def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
     ]
 
 
+def test_experts_on_several_gpus_are_shown_with_the_other_steps_of_their_day(monkeypatch):
+    def step(layout: tuple[str, str], speed: float | None, *, date: str, model: str = "m", variant: str = "ours"):
+        values = row(variant, speed, command="") | {"tensor_parallel": layout[0], "expert_parallel": layout[1]}
+        return values | {"model": model, "date": date, "failure": "" if speed else "OutOfMemoryError: of 1 GiB"}
+
+    rows = [
+        step(("1", "2"), 900, date="2026-01-01"),
+        step(("1", "1"), 400, date="2026-01-02", variant="hf"),
+        step(("2", "2"), 300, date="2026-01-02", variant="ours, all-to-all"),
+        step(("1", "4"), None, date="2026-01-02"),
+        step(("1", ""), 200, date="2026-01-02", model="without experts"),
+        step(("1", "1"), 500, date="2026-01-03"),
+    ]
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert report.variant_lines(report.expert_steps())[2:] == [
+        "| m | T=1 | 8,192 | hf | none | 400 | 0.5 | 1.0 | c |",
+        "| m | T=2, EP=2 | 8,192 | ours, all-to-all | none | 300 | 0.5 | 1.0 | c |",
+        "| m | T=1, EP=4 | 8,192 | ours | none | out of memory |  |  | c |",
+    ]
+
+
+def test_sharded_steps_have_their_tensor_parallelism_1_in_rows_without_the_column(monkeypatch):
+    step = dict.fromkeys(report_sections.SHARDED_COLUMNS, "") | {"device": report.DEVICE, "data_parallel": "2"}
+    without = {name: value for name, value in step.items() if name != "tensor_parallel"}
+    rows = [step | {"tensor_parallel": "2"}, step, without]
+    monkeypatch.setattr(report_sections, "rows_of", lambda _, device: rows if device == report.DEVICE else [])
+    lines = report_sections.sharded_parts()[-1].splitlines()[2:]
+    start = f"| {report.DEVICE} |  | 2 | "
+    assert [line.removeprefix(start).partition(" ")[0] for line in lines] == ["2", "1", "1"]
+
+
 def test_heads_are_columns(monkeypatch):
     def head(variant: str, tokens: int, ms: str):
         setting = {"head": "m", "tokens": str(tokens), "tensor_parallel": "1", "variant": variant, "ms": ms}
