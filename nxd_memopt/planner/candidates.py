@@ -108,10 +108,11 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
     # Masters and moments are fp32 only with mixed precision.
     if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
         for fraction in (0.5, 1.0):
-            yield replace(setting, optimizer_offload_fraction=fraction)
+            offloaded = replace(setting, optimizer_offload_fraction=fraction, store_param_remainders=True)
+            yield offloaded
             # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
             if setting.sharding == "none":
-                yield replace(setting, optimizer_offload_fraction=fraction, optimizer_update_in_forward=True)
+                yield replace(offloaded, optimizer_update_in_forward=True)
 
 
 def memories(problem: Problem) -> Iterator[MemoryConfig]:

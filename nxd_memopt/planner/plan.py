@@ -57,7 +57,9 @@ def plans(problem: Problem) -> list[Plan]:
         if replace(setting, micro_batch_size=1) in too_large:
             continue
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
-        without = replace(setting, optimizer_offload_fraction=0.0, optimizer_update_in_forward=False)
+        without = replace(
+            setting, optimizer_offload_fraction=0.0, optimizer_update_in_forward=False, store_param_remainders=False
+        )
         if setting.optimizer_offload_fraction and without in resident:
             continue
         plan = evaluate(problem, setting, models)

@@ -121,6 +121,7 @@ ONE_STEP = "--steps 1 --warm-up-steps 1"
 # it holds states on their way, and from 64K tokens on the link is faster than forward anyway.
 STATES = (
     states("llama3-8b-states-8k", "llama3-8b", 8192, "ours", options="--staging-gib 48"),
+    states("llama3-8b-states-8k-remainders", "llama3-8b", 8192, "ours", options="--remainders --staging-gib 48"),
     states("llama3-8b-states-16k", "llama3-8b", 16384, "ours", options="--staging-gib 60"),
     states(
         "llama3-8b-states-32k",
@@ -128,7 +129,8 @@ STATES = (
         32768,
         "ours",
         LIGER4,
-        options="--staging-gib 46 " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=24"),
+        options="--remainders --staging-gib 26 "
+        + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=14"),
     ),
     states("llama3-8b-states-64k", "llama3-8b", 65536, "ours", LIGER4, options=f"--staging-gib 4 {memory(*NORM_MLP)}"),
     states(
@@ -192,7 +194,7 @@ STATES = (
         "llama3-8b",
         8192,
         "ours",
-        options=f"--cap-gib 80 --fraction 0.47 --staging-gib 3 {memory(*NORM_MLP)}",
+        options=f"--cap-gib 80 --remainders --fraction 0.36 --staging-gib 3 {memory(*NORM_MLP)}",
     ),
     # fp32 states at a size whose peers' fit 128 GiB of host memory.
     states(
@@ -288,7 +290,11 @@ SEVERAL_GPUS = (
         options="--recompute full --recompute-layers 0",  # the peers', which do not fit without
     ),
     states(
-        "gpt-neox-20b-states-8k", "gpt-neox-20b", 8192, "ours", options=f"{NEOX_STATES} --fraction 0.47 --staging-gib 8"
+        "gpt-neox-20b-states-8k",
+        "gpt-neox-20b",
+        8192,
+        "ours",
+        options=f"{NEOX_STATES} --remainders --fraction 0.34 --staging-gib 6",
     ),
     states(
         "gpt-neox-20b-states-8k-80gib",
@@ -302,9 +308,14 @@ SEVERAL_GPUS = (
         "gpt-neox-20b",
         8192,
         "ours",
-        options=f"{NEOX_STATES} --fp32-sums --fraction 0.65 --staging-gib 6",
+        options=f"{NEOX_STATES} --fp32-sums --remainders --fraction 0.55 --staging-gib 5",
     ),
-    sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
+    # The last 1.7 GiB below nine tenths of the peer's memory.
+    sharded(
+        "llama3-8b-zero3-8k",
+        "fp32",
+        "--recompute none " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=4"),
+    ),
     experts("qwen3-moe-12l-8k", "qwen3-moe-12l"),
     experts("qwen3-moe-12l-8k-ep2", "qwen3-moe-12l", "--expert-parallel 2"),
     experts("mixtral-4l-8k", "mixtral-4l"),

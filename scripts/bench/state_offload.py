@@ -5,14 +5,14 @@
     python -m scripts.bench.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
 
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter; 10 with
-``--remainders``, of which 2 are what the masters have beyond the weights), batch 1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
-offload, bf16 moments and no masters (``states`` in its row); ``fsdp2`` has fp32 weights, gradients
-and moments on the host, ``fsdp2 bf16`` the same in bf16, and ``deepspeed`` (ZeRO-Offload) bf16 weights
-on the device and gradients, fp32 masters and moments on the host. A peer with a package that is not
-installed is named and skipped. ``floor_ms`` is the time in which the link moves the states that are on the
-host, once in each direction at the same time, at the speed that the row measured before.
-``host_gib`` are states and offloaded activations, ``host_peak_gib`` is the process's peak resident
-memory, pinned buffers included.
+``--remainders``, of which 2 are what the masters have beyond the weights), batch 1, clipping by the
+global norm. A peer recomputes every layer and has the states that fit without offload, bf16 moments
+and no masters (``states`` in its row); ``fsdp2`` has fp32 weights, gradients and moments on the host,
+``fsdp2 bf16`` the same in bf16, and ``deepspeed`` (ZeRO-Offload) bf16 weights on the device and
+gradients, fp32 masters and moments on the host. A peer with a package that is not installed is named
+and skipped. ``floor_ms`` is the time in which the link moves the states that are on the host, once in
+each direction at the same time, at the speed that the row measured before. ``host_gib`` are states and
+offloaded activations, ``host_peak_gib`` is the process's peak resident memory, pinned buffers included.
 
 With ``--document-tokens`` attention stays within documents of that length: every tensor of the step
 has its full size, but attention does not have its full time ("memory only").
