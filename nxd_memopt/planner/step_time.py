@@ -98,6 +98,8 @@ class HostRates:
 
     Args:
         layer: forward and backward of a layer.
+        collectives: besides, of a layer with tensor parallelism (LLaMA-3-8B and GPT-NeoX-20B with 2,048
+            tokens, T=2 and 4).
         recomputed: besides, of a recomputed layer.
         selective: besides, of a layer that recomputes some of its modules.
         offloaded: besides, of a layer with activations in host memory.
@@ -107,6 +109,7 @@ class HostRates:
     """
 
     layer: float = 3.9e-3
+    collectives: float = 3.1e-3
     recomputed: float = 4.2e-3
     selective: float = 2.4e-3
     offloaded: float = 1.4e-3
@@ -270,6 +273,8 @@ def _waiting_s(
     if cuda_graph:
         return update_s
     passes_s = layers * HOST.layer
+    if sizes.tensor_model_parallel_size > 1:
+        passes_s += layers * HOST.collectives
     if memory.recompute_granularity == "full":
         count = memory.recompute_num_layers if memory.recompute_method == "block" else None
         times = 2 if memory.recompute_method == "nested" else 1

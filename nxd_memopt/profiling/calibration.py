@@ -1,4 +1,4 @@
-"""Measures what a machine reaches: matmuls by size, memory, copies to the host, collectives."""
+"""Measures what a machine reaches: matmuls by size, memory, launches, copies to the host, collectives."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 
+_LAUNCHES = 200
 _LEAST_S = 0.05
 """A measurement repeats its work for at least this time, three times, and takes the median."""
 
@@ -36,6 +37,7 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
     dtypes = (torch.float32,) if on_cpu else (torch.bfloat16, torch.float32)
     found: dict[str, Any] = {"matmul_flops": {str(dtype)[6:]: _matmuls(dtype, largest) for dtype in dtypes}}
     found["memory_bytes_per_s"] = _memory(copy_bytes)
+    found["launch_s"] = _launch_seconds()
     transfers = backend.host_transfers()
     if transfers is not None and not on_cpu:
         found["host_copy_bytes_per_s"] = _host_copies(copy_bytes, pinned=transfers.needs_pinned_memory)
@@ -121,6 +123,23 @@ def _memory(num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, device=backend.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+
+
+def _launch_seconds() -> float:
+    """Return the seconds that the host takes for a small operation's forward and backward.
+
+    A step without a CUDA graph is at most as fast as its host launches operations.
+    """
+    weight = torch.ones(16, device=backend.device, requires_grad=True)
+
+    def work() -> None:
+        value = weight
+        for _ in range(_LAUNCHES):
+            value = value * weight
+        value.sum().backward()
+        weight.grad = None
+
+    return _seconds(work) / _LAUNCHES
 
 
 def _host_copies(num_bytes: int, *, pinned: bool) -> float:

@@ -1,4 +1,4 @@
-"""Training steps on one or two GPUs, named and drawn, whose plans are compared with measurements."""
+"""Training steps on one, two or four GPUs, named and drawn, whose plans are compared with measurements."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ NAMED = (
     _mixtral("32k checkpoints on host", 32768, memory=STREAMED),
 )
 
-_ON_TWO = (
+_ON_SEVERAL = (
     _llama("2k", 2048),
     _llama("8k", 8192),
     _llama("8k graph", 8192, cuda_graph=True),
@@ -238,35 +238,42 @@ _ON_TWO = (
     _llama("32k layers on host", 32768, memory={**FULL, "cpu_offloading_num_layers": 4}),
     _llama("64k nested tiles", 65536, memory={**FULL, "recompute_method": "nested", **TILES}),
     _neox("2k", 2048, 44),
+    _neox("2k graph", 2048, 44, cuda_graph=True),
     _neox("8k", 8192, 44),
     _neox("16k norm mlp", 16384, 44, memory=selective("norm", "mlp")),
     _neox("32k full", 32768, 44, memory=FULL),
     _mixtral("2k", 2048, 8),
     _mixtral("8k moe", 8192, 8, memory=selective("norm", "moe")),
 )
-NAMED_ON_TWO = (
-    *(replace(cell, name=f"{cell.name} T=2", tensor_parallel=2) for cell in _ON_TWO),
-    replace(_llama("8k mixed D=2", 8192, 16, precision="bf16-mixed"), data_parallel=2, sharding="zero1"),
-)
-"""Cells of two GPUs. SmolLM2's three heads of keys do not divide by two."""
+_SHARDED = _llama("8k mixed D=2", 8192, 16, precision="bf16-mixed", data_parallel=2, sharding="zero1")
+# SmolLM2's three heads of keys do not divide by two.
+NAMED_ON = {
+    1: NAMED,
+    2: (*(replace(cell, name=f"{cell.name} T=2", tensor_parallel=2) for cell in _ON_SEVERAL), _SHARDED),
+    4: (
+        *(replace(cell, name=f"{cell.name} T=4", tensor_parallel=4) for cell in _ON_SEVERAL),
+        replace(_SHARDED, name=f"{_SHARDED.name} T=2", tensor_parallel=2),
+    ),
+}
+"""Number of GPUs -> the named cells."""
 
 
 def named(ranks: int) -> tuple[Cell, ...]:
-    """Return the named cells of one or two GPUs.
+    """Return the named cells of ``ranks`` GPUs.
 
     Raises:
-        ValueError: another number of ranks.
+        ValueError: there are none.
     """
-    if ranks not in (1, 2):
-        raise ValueError(f"{ranks} ranks have no named cells: run one process, or two by torchrun")
-    return NAMED if ranks == 1 else NAMED_ON_TWO
+    if ranks not in NAMED_ON:
+        raise ValueError(f"{ranks} ranks have no named cells: run one process, or two or four by torchrun")
+    return NAMED_ON[ranks]
 
 
 def drawn(count: int, seed: int, longest_s: float, ranks: int = 1) -> tuple[Cell, ...]:
     """Return ``count`` cells that ``seed`` draws, of those that fit H200s by plan.
 
     A cell whose plan is too large, or whose step is planned to take longer than ``longest_s``
-    seconds, is drawn again. On two ranks T is 2.
+    seconds, is drawn again. T is the number of ranks.
     """
     generator = random.Random(seed)
     device = device_named(DEVICE)
@@ -297,7 +304,11 @@ def _draw(generator: random.Random, seed: int, number: int, ranks: int) -> Cell:
     optimizer: dict[str, Any] = {}
     if precision == "bf16-mixed" and generator.random() < 0.4:
         in_forward = generator.random() < 0.5
-        optimizer = states_on_host(round(generator.random(), 2), optimizer_update_in_forward=in_forward)
+        optimizer = states_on_host(
+            round(generator.random(), 2),
+            optimizer_update_in_forward=in_forward,
+            store_param_remainders=generator.random() < 0.5,
+        )
     can_be_graph = not any(name.startswith("cpu_offloading") for name in memory) and model != "mixtral-8x7b"
     return Cell(
         f"drawn {number}",

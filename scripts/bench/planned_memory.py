@@ -1,7 +1,7 @@
-"""Planned against measured memory and time of training steps on one or two GPUs.
+"""Planned against measured memory and time of training steps on one, two or four GPUs.
 
     NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_memory --seed 2026 --seconds 540 --append
-    torchrun --nproc_per_node 2 -m scripts.bench.planned_memory --seed 2026 --append  # T=2, D=2
+    torchrun --nproc_per_node 2 -m scripts.bench.planned_memory --seed 2026 --append  # T=2, D=2; or 4
     python -m scripts.bench.planned_memory --list
     python -m scripts.bench.planned_memory --tiny --cells 0:8
 

@@ -26,6 +26,7 @@ def test_a_measured_device_is_one_that_plans_take(tmp_path, capsys):
     assert set(found["matmul_flops"]["float32"]) == {256, 512}
     # Slower than any computer and faster than any core.
     assert 1e7 < device.matmul_flops["float32"] == max(found["matmul_flops"]["float32"].values()) < 1e14
+    assert 1e-7 < found["launch_s"] < 1e-2
     assert 1e7 < device.memory_bytes_per_s == found["memory_bytes_per_s"] < 1e13
     file = tmp_path / "machine.json"
     write_device(file, device, found)

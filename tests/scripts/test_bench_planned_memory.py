@@ -12,7 +12,7 @@ import pytest
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from scripts.bench import planned_memory
-from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON_TWO, drawn, named, plan_of
+from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
 from scripts.bench.planned_memory import totals
 from tests.deferred_transfers import DeferredTransfers
 
@@ -131,7 +131,7 @@ def test_the_seed_decides_the_cells_and_they_fit():
 def test_cells_on_two_ranks(tmp_path):
     """T=2, then D=2: planned and measured figures of the rank that has most, from one rank's file."""
     path = tmp_path / "rows.csv"
-    names = [cell.name for cell in NAMED_ON_TWO]
+    names = [cell.name for cell in NAMED_ON[2]]
     first = names.index("mixtral 8k moe T=2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "scripts.bench.planned_memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
@@ -147,4 +147,4 @@ def test_cells_on_two_ranks(tmp_path):
 def test_other_numbers_of_ranks_have_no_cells():
     with pytest.raises(ValueError, match="3 ranks have no named cells"):
         named(3)
-    assert {cell.tensor_parallel * cell.data_parallel for cell in NAMED_ON_TWO} == {2}
+    assert {cell.tensor_parallel * cell.data_parallel for cell in NAMED_ON[2]} == {2}
