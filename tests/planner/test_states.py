@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.config import ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.models import model_class
-from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
+from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
+from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.model_configs import with_defaults
+from nxd_memopt.planner.peak import _in_update, step_memory
+from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.states import (
     StateLayout,
     gradient_bytes,
@@ -101,6 +105,50 @@ def test_gradients_that_are_added_up_in_the_dtype_of_the_parameters():
         assert shard_bytes(shapes, layout) == sum(each.shard.grad.nbytes for each in optimizer._sharded)
         wide = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2)
         assert gradient_bytes(shapes, wide) == 2 * gradient_bytes(shapes, layout)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("remainders", [False, True])
+def test_streamed_states_of_a_model(fraction, remainders):
+    """Masters, or their remainders, and moments on host and device; gradients stay in the parameters' dtype."""
+    initialize(1)
+    model = build("llama", dtype=torch.bfloat16, vocab_size=2048)
+    pool = HostPool()
+    optimizer = OffloadedZero1Optimizer(
+        model.parameters(),
+        optimizer_offload_fraction=fraction,
+        transfers=DeferredTransfers(),
+        pool=pool,
+        store_param_remainders=remainders,
+        lr=1e-3,
+    )
+    model(BATCH, labels=BATCH).loss.backward()
+    optimizer.reduce_gradients()
+    assert all(each.shard.main_grad is each.param.grad for each in optimizer._sharded)
+    shapes = local_shapes(model.config, 1)
+    layout = StateLayout(
+        2,
+        master_weights=True,
+        grad_reduce_in_fp32=False,
+        optimizer_offload_fraction=fraction,
+        param_remainders=remainders,
+    )
+    on_host = offloaded_state_bytes(shapes, layout)
+    assert pool.ledger().get("optimizer states", 0) == on_host and (on_host > 0) == (fraction > 0)
+    on_device = master_bytes(shapes, layout) + moment_bytes(shapes, layout) - on_host
+    assert sum(buffer.nbytes for buffer in optimizer._states.device) == on_device
+    share = rank_model(
+        with_defaults(model.config.to_dict()),
+        ParallelConfig(),
+        sequence_length=BATCH.size(1),
+        micro_batch_size=BATCH.size(0),
+        dtype="bfloat16",
+    )
+    planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
+    assert planned.host["optimizer states"] == on_host
+    assert planned.device["master weights"] + planned.device["optimizer moments"] == on_device
+    _, update = _in_update(share, MemoryConfig(), layout, gradient_bytes(shapes, layout))
+    assert ("reduced gradients" in update) == (fraction == 0)
 
 
 @distributed(world_size=2, slow=[4])
