@@ -112,7 +112,7 @@ def test_gradients_that_are_added_up_in_the_dtype_of_the_parameters():
 def test_streamed_states_of_a_model(fraction, remainders):
     """Masters, or their remainders, and moments on host and device; gradients stay in the parameters' dtype."""
     initialize(1)
-    model = build("llama", dtype=torch.bfloat16, vocab_size=2048)
+    model = build("llama", dtype=torch.bfloat16, vocab_size=8192)
     pool = HostPool()
     optimizer = OffloadedZero1Optimizer(
         model.parameters(),
