@@ -326,6 +326,7 @@ SEVERAL_GPUS = (
 )
 FOUR_GPUS = (
     sharded("llama3-8b-zero3-8k-t2", "fp32", "--recompute none --tensor-parallel 2", "ours"),
+    sharded("llama3-8b-zero3-8k-t2-kept", "fp32", "--recompute none --tensor-parallel 2 --keep-gathered", "ours"),
     experts("qwen3-moe-12l-8k-ep4", "qwen3-moe-12l", "--expert-parallel 4"),
     experts("mixtral-4l-8k-ep4", "mixtral-4l", "--expert-parallel 4"),
     # A step of about seven minutes: the states are on the devices, the inputs and attention's results

@@ -67,14 +67,27 @@ class OurOptimizer:
 
 
 def build(
-    variant: str, config: Any, states: torch.dtype, memory: MemoryConfig
+    variant: str, config: Any, states: torch.dtype, memory: MemoryConfig, *, keeps_gathered: bool = False
 ) -> tuple[nn.Module, LossFunction, Stepper]:
-    """Return a sharded model, its loss and its optimizer."""
+    """Return a sharded model, its loss and its optimizer.
+
+    Args:
+        variant: key of ``OURS`` or ``PEERS``.
+        config: transformers' configuration.
+        states: dtype of the shards.
+        memory: techniques of ours.
+        keeps_gathered: ours keeps the gathered weights until backward.
+    """
     if variant in OURS:
         model, loss_of = OURS[variant](config, memory)
         # With bf16 states gradients are reduced in bf16, as FSDP2 reduces them without reduce_dtype.
         reduce_dtype = torch.float32 if states == torch.float32 else None
-        shard_model(cast(ParallelCausalLM, model), master_dtype=states, reduce_dtype=reduce_dtype)
+        shard_model(
+            cast(ParallelCausalLM, model),
+            master_dtype=states,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=not keeps_gathered,
+        )
         return model, loss_of, OurOptimizer(model)
     builder, compiled = PEERS[variant]
     model, loss_of = with_fsdp2(builder, states, compile_layers=compiled)(config, memory)
@@ -88,7 +101,7 @@ def measure(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Name
     # All ranks of all variants begin with the same seed; each rank has tokens of its own.
     model_parallel_manual_seed(7)
     config = CONFIGS[args.model]()
-    model, loss_of, optimizer = build(variant, config, STATES[args.states], memory)
+    model, loss_of, optimizer = build(variant, config, STATES[args.states], memory, keeps_gathered=args.keep_gathered)
     model.train()
     generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
@@ -106,6 +119,8 @@ def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[st
     if variant in OURS:
         memory = with_options(memory, args.memory)
         words += args.memory
+        if args.keep_gathered:
+            words.append("gathered weights kept")
     row: dict[str, Any] = {
         "model": args.model,
         "variant": variant,
@@ -135,6 +150,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", choices=(*OURS, *PEERS), nargs="+", default=["ours", "hf"])
     parser.add_argument("--states", choices=STATES, default="fp32")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--keep-gathered", action="store_true", help="ours: reshard_after_forward: false")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ours: T of each replica")
     add_memory_options(parser)
     parser.add_argument("--warm-up-steps", type=int, default=3)
