@@ -112,6 +112,7 @@ def cell_of(choice: Choice, plan: Plan) -> Cell:
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": setting.optimizer_offload_fraction,
             "optimizer_update_in_forward": setting.optimizer_update_in_forward,
+            "store_param_remainders": setting.store_param_remainders,
         }
     return dataclasses.replace(
         choice.cell,
