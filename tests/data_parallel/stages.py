@@ -22,6 +22,7 @@ from tests.deferred_transfers import DeferredTransfers
 
 STAGES = ("none", "zero1", "zero2", "zero3")
 OFFLOAD = "offload"  # zero1 with half of the states on the host
+REMAINDERS = "remainders"  # the same, with the masters' remainders
 MAX_NORM = 0.5  # below the norm of the first gradients: clipping is active
 
 
@@ -73,10 +74,11 @@ class Run:
                     groups, AdamW, bucket_cap_mb_reduce_scatter=2 / 1024, reduce_dtype=reduce_dtype, **shared, **options
                 ),
             )
-        if stage == OFFLOAD:
+        if stage in (OFFLOAD, REMAINDERS):
             # half of each rank's shards on the host, in chunks of 64 elements
             places = {"optimizer_offload_fraction": fraction, "transfers": DeferredTransfers(), "chunk_elements": 64}
             shared |= places | {"staging_bytes": 3 * 12 * 64, "resident_elements": 16}
+            shared["store_param_remainders"] = stage == REMAINDERS
             return cls(model, stage, OffloadedZero1Optimizer(groups, use_grad_acc_hook=True, **shared))
         sharding_groups = None
         if stage == "none":

@@ -19,8 +19,9 @@ from nxd_memopt.checkpoint import (
 )
 from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import parts_of
+from nxd_memopt.ops.param_remainders import REMAINDER, join
 from nxd_memopt.parallel_layers.utils import bit_equal
-from tests.data_parallel.stages import MAX_NORM, OFFLOAD, STAGES, Run, build, initialize
+from tests.data_parallel.stages import MAX_NORM, OFFLOAD, REMAINDERS, STAGES, Run, build, initialize
 from tests.dist.pool import distributed
 
 # vocabulary and MLP width leave a remainder on 2 and on 4 ranks
@@ -28,10 +29,13 @@ SIZES = {"vocab_size": 33, "intermediate_size": 28}
 
 
 def save(run: Run, directory: Path, step: int = 2) -> dict[str, Tensor]:
-    """Save, and return the full tensors of the checkpoint."""
+    """Save, and return the full tensors of the checkpoint, remainders as masters."""
     state = TrainingState(run.model, run.optimizer, shared={"step": step})
     save_training_state(directory, step, state=state, config={})
-    return full_tensors(directory)
+    tensors = full_tensors(directory)
+    kept = [name for name in tensors if name.startswith(f"optimizer.{REMAINDER}.")]
+    assert bool(kept) == (run.stage == REMAINDERS)
+    return with_masters(tensors)
 
 
 def full_tensors(directory: Path) -> dict[str, Tensor]:
@@ -42,6 +46,18 @@ def full_tensors(directory: Path) -> dict[str, Tensor]:
         name: index.assemble(name, parts_of(torch.empty(index.shape(name), device="meta")), index.shape(name))
         for name in index.content["tensors"]
     }
+
+
+def with_masters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the remainders in a checkpoint's tensors by the fp32 masters."""
+    found = {}
+    for name, value in tensors.items():
+        _, _, param = name.partition(f"optimizer.{REMAINDER}.")
+        if param:
+            found[f"optimizer.master.{param}"] = join(tensors[f"model.{param}"], value)
+        else:
+            found[name] = value
+    return found
 
 
 def load(run: Run, directory: Path) -> None:
@@ -57,7 +73,7 @@ def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what
 
 @distributed(world_size=4)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [*STAGES, OFFLOAD])
+@pytest.mark.parametrize("stage", [*STAGES, OFFLOAD, REMAINDERS])
 def test_every_stage_loads_every_other(name, stage, tmp_path):
     """bf16 weights, fp32 masters and moments; from T=2, D=2 to T of 1, 2 and 4."""
     initialize(2)
@@ -70,6 +86,7 @@ def test_every_stage_loads_every_other(name, stage, tmp_path):
     assert all(saved[name].dtype == torch.float32 for name in masters)
     assert any(not bit_equal(saved[name], saved[name].bfloat16().float()) for name in masters)
     targets = [("none", 1), ("zero1", 4), ("zero2", 1), ("zero3", 1), ("zero3", 2), (OFFLOAD, 1), (OFFLOAD, 2)]
+    targets += [(REMAINDERS, 1), (REMAINDERS, 2)]
     for to_stage, tensor_size in targets:
         initialize(tensor_size)
         other = Run.of(build(name, dtype=torch.bfloat16, seed=9, **SIZES), to_stage)
@@ -83,16 +100,18 @@ def test_every_stage_stores_the_same(sequence, tmp_path):
     """After clipped steps of bf16 weights; zero1 with and without states on the host, zero2, zero3."""
     initialize(2)
     stored: dict[str, dict[str, Tensor]] = {}
-    for stage, fraction in (("zero1", 0), ("zero2", 0), ("zero3", 0), (OFFLOAD, 0.0), (OFFLOAD, 0.4), (OFFLOAD, 1.0)):
+    fractions = [("zero1", 0), ("zero2", 0), ("zero3", 0), (OFFLOAD, 0.0), (OFFLOAD, 0.4), (OFFLOAD, 1.0)]
+    for stage, fraction in (*fractions, (REMAINDERS, 0.0), (REMAINDERS, 0.4)):
         run = Run.of(build("llama", dtype=torch.bfloat16, sequence=sequence), stage, fraction=fraction)
         for step in range(3):
             run.step(step)
         assert min(run.norms) > MAX_NORM, "clipping is active"
         stored[f"{stage} {fraction}"] = save(run, tmp_path / f"{stage}_{fraction}", step=3)
     for name, tensors in stored.items():
-        if not sequence and not name.startswith(OFFLOAD):
+        is_streamed = name.startswith((OFFLOAD, REMAINDERS))
+        if not sequence and not is_streamed:
             assert_bit_equal(tensors, stored["zero1 0"], name)
-        if name.startswith(OFFLOAD):
+        if is_streamed:
             # Without sharding of the sequence, with it, and at every fraction the same additions.
             assert_bit_equal(tensors, stored[f"{OFFLOAD} 0.0"], name)
         for key, expected in stored["zero1 0"].items():

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.param_remainders import join
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.model import build_model
-from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
+from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors, with_masters
 from tests.deferred_transfers import DeferredTransfers
 from tests.dist import pool
 from tests.training.runs import LLAMA, _run_rank, rows, run_here, summary, write_config
@@ -150,15 +149,8 @@ def test_a_run_resumes_with_and_without_remainders(tmp_path: Path, before: bool,
 
 def masters(directory: Path) -> dict[str, torch.Tensor]:
     """Return the fp32 masters in the last checkpoint of a run."""
-    tensors = full_tensors(directory / "run" / "checkpoints")
-    found = {}
-    for name, value in tensors.items():
-        kind, _, rest = name.removeprefix("optimizer.").partition(".")
-        if kind == "master":
-            found[rest] = value
-        elif kind == "param_remainder":
-            found[rest] = join(tensors[f"model.{rest}"], value)
-    return found
+    tensors = with_masters(full_tensors(directory / "run" / "checkpoints"))
+    return {name: value for name, value in tensors.items() if name.startswith("optimizer.master.")}
 
 
 def test_an_export_without_a_forward_after_the_last_step_has_its_update(tmp_path: Path) -> None:
