@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,8 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
         with loss_parallel():
             value = loss(ids)
             value.backward()
-        return value.detach().full_tensor()  # replicated
+        # A replicated DTensor, which plain tensors cannot be added to.
+        return cast(Any, value).detach().full_tensor()
 
     return model, step_loss
 

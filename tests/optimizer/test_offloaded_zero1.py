@@ -431,3 +431,17 @@ def test_a_parameter_that_is_written_to_starts_without_a_remainder() -> None:
 def test_remainders_need_bf16_parameters(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="store_param_remainders"):
         with_remainders(parameters(dtype), 1.0)
+
+
+@pytest.mark.parametrize(("of_saved", "of_loaded"), [(with_remainders, offloaded), (offloaded, with_remainders)])
+def test_rank_files_have_masters(of_saved: Any, of_loaded: Any, tmp_path: Any) -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    saved = of_saved(expected, 0.5)
+    train(saved, expected, range(3))
+    saved.save_sharded_state_dict(tmp_path)
+    with torch.no_grad():
+        for param, trained in zip(actual, expected, strict=True):
+            param.copy_(trained)
+    loaded = of_loaded(actual, 0.5)
+    loaded.load_sharded_state_dict(tmp_path)
+    assert_equal(portable(loaded, actual), portable(saved, expected))
