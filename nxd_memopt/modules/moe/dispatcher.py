@@ -66,6 +66,7 @@ class Dispatcher:
         assignment = self._assign(experts, positions)
         if backend.group_size(group) == 1:
             return local.routed(x, weights, assignment)
+        assignment = assignment.without_rest()
         rows = take_rows(x, assignment, experts.size(1))
         if self.is_padded:
             outputs = self._exchange_padded(rows, local)
@@ -101,18 +102,12 @@ class Dispatcher:
         elif self.is_padded:
             mine = self._own_padded(all_experts, all_positions, ranks)
         else:
-            mine = self._own(all_experts, all_positions, backend.group_rank(group) * per_rank, per_rank)
+            first = backend.group_rank(group) * per_rank
+            mine = assign(
+                all_experts, all_positions, self.num_experts, self.capacity, first_expert=first, own_experts=per_rank
+            )
         partial = local.routed(all_x, all_weights, mine)
         return mappings.reduce_scatter_to_sequence_parallel_region(partial, process_group=group)
-
-    def _own(self, experts: Tensor, positions: Tensor | None, first: int, per_rank: int) -> Assignment:
-        """Return the rows of this rank's experts, from the choices of all ranks."""
-        everything = assign(experts, positions, self.num_experts, self.capacity)
-        assert everything.counts is not None
-        counts = everything.counts[first : first + per_rank]
-        start = int(everything.counts[:first].sum())
-        choices = everything.choices[start : start + int(counts.sum())]
-        return Assignment(choices, None, counts)
 
     def _own_padded(self, experts: Tensor, positions: Tensor | None, ranks: int) -> Assignment:
         """Return ``capacity`` rows for each expert of this rank and each source of tokens."""
