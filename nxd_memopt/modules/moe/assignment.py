@@ -20,7 +20,7 @@ class Assignment:
     Attributes:
         choices: ``[R]``, which of the ``N * k`` choices each row is: token ``choice // k``.
         is_token: ``[R]``, False for rows of padding, whose choice is 0; None without padding.
-        counts: ``[E]``, rows of each expert; None if all experts have the same number, and for blocks.
+        offsets: ``[E]`` integers, end of each expert's rows; None if all experts have the same number, and for blocks.
         block_experts: ``[blocks]``, the expert of each of equally long blocks of rows, or None.
         has_rest: after the rows of the last expert there are rows of no expert here: of other ranks' experts, and
             dropped ones.
@@ -28,16 +28,23 @@ class Assignment:
 
     choices: Tensor
     is_token: Tensor | None
-    counts: Tensor | None
+    offsets: Tensor | None
     block_experts: Tensor | None = None
     has_rest: bool = False
+
+    @property
+    def counts(self) -> Tensor | None:
+        """``[E]``, rows of each expert; None as ``offsets``."""
+        if self.offsets is None:
+            return None
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
 
     def without_rest(self) -> Assignment:
         """Return the rows of the experts alone; the host waits for their number."""
         if not self.has_rest:
             return self
-        assert self.counts is not None
-        return replace(self, choices=self.choices[: int(self.counts.sum())], has_rest=False)
+        assert self.offsets is not None
+        return replace(self, choices=self.choices[: int(self.offsets[-1])], has_rest=False)
 
 
 def assign(
@@ -75,9 +82,8 @@ def assign(
     sorted_key, choices = key.sort(stable=True)
     # The end of each expert's rows, by bisection: additions to E counters would wait for each other.
     numbers = torch.arange(own_experts, dtype=key.dtype, device=key.device)
-    ends = torch.searchsorted(sorted_key, numbers, right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return Assignment(choices, None, counts, has_rest=positions is not None or own_experts < num_experts)
+    offsets = torch.searchsorted(sorted_key, numbers, right=True, out_int32=True)
+    return Assignment(choices, None, offsets, has_rest=positions is not None or own_experts < num_experts)
 
 
 def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity: int) -> Assignment:

@@ -71,8 +71,9 @@ class Dispatcher:
         if self.is_padded:
             outputs = self._exchange_padded(rows, local)
         else:
-            assert assignment.counts is not None
-            outputs = self._exchange(rows, assignment.counts, local)
+            counts = assignment.counts
+            assert counts is not None
+            outputs = self._exchange(rows, counts, local)
         return add_rows(outputs, weights, assignment, x.size(0), masks_padding=local.has_biases)
 
     def _assign(self, experts: Tensor, positions: Tensor | None) -> Assignment:
@@ -145,7 +146,7 @@ class Dispatcher:
         # Each row is a token with one choice of weight 1; the router's weights are applied at the
         # source.
         ones = torch.ones(arrived.size(0), 1, dtype=arrived.dtype, device=arrived.device)
-        outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0)))
+        outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0).cumsum(0)))
         return exchange(outputs, received_rows, sent_rows)
 
     def _exchange_padded(self, rows: Tensor, local: LocalExperts) -> Tensor:

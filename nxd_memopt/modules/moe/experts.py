@@ -87,13 +87,13 @@ class Experts(ShardedModule):
         # Under autocast all matmuls have its dtype, and so have the sums.
         (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
         gate_up, down = self._weights(x.dtype)
-        has_kernels = assignment.counts is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act)
+        has_kernels = assignment.offsets is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act)
         if not (has_kernels and backend.is_recording):
             assignment = assignment.without_rest()
         # No row at all: a rank whose experts no token has chosen.
-        if has_kernels and assignment.counts is not None and assignment.choices.numel() > 0:
+        if has_kernels and assignment.offsets is not None and assignment.choices.numel() > 0:
             return cuda.routed_experts(
-                x, weights, assignment.choices, assignment.counts.cumsum(0), gate_up, down, self.hidden_act
+                x, weights, assignment.choices, assignment.offsets, gate_up, down, self.hidden_act
             )
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
         return add_rows(outputs, weights, assignment, x.size(0))
