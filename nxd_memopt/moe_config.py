@@ -128,6 +128,11 @@ class MoEConfig:
         """Whether a load-balancing loss is computed."""
         return self.moe_aux_loss_coeff > 0
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether a loss of the routers is computed, for balance or of the logits' size."""
+        return self.has_aux_loss or bool(self.moe_z_loss_coeff)
+
     def _check_types(self) -> None:
         require_positive_integer("num_moe_experts", self.num_moe_experts)
         require_positive_integer("moe_router_topk", self.moe_router_topk)

@@ -333,6 +333,11 @@ class Backend(Collectives):
         """
         raise NotImplementedError(self.capture_refusal())
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether ``capture`` or ``warmup`` is running: the host reads no value, and no shape depends on values."""
+        return False
+
     def host_transfers(self) -> HostTransfers | None:
         """Return the copies between device and host memory that overlap with the device's work.
 

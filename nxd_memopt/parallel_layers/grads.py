@@ -157,8 +157,12 @@ def _all_reduce_in_buckets(
     bucket_bytes: int = GRADIENT_BUCKET_BYTES,
 ) -> None:
     """Replace each gradient by its sum over ``group``, divided by ``divisor``."""
-    # A group of one rank may have a divisor too: experts that one data-parallel rank has.
-    if backend.group_size(group) == 1 and divisor == 1:
+    if backend.group_size(group) == 1:
+        # Experts that one data-parallel rank has are divided where they are: a bucket would copy them
+        # there and back.
+        if divisor > 1:
+            for grad in grads:
+                grad.detach().div_(divisor)
         return
     for indices in bucket_indices(grads, bucket_bytes):
         # Flat copy of the bucket, one collective, copy back: one collective for many small

@@ -55,6 +55,8 @@ def gather_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Te
         return tensor
     # Collectives work along dim 0, where the ranks' chunks are contiguous in memory. For another
     # dimension the chunk is copied to be contiguous, and the result is a strided view.
+    if dim == 0:
+        return backend.all_gather(tensor, group)
     return backend.all_gather(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 
@@ -83,6 +85,8 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
     if size == 1:
         return tensor
     require_equal_shards(tensor.size(dim), size, what=_name_of_dim(tensor, dim))
+    if dim == 0:
+        return backend.reduce_scatter(tensor, group)
     return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 

@@ -70,19 +70,19 @@ def _router(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     tensors = _router_input(sizes, moe) | {
         "chosen experts": sizes.shard_tokens * moe.top_k * _INT64_BYTES,
         "weights of the choices": chosen,
-        "router logits": scores,
-        "scores": scores,
-        "log-sum-exps of the router": per_token,
-        "counted tokens": per_token,
     }
     options = moe.options
+    if options.has_router_loss:
+        tensors |= dict.fromkeys(("router logits", "scores"), scores)
+        tensors |= dict.fromkeys(("log-sum-exps of the router", "counted tokens"), per_token)
     if options.moe_router_load_balancing_type == "sinkhorn" or options.moe_router_pre_softmax:
         # The weights are entries of the scores of all experts.
         tensors["weights of the choices"] = scores
     elif options.moe_router_score_function == "sigmoid":
         # Sigmoid scores are divided by their sum, for the weights and for the balance.
-        divisors = dict.fromkeys(("divisors of the weights", "divisors of the scores"), per_token)
-        tensors |= divisors | {"sigmoid scores of the choice": scores}
+        tensors |= {"divisors of the weights": per_token, "sigmoid scores of the choice": scores}
+        if options.has_router_loss:
+            tensors["divisors of the scores"] = per_token
     return tensors
 
 

@@ -30,8 +30,8 @@ COLUMNS = ("shape", "tokens", "matmul", "ours_ms", "torch_ms", "over_torch", "tf
 def matmuls(shape: Shape, tokens: int) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], float]]:
     """Return for each matmul our call, torch's, and the floating-point operations."""
     assignment = assign(routed(shape, tokens, "random"), None, shape.experts, None)
-    assert assignment.counts is not None
-    offsets = assignment.counts.cumsum(0).to(torch.int32)
+    offsets = assignment.offsets
+    assert offsets is not None
     rows = ExpertRows.of(assignment.choices.to(torch.int32), offsets, shape.top_k)
     source = assignment.choices // shape.top_k
 

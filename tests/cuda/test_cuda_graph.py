@@ -17,7 +17,7 @@ from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.parallelize import parallelize
 from tests.dist.pool import distributed
 from tests.packed_rows import packed_rows
-from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
+from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model, qwen3_moe_config
 
 pytestmark = [
     pytest.mark.cuda,
@@ -36,6 +36,11 @@ def built(config, **memory):
     return parallel_model(settings, **options).to(backend.device, torch.bfloat16)
 
 
+def experts_config(**sizes):
+    """Experts in every layer, whose rows the kernels can read."""
+    return qwen3_moe_config(**sizes, moe_intermediate_size=128, mlp_only_layers=[])
+
+
 def trained(model, start, micro_batches: int, *, graph: bool) -> list[torch.Tensor]:
     """Losses of training steps, whose second micro-batch is shorter, and of a longer batch without a gradient.
 
@@ -44,7 +49,7 @@ def trained(model, start, micro_batches: int, *, graph: bool) -> list[torch.Tens
     model.load_state_dict(start)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     graphed = GraphedLoss(model.parameters(), lambda ids: model(ids, labels=ids).loss) if graph else None
-    generator, losses = torch.Generator().manual_seed(1), []
+    generator, losses = torch.Generator().manual_seed(1 + parallel_state.get_data_parallel_rank()), []
     for step in range(STEPS):
         for i in range(micro_batches):
             ids = torch.randint(VOCAB, (2, LENGTHS[i % 2]), generator=generator).to(backend.device)
@@ -119,6 +124,21 @@ def test_bit_equal_over_ranks(config, memory):
         model = built(config, **memory)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         losses = [trained(model, start, 2, graph=graph) for graph in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True)), losses
+    dist.barrier()
+
+
+@two_gpus
+@distributed(world_size=2)
+@pytest.mark.parametrize("memory", [{}, {"recompute_granularity": "selective", "recompute_modules": ("moe",)}])
+@pytest.mark.parametrize("expert_size", [1, 2])
+def test_experts_bit_equal_over_ranks(expert_size, memory):
+    """Each replay has another routing, and with expert parallelism another number of rows on this rank."""
+    parallel_state.initialize_model_parallel(2 // expert_size, expert_model_parallel_size=expert_size)
+    model_parallel_manual_seed(3)
+    model = built(experts_config, **memory)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses = [trained(model, start, 2, graph=graph) for graph in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True)), losses
     dist.barrier()
 

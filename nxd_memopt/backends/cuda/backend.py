@@ -156,6 +156,10 @@ class CudaBackend(C10dBackend):
     def capture_refusal(self) -> None:
         return None
 
+    @property
+    def is_recording(self) -> bool:
+        return self._is_recording
+
     @contextmanager
     def warmup(self) -> Iterator[None]:
         # The barriers make each warm-up call start with the slots with which a capture starts, so

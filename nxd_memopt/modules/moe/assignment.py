@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,42 +20,70 @@ class Assignment:
     Attributes:
         choices: ``[R]``, which of the ``N * k`` choices each row is: token ``choice // k``.
         is_token: ``[R]``, False for rows of padding, whose choice is 0; None without padding.
-        counts: ``[E]``, rows of each expert; None if all experts have the same number, and for blocks.
+        offsets: ``[E]`` integers, end of each expert's rows; None if all experts have the same number, and for blocks.
         block_experts: ``[blocks]``, the expert of each of equally long blocks of rows, or None.
+        has_rest: after the rows of the last expert there are rows of no expert here: of other ranks' experts, and
+            dropped ones.
     """
 
     choices: Tensor
     is_token: Tensor | None
-    counts: Tensor | None
+    offsets: Tensor | None
     block_experts: Tensor | None = None
+    has_rest: bool = False
+
+    @property
+    def counts(self) -> Tensor | None:
+        """``[E]``, rows of each expert; None as ``offsets``."""
+        if self.offsets is None:
+            return None
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
+
+    def without_rest(self) -> Assignment:
+        """Return the rows of the experts alone; the host waits for their number."""
+        if not self.has_rest:
+            return self
+        assert self.offsets is not None
+        return replace(self, choices=self.choices[: int(self.offsets[-1])], has_rest=False)
 
 
-def assign(experts: Tensor, positions: Tensor | None, num_experts: int, capacity: int | None) -> Assignment:
-    """Return the rows of the choices that are not dropped, without padding.
+def assign(
+    experts: Tensor,
+    positions: Tensor | None,
+    num_experts: int,
+    capacity: int | None,
+    *,
+    first_expert: int = 0,
+    own_experts: int | None = None,
+) -> Assignment:
+    """Return the rows of this rank's choices that are not dropped, without padding; all other choices are the rest.
 
     Args:
         experts: ``[N, k]``, the chosen experts.
         positions: ``[N, k]``, position of each choice in the queue of its expert; None if no choice
             is dropped.
-        num_experts: E.
+        num_experts: E, experts of all ranks.
         capacity: choices that an expert takes; the positions from it on are dropped.
+        first_expert: index of this rank's first expert.
+        own_experts: experts of this rank; None for E.
     """
+    own_experts = num_experts if own_experts is None else own_experts
     # Radix sort takes a pass for every 8 bits of the key: 16 bits are enough for E.
     key = experts.reshape(-1)
     if num_experts < _MOST_16_BIT:
         key = key.to(torch.int16)
+    if own_experts < num_experts:
+        # This rank's experts are the first ones, so that their rows begin at 0 on every rank.
+        key = (key - first_expert) % num_experts
     if positions is not None:
         assert capacity is not None, "positions are compared with a capacity"
-        # Dropped choices are sorted after all experts, and cut off.
+        # Dropped choices are sorted after all experts.
         key = torch.where(positions.reshape(-1) < capacity, key, num_experts)
     sorted_key, choices = key.sort(stable=True)
     # The end of each expert's rows, by bisection: additions to E counters would wait for each other.
-    numbers = torch.arange(num_experts, dtype=key.dtype, device=key.device)
-    ends = torch.searchsorted(sorted_key, numbers, right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    if positions is not None:
-        choices = choices[: int(counts.sum())]
-    return Assignment(choices, None, counts)
+    numbers = torch.arange(own_experts, dtype=key.dtype, device=key.device)
+    offsets = torch.searchsorted(sorted_key, numbers, right=True, out_int32=True)
+    return Assignment(choices, None, offsets, has_rest=positions is not None or own_experts < num_experts)
 
 
 def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity: int) -> Assignment:

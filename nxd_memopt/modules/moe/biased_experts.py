@@ -70,6 +70,7 @@ class BiasedExperts(ShardedModule):
     def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         """Return this rank's partial sum of each token's weighted outputs; arguments as in ``Experts.routed``."""
         (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
+        assignment = assignment.without_rest()
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
         return add_rows(outputs, weights, assignment, x.size(0), masks_padding=True)
 

@@ -66,12 +66,14 @@ class Dispatcher:
         assignment = self._assign(experts, positions)
         if backend.group_size(group) == 1:
             return local.routed(x, weights, assignment)
+        assignment = assignment.without_rest()
         rows = take_rows(x, assignment, experts.size(1))
         if self.is_padded:
             outputs = self._exchange_padded(rows, local)
         else:
-            assert assignment.counts is not None
-            outputs = self._exchange(rows, assignment.counts, local)
+            counts = assignment.counts
+            assert counts is not None
+            outputs = self._exchange(rows, counts, local)
         return add_rows(outputs, weights, assignment, x.size(0), masks_padding=local.has_biases)
 
     def _assign(self, experts: Tensor, positions: Tensor | None) -> Assignment:
@@ -101,18 +103,12 @@ class Dispatcher:
         elif self.is_padded:
             mine = self._own_padded(all_experts, all_positions, ranks)
         else:
-            mine = self._own(all_experts, all_positions, backend.group_rank(group) * per_rank, per_rank)
+            first = backend.group_rank(group) * per_rank
+            mine = assign(
+                all_experts, all_positions, self.num_experts, self.capacity, first_expert=first, own_experts=per_rank
+            )
         partial = local.routed(all_x, all_weights, mine)
         return mappings.reduce_scatter_to_sequence_parallel_region(partial, process_group=group)
-
-    def _own(self, experts: Tensor, positions: Tensor | None, first: int, per_rank: int) -> Assignment:
-        """Return the rows of this rank's experts, from the choices of all ranks."""
-        everything = assign(experts, positions, self.num_experts, self.capacity)
-        assert everything.counts is not None
-        counts = everything.counts[first : first + per_rank]
-        start = int(everything.counts[:first].sum())
-        choices = everything.choices[start : start + int(counts.sum())]
-        return Assignment(choices, None, counts)
 
     def _own_padded(self, experts: Tensor, positions: Tensor | None, ranks: int) -> Assignment:
         """Return ``capacity`` rows for each expert of this rank and each source of tokens."""
@@ -150,7 +146,7 @@ class Dispatcher:
         # Each row is a token with one choice of weight 1; the router's weights are applied at the
         # source.
         ones = torch.ones(arrived.size(0), 1, dtype=arrived.dtype, device=arrived.device)
-        outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0)))
+        outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0).cumsum(0)))
         return exchange(outputs, received_rows, sent_rows)
 
     def _exchange_padded(self, rows: Tensor, local: LocalExperts) -> Tensor:

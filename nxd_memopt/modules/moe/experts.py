@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
 from nxd_memopt.modules.moe.expert_weights import expert_weight
@@ -80,16 +81,19 @@ class Experts(ShardedModule):
             weights: ``[N, k]``, weights of the choices.
             assignment: rows of this rank's experts.
 
-        On GPUs the rows are gathered and added up by the kernels, which read nothing on the host.
+        On GPUs the rows are gathered and added up by the kernels, which read nothing on the host. A recording keeps
+        the rest of the assignment, which the kernels skip: its activations have room for all choices.
         """
         # Under autocast all matmuls have its dtype, and so have the sums.
         (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
         gate_up, down = self._weights(x.dtype)
+        has_kernels = assignment.offsets is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act)
+        if not (has_kernels and backend.is_recording):
+            assignment = assignment.without_rest()
         # No row at all: a rank whose experts no token has chosen.
-        has_rows = assignment.choices.numel() > 0
-        if assignment.counts is not None and has_rows and cuda.can_use_kernels(x, gate_up, down, self.hidden_act):
+        if has_kernels and assignment.offsets is not None and assignment.choices.numel() > 0:
             return cuda.routed_experts(
-                x, weights, assignment.choices, assignment.counts.cumsum(0), gate_up, down, self.hidden_act
+                x, weights, assignment.choices, assignment.offsets, gate_up, down, self.hidden_act
             )
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
         return add_rows(outputs, weights, assignment, x.size(0))

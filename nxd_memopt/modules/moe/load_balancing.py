@@ -32,7 +32,8 @@ _SMALLEST_SUM = 1e-20  # of sigmoid scores, as in DeepSeek-V3
 class TokenSums:
     """Sums over the tokens of each sequence of a micro-batch, equal on all tensor-parallel ranks.
 
-    Only tokens count that the token mask keeps. All are fp32, or fp64 if the logits are.
+    Only tokens count that the token mask keeps. All are fp32, or fp64 if the logits are. Without a
+    loss of the routers none has a gradient.
 
     Attributes:
         tokens: ``[B]``, number of tokens.
@@ -60,6 +61,9 @@ def token_sums(routing: Routing, moe: MoEConfig, mask: Tensor | None, *, sequenc
         sequence_first: the layout is ``[s, B]``, and other ranks have the rest of the sequence.
     """
     logits = wide(routing.logits)
+    if not moe.has_router_loss:
+        # Otherwise backward would compute gradients of zero, in 45 operations and views a layer.
+        logits = logits.detach()
     weights = torch.ones_like(logits[..., 0])
     if mask is not None:
         weights = mask.to(logits.dtype)
@@ -164,12 +168,12 @@ class RouterStatistics:
 
     @property
     def balancing_losses(self) -> Tensor:
-        """``[layers]``, with coefficient and gradient; 0 for ``hf_aux_loss``."""
+        """``[layers]``, with coefficient and, unless it is 0, gradient; 0 for ``hf_aux_loss``."""
         return self.rows[:, 0]
 
     @property
     def z_losses(self) -> Tensor:
-        """``[layers]``, with coefficient and gradient."""
+        """``[layers]``, with coefficient and, unless it is 0, gradient."""
         return self.rows[:, 1]
 
     @property
@@ -187,7 +191,7 @@ class RouterStatistics:
         return (self.rows.size(1) - 3) // 2
 
     def loss(self, moe: MoEConfig) -> Tensor:
-        """Return the sum of all losses of the routers, 0-dim, with gradient."""
+        """Return the sum of all losses of the routers, 0-dim, with gradient if there is one."""
         total = self.balancing_losses.sum() + self.z_losses.sum()
         if moe.moe_router_load_balancing_type == "hf_aux_loss" and moe.has_aux_loss:
             total = total + moe.moe_aux_loss_coeff * self.hf_loss()

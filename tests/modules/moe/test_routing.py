@@ -175,6 +175,23 @@ def test_transformers_balancing_loss():
         assert relative_error(mine, theirs) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("options", "has_gradient"),
+    [
+        ({}, False),
+        ({"moe_z_loss_coeff": 0.0}, False),
+        ({"moe_z_loss_coeff": 0.1}, True),
+        ({"moe_aux_loss_coeff": 0.1}, True),
+    ],
+)
+def test_backward_has_no_gradients_of_zero_without_a_loss(options, has_gradient):
+    moe = MoEConfig(4, **options)
+    logits = tensors(3, 5, 4, seed=1).requires_grad_()
+    sums = token_sums(Routing(logits, *choose_experts(logits, moe)), moe, None, sequence_first=False)
+    rows = with_row(empty_rows(4, logits.device), sums, moe, None)
+    assert rows.requires_grad == has_gradient
+
+
 def test_padding_counts_in_no_loss():
     moe = MoEConfig(4, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.5, moe_router_load_balancing_type="seq_aux_loss")
 

@@ -198,6 +198,7 @@ class Experts(nn.Module):
 
     def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         """Return each token's sum of weighted outputs, see ``modules.moe.Experts.routed``."""
+        assignment = assignment.without_rest()
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts)
         return add_rows(outputs, weights, assignment, x.size(0))
 
