@@ -262,12 +262,17 @@ def obstacle(plan: Plan) -> str | None:
 
 
 def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
-    """Return the cells of ``--cells`` by their numbers."""
+    """Return the cells of ``--cells`` and ``--offload`` by their numbers."""
     ranks = world_size()
     everything = dict(enumerate([*named(ranks), *drawn(args.drawn, args.seed, args.longest_s, ranks)]))
     start, _, stop = args.cells.partition(":")
     numbers = range(len(everything))[int(start or 0) : int(stop) if stop else None]
-    return {number: everything[number] for number in numbers}
+    chosen = {number: everything[number] for number in numbers}
+    if args.offload == "any":
+        return chosen
+    device = device_named(DEVICE)
+    offloads = {number: plan_of(cell, device).memory.host_bytes > 0 for number, cell in chosen.items()}
+    return {number: cell for number, cell in chosen.items() if offloads[number] == (args.offload == "only")}
 
 
 def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
@@ -383,6 +388,12 @@ def show(cells: Mapping[int, Cell]) -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--offload",
+        choices=("any", "only", "none"),
+        default="any",
+        help="cells with bytes on the host alone, or the others: GPUs of a host share its memory's bandwidth",
+    )
     parser.add_argument("--cells", default=":", metavar="A:B", help="numbers of the cells, as a slice")
     parser.add_argument("--drawn", type=int, default=32, help="number of drawn cells, after the named ones")
     parser.add_argument("--seed", type=int, default=1, help="draws the drawn cells")

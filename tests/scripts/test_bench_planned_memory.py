@@ -13,7 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from scripts.bench import planned_memory
 from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
-from scripts.bench.planned_memory import totals
+from scripts.bench.planned_memory import argument_parser, chosen_cells, totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -114,6 +114,15 @@ def test_the_summary_names_the_cells_beyond_the_bounds():
     assert second.endswith("above +1.20 %, below -0.10 %")
     # A time may be below the measured one.
     assert len(totals([{"cell": "a", "step_error": -7.9, "step_s": 1.0, "seed": "", "failure": ""}])) == 1
+
+
+def test_cells_with_bytes_on_the_host_run_apart():
+    def numbers(*options: str) -> set[int]:
+        return set(chosen_cells(argument_parser().parse_args(["--drawn", "9", *options])))
+
+    only, others = numbers("--offload", "only"), numbers("--offload", "none")
+    assert only | others == numbers() and not only & others
+    assert {NAMED[number].name for number in only if number < len(NAMED)} >= {"llama 8k half the states"}
 
 
 def test_the_seed_decides_the_cells_and_they_fit():
