@@ -18,7 +18,7 @@ from the device in a step that may not take more than the plan says (one that ne
 ``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory. Of
 several ranks each figure is that of the rank that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
-commit of the planner.
+commit of the planner, ``rates`` says whose rates the planned time has: published ones, or those of ``--rates``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.hardware import GIB, device_named
+from nxd_memopt.planner.hardware import GIB, Device, device_named
 from nxd_memopt.planner.plan import Plan
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import world_size
@@ -86,13 +86,14 @@ def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
     return found
 
 
-def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
+def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
     """Return the planned and measured columns of a cell; its memory is free again after ``clean``.
 
     Args:
         cell: the step.
         tiny: small sizes.
         limits: measure ``reserved``, which sets the process's limit and removes it.
+        rates: device with measured rates for the planned time; None: the published ones.
 
     Raises:
         ValueError: the cell is not planned, or the device does not have one of its techniques.
@@ -101,6 +102,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
     config = cell.config(tiny=tiny)
     hf_config = load_hf_config(config.model, config.moe)
     _, plan = planned(config, hf_config)
+    timed_plan = plan if rates is None else planned(config, hf_config, rates)[1]
     require_executable(config, hf_config)
     backend.reset_peak_memory_stats()
     before = backend.memory_allocated() or 0
@@ -131,6 +133,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
     if optimizer.skipped_steps:
         raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
     return _columns(plan) | {
+        "planned_step_s": round(timed_plan.time.step_s, 4),
+        "rates": "published" if rates is None else "measured",
         "moment": plan.memory.moment,
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
@@ -184,7 +188,6 @@ def _columns(plan: Plan) -> Row:
         "planned_allocated_bytes": plan.memory.device_bytes,
         "planned_reserved_bytes": plan.memory.reserved_bytes,
         "planned_host_bytes": plan.memory.host_bytes,
-        "planned_step_s": round(plan.time.step_s, 4),
     }
 
 
@@ -206,7 +209,7 @@ def errors(row: Row) -> Row:
     return found
 
 
-def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True) -> Row:
+def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
     """Return the row of a cell, with its failure if it does not run; arguments as ``measure``."""
     row: Row = {
         "cell": cell.name,
@@ -221,7 +224,7 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True) -> 
         "failure": "",
     }
     try:
-        row |= measure(cell, tiny=tiny, limits=limits)
+        row |= measure(cell, tiny=tiny, limits=limits, rates=rates)
     except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
     row["failure"] = next((text for text in share_texts(row["failure"]) if text), "")
@@ -279,6 +282,7 @@ def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
     """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
     about = environment("scripts.bench.planned_memory") | {"formulas": last_commit("nxd_memopt/planner")}
     done = recorded(args.csv, about) if args.append else {}
+    rates = device_named(args.rates) if args.rates else None
     say(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}")
     begun = time.monotonic()
     rows: list[Row] = list(done.values())
@@ -294,7 +298,7 @@ def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
         if reason is not None:
             say(f"{number} {cell.name}: left out, {reason}")
             continue
-        row = measured_row(cell, about, tiny=args.tiny)
+        row = measured_row(cell, about, tiny=args.tiny, rates=rates)
         rows.append(row)
         say(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)")
         if args.append and parallel_state.is_global_rank_zero():
@@ -397,6 +401,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cells", default=":", metavar="A:B", help="numbers of the cells, as a slice")
     parser.add_argument("--drawn", type=int, default=32, help="number of drawn cells, after the named ones")
     parser.add_argument("--seed", type=int, default=1, help="draws the drawn cells")
+    parser.add_argument("--rates", metavar="FILE", help="file of nxd-memopt plan --calibrate, for the planned time")
     parser.add_argument("--longest-s", type=float, default=8.0, help="longest planned step of a drawn cell")
     parser.add_argument("--seconds", type=float, help="leave out cells that would end later")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")

@@ -11,6 +11,7 @@ import pytest
 
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
+from nxd_memopt.profiling.calibration import write_device
 from scripts.bench import planned_memory
 from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
 from scripts.bench.planned_memory import argument_parser, chosen_cells, totals
@@ -114,6 +115,19 @@ def test_the_summary_names_the_cells_beyond_the_bounds():
     assert second.endswith("above +1.20 %, below -0.10 %")
     # A time may be below the measured one.
     assert len(totals([{"cell": "a", "step_error": -7.9, "step_s": 1.0, "seed": "", "failure": ""}])) == 1
+
+
+def test_the_planned_time_can_have_measured_rates(tmp_path, monkeypatch):
+    slow = replace(device_named("h200"), measured=True, memory_bytes_per_s=1e6)
+    write_device(tmp_path / "slow.json", slow, {})
+    cell = number("smollm 2k")
+    rows = [
+        run(monkeypatch, tmp_path / f"{len(options)}.csv", "--cells", cell, *options)[0]
+        for options in ((), ("--rates", str(tmp_path / "slow.json")))
+    ]
+    assert [row["rates"] for row in rows] == ["published", "measured"]
+    assert float(rows[1]["planned_step_s"]) > 2 * float(rows[0]["planned_step_s"])
+    assert rows[0]["planned_allocated_bytes"] == rows[1]["planned_allocated_bytes"]
 
 
 def test_cells_with_bytes_on_the_host_run_apart():
