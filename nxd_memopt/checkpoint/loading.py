@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.index import Index
-from nxd_memopt.checkpoint.layout import parts_of
+from nxd_memopt.checkpoint.layout import Part, parts_of
 from nxd_memopt.checkpoint.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
@@ -54,10 +54,12 @@ def load_weights(index: Index, model: nn.Module) -> None:
     for name, target in targets.items():
         _require_alike(index, f"model.{name}", full_shape(target), None)
     for name, target in targets.items():
-        master = f"optimizer.{MASTER}.{name}"
-        source = master if master in index else f"model.{name}"
+        parts, shape = parts_of(target), tuple(target.shape)
         # copy_ converts to the target's dtype.
-        target.copy_(index.assemble(source, parts_of(target), tuple(target.shape)))
+        if _name_of_master(index, name) is not None:
+            target.copy_(_master(index, name, parts, shape))
+        else:
+            target.copy_(index.assemble(f"model.{name}", parts, shape))
     pack_weights(model)
 
 
@@ -119,8 +121,8 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
         # Plain values come from the JSON index, tensors from the files.
         state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
         for key in states.get(name, ()):
-            # Of an optimizer with masters the remainders are a part.
-            if key == REMAINDER and not stored.keeps_remainder(each):
+            # Was read with the master.
+            if key == REMAINDER:
                 continue
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
         if state:
@@ -187,13 +189,12 @@ def _load_master(
         ValueError: the checkpoint has a master and the optimizer has none.
     """
     # Three cases: no stored master (cut from the weights), a stored master that this optimizer
-    # cannot keep (error), and a stored master.
+    # cannot keep (error), and a stored master, which may be a remainder there, here, or both.
     param_name = name_of(each.param, names)
     name = f"optimizer.{MASTER}.{param_name}"
     parts = parts_of(each.param, rank=each.rank, size=each.size)
     shape = tuple(each.stored.shape)
-    remainder_name = f"optimizer.{REMAINDER}.{param_name}"
-    found = next((each_name for each_name in (name, remainder_name) if each_name in index), None)
+    found = _name_of_master(index, param_name)
     keeps_remainder = optimizer.keeps_remainder(each)
     # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
     # dtypes are equal.
@@ -206,16 +207,29 @@ def _load_master(
             f"{index.directory} has {found}, and this optimizer keeps no master weights of {each.param.dtype} "
             "parameters: resume with the optimizer that wrote it"
         )
-    if found == remainder_name:
-        _require_alike(index, found, full_shape(each.param), torch.int16)
-        master = join(index.assemble(f"model.{param_name}", parts, shape), index.assemble(found, parts, shape))
-    else:
-        _require_alike(index, found, full_shape(each.param), torch.float32 if keeps_remainder else each.stored.dtype)
-        master = index.assemble(found, parts, shape)
+    master = _master(index, param_name, parts, shape)
+    dtype = torch.float32 if keeps_remainder else each.stored.dtype
+    _require_alike(index, found, full_shape(each.param), torch.int16 if found != name else dtype)
     each.stored.copy_(master)
     if keeps_remainder:
         optimizer.states_of(each)[REMAINDER].copy_(remainder_of(master, each.stored.detach().to(master.device)))
     return True
+
+
+def _name_of_master(index: Index, param_name: str) -> str | None:
+    """Return the name of a parameter's master in the checkpoint, or of the master's remainder; None if it has none."""
+    names = [f"optimizer.{kind}.{param_name}" for kind in (MASTER, REMAINDER)]
+    return next((name for name in names if name in index), None)
+
+
+def _master(index: Index, param_name: str, parts: list[Part], shape: tuple[int, ...]) -> Tensor:
+    """Return this rank's part of the master of a parameter; a remainder is joined with the parameter."""
+    found = _name_of_master(index, param_name)
+    assert found is not None
+    value = index.assemble(found, parts, shape)
+    if found == f"optimizer.{MASTER}.{param_name}":
+        return value
+    return join(index.assemble(f"model.{param_name}", parts, shape), value)
 
 
 def _state_tensor(

@@ -1,14 +1,15 @@
 """Names the full tensors of a model and its optimizer, and the boxes of them that this rank stores.
 
 Names are ``model.<parameter>`` with the model's (Hugging Face's) parameter names,
-``optimizer.master.<parameter>`` for master weights of another dtype than their parameter, and
+``optimizer.master.<parameter>`` for master weights of another dtype than their parameter,
+``optimizer.param_remainder.<parameter>`` for what a master has beyond its bf16 parameter, and
 ``optimizer.<state>.<parameter>`` for states such as ``exp_avg`` and ``step``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nxd_memopt.checkpoint.layout import Part, Shape, choose_data_rank, parts_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.checkpoint.stream import dtype_name
+from nxd_memopt.ops.param_remainders import REMAINDER
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype, replica_ranks
@@ -60,6 +62,8 @@ class FullTensorShard:
         parts: the boxes that ``stored`` consists of.
         holders: data-parallel ranks that store the same elements.
         is_updated_by_optimizer: whether ``stored`` changes only in ``optimizer.step()``.
+        written_with: name of the tensor whose boxes the same ranks write; empty for any. A remainder belongs
+            to the bits of its parameter, and replicas of both may differ.
     """
 
     name: str
@@ -68,6 +72,7 @@ class FullTensorShard:
     parts: list[Part]
     holders: tuple[int, ...]
     is_updated_by_optimizer: bool = True
+    written_with: str = ""
 
     @property
     def dtype(self) -> str:
@@ -137,7 +142,11 @@ def optimizer_tensors(
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in stored.states_of(each).items():
-            if isinstance(value, Tensor):
+            if key == REMAINDER:
+                if stored.saves_masters:
+                    shard = _state_tensor(key, name, each, value.detach(), parts)
+                    yield replace(shard, written_with=f"model.{name}")
+            elif isinstance(value, Tensor):
                 _require_state_name(key, name)
                 yield _state_tensor(key, name, each, value.detach(), parts)
             else:
@@ -259,9 +268,13 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
     # Bytes that each data-parallel rank of this tensor-parallel rank writes so far.
     load_bytes = [0] * parallel_state.get_data_parallel_size()
     owned = []
-    for turn, logical in enumerate(logicals):
+    # Tensor -> its turn, and box of a tensor -> the data-parallel rank that writes it.
+    turns: dict[str, int] = {}
+    writers: dict[tuple[str, Shape, Shape], int] = {}
+    for position, logical in enumerate(logicals):
         # ``turn`` is the position of the tensor in the list: consecutive tensors go to different
         # holders.
+        turn = turns[logical.name] = turns.get(logical.written_with, position)
         own_parts: list[Part] = []
         element_size = logical.stored.element_size()
         for part in logical.parts:
@@ -272,7 +285,12 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
             # Also called for boxes that another rank writes: ``load_bytes`` must stay equal on
             # all data-parallel ranks.
             size_bytes = part.elements * element_size
-            if choose_data_rank(load_bytes, logical.holders, size_bytes, turn) == data_rank:
+            box = (part.offset, part.size)
+            writer = writers.get((logical.written_with, *box))
+            if writer is None or writer not in logical.holders:
+                writer = choose_data_rank(load_bytes, logical.holders, size_bytes, turn)
+            writers[logical.name, *box] = writer
+            if writer == data_rank:
                 own_parts += split_part(part, max(1, MAX_BOX_BYTES // element_size))
         owned.append((logical, own_parts))
     return owned

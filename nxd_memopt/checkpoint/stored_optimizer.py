@@ -110,11 +110,16 @@ class StoredOptimizer:
         """Return whether the stored tensor has another dtype than the parameter and is to be
         saved.
         """
-        if self._zero1 is not None and not self._zero1.save_master_weights:
+        if not self.saves_masters:
             return False
         # A shard in the parameter's dtype is another tensor, but has no bits that the parameter
         # lacks.
         return each.stored is not each.param and each.stored.dtype != model_dtype(each.param)
+
+    @property
+    def saves_masters(self) -> bool:
+        """Whether masters, or their remainders, are to be saved."""
+        return self._zero1 is None or self._zero1.save_master_weights
 
     def keeps_remainder(self, each: StoredParameter) -> bool:
         """Return whether a state has what the fp32 master has beyond the stored tensor."""

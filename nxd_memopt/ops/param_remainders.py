@@ -15,7 +15,7 @@ def remainder_of(master: Tensor, weight: Tensor) -> Tensor:
     The bits of a floating-point number are in the order of its absolute value, so the bits of the
     master minus those of the weight, followed by 16 zeros, are between -2^15 and 2^15. A master
     halfway between two bf16 numbers that rounds down has 2^15, which int16 lacks: it loses its last
-    bit, a change of at most 2^-23 of its value.
+    bit, a change of at most 2^-23 of its value, of a subnormal one by the least subnormal number.
 
     Args:
         master: fp32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
-from nxd_memopt.memory.weight_offload import weights_to_device
 from nxd_memopt.memory.wrapping import Wrapper, is_wrapped, wrap_forward, wrapper_of
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
-from nxd_memopt.optimizer.sharding import all_gather_into, cut_shard
+from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
@@ -28,8 +28,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
     """AdamW whose fp32 masters and moments are in host memory between steps, 12 or 10 bytes per parameter.
 
     Results equal ``NeuronZero1Optimizer``'s with this library's ``AdamW`` on a GPU bit by bit, for
-    every fraction. Gradients are reduced, measured and clipped on the device as there, but they stay in their own
-    dtype until a chunk is updated, so a step needs no second copy of them in fp32.
+    every fraction; with ``store_param_remainders`` but for the last bits of few masters. Gradients are
+    reduced, measured and clipped on the device as there, but they stay in their own dtype until a chunk
+    is updated, so a step needs no second copy of them in fp32.
 
     Args:
         params: parameters or parameter groups.
@@ -42,8 +43,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         chunk_elements: elements of each state that travel together.
         resident_elements: states of parameters with fewer elements stay on the device.
         store_param_remainders: of masters, keep only the 16 bits that the bf16 parameters lack
-            (Transformer Engine's name): 10 bytes per parameter instead of 12, with the same
-            arithmetic. A parameter that is written to outside of a step loses its 16 bits.
+            (Megatron's name): 10 bytes per parameter instead of 12, with the same arithmetic; about
+            one of 131,072 updated masters loses its last bit (``ops.param_remainders``). A parameter
+            that is not sharded and is written to outside of a step loses its 16 bits in all elements.
         options: other options of ``NeuronZero1Optimizer``, and ``lr``, ``betas``, ``eps`` and
             ``weight_decay`` of AdamW.
 
@@ -81,6 +83,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._chunk_elements = chunk_elements
         self._resident_elements = resident_elements
         self._has_remainders = store_param_remainders
+        self._has_warned = False
         self._layer_wrappers: list[Wrapper] = []
         super().__init__(params, StreamedAdamW, optimizer_dtype=torch.float32, **options)
 
@@ -242,11 +245,22 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
     @torch.no_grad()
     def update_parameters(self) -> None:
         self._copy_outside_writes()
+        self._require_unreplaced()
         self.copy_options()
         self.base_optimizer.step()
         if self.base_optimizer.is_deferred:
             self.base_optimizer.finish(self._updated_in_step)
         self._gather_parameters()
+
+    def _require_unreplaced(self) -> None:
+        """Raise ``RuntimeError`` if the memory of a parameter that updates write to is no longer its own."""
+        for each, output in zip(self._sharded, self._outputs, strict=True):
+            if not self._is_gathered(each.param) and each.param.data_ptr() != output.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of {output.numel()} elements has other memory than when the optimizer was made "
+                    "(param.data was assigned to, or the model was converted): updates would not reach it; copy "
+                    "values into the parameter, or call init_zero()"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -275,7 +289,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             output = values.clone()
         self._outputs.append(output)
         if self._has_remainders:
-            # The rounded weights are the upper half of the masters.
+            # Rounded weights and remainders together are the masters.
             return output
         master = self._states.of_parameter(len(self._outputs) - 1)[0].view(values.shape)
         return master.copy_(values)
@@ -299,15 +313,29 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
 
     @torch.no_grad()
     def _copy_outside_writes(self) -> None:
+        # Updates that are left write to parameters too: only what is written after them is from outside.
+        self.base_optimizer.finish()
+        super()._copy_outside_writes()
+
+    def _copy_to_master(self, index: int, written: Tensor) -> None:
         if not self._has_remainders:
-            super()._copy_outside_writes()
+            super()._copy_to_master(index, written)
             return
-        weights_to_device(each.param for each in self._sharded)
-        for index, each in enumerate(self._sharded):
-            if each.was_written_to:
-                self._before_masters_are_used()
-                self._set_master(index, cut_shard(each.param.detach(), self._group_of(each.param)))
-                each.mark_equal()
+        each = self._sharded[index]
+        master = written.float()
+        if self._is_gathered(each.param):
+            # The all-gather's input has the rounded values from before the write.
+            kept = self._master(index).to(master.device)
+            master = torch.where(self._outputs[index] == written, kept, master)
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a parameter of {written.numel()} elements was written to outside of a step: with "
+                "store_param_remainders its masters are the written values, rounded to bf16, in all elements. "
+                "Load weights before the optimizer's state; further parameters are not reported",
+                stacklevel=2,
+            )
+        self._set_master(index, master)
 
     def _shares_parameter(self, param: nn.Parameter) -> bool:
         del param
@@ -344,7 +372,11 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self.base_optimizer.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as every ZeRO-1 optimizer has it: with fp32 masters, also of remainders."""
+        """Return the state as every ZeRO-1 optimizer has it: with fp32 masters, also of remainders.
+
+        Masters of remainders are copies, 4 bytes per parameter; all other tensors are those of the
+        optimizer: save or copy the state before the next step.
+        """
         state = super().state_dict()
         per_param = state["state"]
         without = {

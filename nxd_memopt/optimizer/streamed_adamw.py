@@ -175,7 +175,7 @@ class PlacedStates:
 
 
 class StreamedAdamW(torch.optim.AdamW):
-    """AdamW (arXiv:1711.05101) on fp32 weights, of which a part is in host memory between updates.
+    """AdamW (arXiv:1711.05101) on fp32 masters, of which a part is in host memory between updates.
 
     In ``step`` the chunks of the host's part pass through the device (``ChunkStream``): while one
     chunk is updated, later ones arrive and earlier ones return, 12 bytes per parameter in each
@@ -366,6 +366,8 @@ class StreamedAdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
             cuda.adamw_of_one(update, beta1=beta1, beta2=beta2, **options)
+            # The kernel writes without autograd's knowledge.
+            torch.autograd.graph.increment_version([master, mean, square, output])
             return
         # Cast and scaled in fp32, a chunk at a time: scaling bf16 gradients would round them.
         grad = gradient[inside].to(torch.float32, copy=True)

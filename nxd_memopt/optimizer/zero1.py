@@ -334,15 +334,19 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def _copy_outside_writes(self) -> None:
         """Copy outside writes to parameters into the masters."""
         weights_to_device(each.param for each in self._sharded)
-        for each in self._sharded:
+        for index, each in enumerate(self._sharded):
             if each.was_written_to:
                 self._before_masters_are_used()
-                # A master element that rounds to the written value keeps its lower bits: a model
-                # that is loaded after the optimizer does not round the masters.
-                written = cut_shard(each.param.detach(), self._group_of(each.param)).to(each.shard.device)
-                is_equal = each.shard.to(written.dtype) == written
-                each.shard.copy_(torch.where(is_equal, each.shard, written))
+                self._copy_to_master(index, cut_shard(each.param.detach(), self._group_of(each.param)))
                 each.mark_equal()
+
+    def _copy_to_master(self, index: int, written: Tensor) -> None:
+        """Copy this rank's elements of a written parameter to the master of parameter number ``index``."""
+        # A master element that rounds to the written value keeps its lower bits: a model that is
+        # loaded after the optimizer does not round the masters.
+        shard = self._sharded[index].shard
+        written = written.to(shard.device)
+        shard.copy_(torch.where(shard.to(written.dtype) == written, shard, written))
 
     def _gather_parameters(self) -> None:
         """All-gather the masters into the parameters, cast to the parameters' dtypes."""
@@ -439,6 +443,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         with coordination.raise_together("loading the optimizer"):
             require_matching(state_dict, self._sharded, self._sharding())
         self._before_masters_are_used()
+        weights_to_device(each.param for each in self._sharded)
         for each in self._sharded:
             # First cut all masters from the parameters, then overwrite those that the state has. A
             # state without masters (``save_master_weights=False``) continues from the rounded

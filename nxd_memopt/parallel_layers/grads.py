@@ -161,7 +161,7 @@ def _all_reduce_in_buckets(
         # Experts that one data-parallel rank has are divided where they are: a bucket would copy them
         # there and back.
         if divisor > 1:
-            for grad in grads:
+            for grad in {id(grad): grad for grad in grads}.values():
                 grad.detach().div_(divisor)
         return
     for indices in bucket_indices(grads, bucket_bytes):

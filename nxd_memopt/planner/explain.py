@@ -11,6 +11,10 @@ MEMORY_TERMS = {
     "master weights": ("shard of the rank x bytes of the optimizer's dtype, ceil(n / D)", "states.master_bytes"),
     "optimizer moments": ("2 x shard x bytes of the optimizer's dtype (arXiv:1910.02054)", "states.moment_bytes"),
     "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "formulas.stream_bytes"),
+    "inputs of the all-gather": (
+        "zero1 with offloaded states: updated shards, in the weights' dtype",
+        "peak.step_memory",
+    ),
     "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
     "cuBLAS workspaces": ("2 threads x 32 MiB", "peak.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),

@@ -223,6 +223,11 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
             staging_bytes=layout.staging_bytes,
             element_bytes=element_bytes,
         )
+    if on_host and layout.sharding == "zero1" and layout.shards > 1:
+        # Updated weights of the rank's shards, from which parameters are gathered.
+        states["inputs of the all-gather"] = (
+            model.total(shard_bytes, layout) // layout.optimizer_bytes * layout.element_bytes
+        )
     if layout.sharding == "zero3" and layout.shards > 1:
         # The root's unit is gathered throughout; of the layers, the running and the next one, or all.
         count = model.sizes.num_layers if layout.keeps_gathered else min(2, model.sizes.num_layers)

@@ -62,7 +62,8 @@ class OptimizerConfig:
         store_param_remainders: of offloaded masters, keep only the 16 bits that the bf16 parameters lack
             (Megatron's name): 10 bytes per parameter instead of 12 on the host and on the link. The
             results are the same, but for a master halfway between two bf16 numbers, which may lose its
-            last bit. Checkpoints resume with and without it. Needs bf16 parameters.
+            last bit, and for code that writes to parameters between steps, which rounds them.
+            Checkpoints resume with and without it. Needs bf16 parameters.
         initial_loss_scale: 16-mixed: first factor of the loss; NeMo's ``native_amp_init_scale``.
         min_loss_scale: 16-mixed: the scale is not lowered below this; 20 consecutive steps with
             overflow at this scale stop the run.

@@ -20,7 +20,8 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import parts_of
 from nxd_memopt.ops.param_remainders import REMAINDER, join
-from nxd_memopt.parallel_layers.utils import bit_equal
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded
 from tests.data_parallel.stages import MAX_NORM, OFFLOAD, REMAINDERS, STAGES, Run, build, initialize
 from tests.dist.pool import distributed
 
@@ -92,6 +93,26 @@ def test_every_stage_loads_every_other(name, stage, tmp_path):
         other = Run.of(build(name, dtype=torch.bfloat16, seed=9, **SIZES), to_stage)
         load(other, tmp_path / stage)
         assert_bit_equal(save(other, tmp_path / f"{to_stage}_{tensor_size}"), saved, f"{stage} to {to_stage}")
+
+
+@distributed(world_size=2)
+def test_a_weight_and_its_remainder_are_of_one_rank(tmp_path):
+    """Replicas of norms that differ in the last bit, on both sides of a rounding boundary."""
+    initialize(2)
+    run = Run.of(build("llama", dtype=torch.bfloat16, **SIZES), REMAINDERS)
+    run.step(0)
+    replicas = (0x3F808001, 0x3F807FFF)
+    own = replicas[parallel_state.get_tensor_model_parallel_rank()]
+    master = torch.tensor([own], dtype=torch.int32).view(torch.float32)
+    with torch.no_grad():
+        for index, each in enumerate(run.optimizer._sharded):
+            if not is_sharded(each.param):
+                run.optimizer._set_master(index, master.expand(each.shard.shape).contiguous())
+                each.mark_equal()
+    saved = save(run, tmp_path)
+    norms = [value for name, value in saved.items() if name.startswith("optimizer.master.") and value.dim() == 1]
+    found = [set(norm.view(torch.int32).tolist()) for norm in norms]
+    assert len(found) > 2 and all(len(bits) == 1 and bits <= set(replicas) for bits in found), found
 
 
 @distributed(world_size=4)

@@ -422,7 +422,8 @@ def test_a_parameter_that_is_written_to_starts_without_a_remainder() -> None:
     train(optimizer, params, range(2))
     with torch.no_grad():
         params[0].copy_(torch.full(SHAPES[0], 3.0))
-    masters = optimizer.state_dict()["sharded_master_weights"]
+    with pytest.warns(UserWarning, match="91 elements was written to"):
+        masters = optimizer.state_dict()["sharded_master_weights"]
     assert_equal([masters[0]], [torch.full(SHAPES[0], 3.0)])
     assert (masters[1] != masters[1].bfloat16()).any()
 
@@ -445,3 +446,34 @@ def test_rank_files_have_masters(of_saved: Any, of_loaded: Any, tmp_path: Any) -
     loaded = of_loaded(actual, 0.5)
     loaded.load_sharded_state_dict(tmp_path)
     assert_equal(portable(loaded, actual), portable(saved, expected))
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_updates_that_are_left_are_no_outside_writes(remainders: bool) -> None:
+    """A chunk boundary inside of a parameter: its first half is updated in the forward, the rest by the next step."""
+    found = []
+    for in_forward in (False, True):
+        torch.manual_seed(3)
+        model = parallel_model(llama_config()).to(torch.bfloat16)
+        options = {"transfers": DeferredTransfers(), "chunk_elements": 100, "staging_bytes": 3 * 12 * 100}
+        optimizer = OffloadedZero1Optimizer(
+            model.parameters(), resident_elements=50, store_param_remainders=remainders, **options, **OPTIONS
+        )
+        if in_forward:
+            optimizer.update_in_forward(model.decoder_layers())
+        for _ in range(2):
+            model(**batch()).loss.backward()
+            optimizer.step()
+        optimizer.update_parameters()  # the gradients of the last step again
+        found.append(portable(optimizer, list(model.parameters())))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_parameter_with_other_memory_is_an_error(remainders: bool) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = offloaded(params, 1.0, store_param_remainders=remainders)
+    train(optimizer, params, range(1))
+    params[2].data = params[2].data.clone()
+    with pytest.raises(RuntimeError, match="33 elements has other memory"):
+        train(optimizer, params, range(1, 2))

@@ -151,6 +151,23 @@ def test_streamed_states_of_a_model(fraction, remainders):
     assert ("reduced gradients" in update) == (fraction == 0)
 
 
+@distributed(world_size=2)
+def test_inputs_of_the_gather_of_streamed_shards():
+    initialize(1)
+    model = build("llama", dtype=torch.bfloat16, vocab_size=8193)
+    optimizer = OffloadedZero1Optimizer(model.parameters(), transfers=DeferredTransfers(), lr=1e-3)
+    layout = StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=2, optimizer_offload_fraction=1.0)
+    share = rank_model(
+        with_defaults(model.config.to_dict()),
+        ParallelConfig(),
+        sequence_length=12,
+        micro_batch_size=2,
+        dtype="bfloat16",
+    )
+    planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout).device["inputs of the all-gather"]
+    assert planned == sum(output.nbytes for output in optimizer._outputs)
+
+
 @distributed(world_size=2, slow=[4])
 def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(world_size):
     for stage in STAGES:

@@ -147,6 +147,19 @@ def test_a_run_resumes_with_and_without_remainders(tmp_path: Path, before: bool,
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-7)
 
 
+def test_a_warm_start_has_the_masters_of_remainders(tmp_path: Path) -> None:
+    """An fp32 run that starts from a bf16 run has weights between bf16 numbers."""
+    nothing = {"data": {"eval_sequences": 0}}
+    config = write(tmp_path, optimizer=offload(1.0) | {"store_param_remainders": True}, **nothing)
+    succeed(run_here(config, *HALF))
+    there = {"output_dir": str(tmp_path / "next"), "max_steps": 0, "precision": "32-true"}
+    config = write(tmp_path, trainer=there, model={"warm_start": str(tmp_path / "run")}, **nothing)
+    succeed(run_here(config))
+    weights = load_file(tmp_path / "next" / "export" / "model.safetensors")
+    rounded = [bool(torch.equal(weight.bfloat16().float(), weight)) for weight in weights.values() if weight.dim() > 1]
+    assert rounded and not any(rounded)
+
+
 def masters(directory: Path) -> dict[str, torch.Tensor]:
     """Return the fp32 masters in the last checkpoint of a run."""
     tensors = with_masters(full_tensors(directory / "run" / "checkpoints"))

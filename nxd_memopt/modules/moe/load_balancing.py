@@ -198,7 +198,10 @@ class RouterStatistics:
         return total
 
     def hf_loss(self) -> Tensor:
-        """Return transformers' ``load_balancing_loss_func`` over the tokens of all layers."""
+        """Return transformers' ``load_balancing_loss_func`` over the tokens of all layers.
+
+        It has a gradient if the router has a loss (``MoEConfig.has_router_loss``).
+        """
         tokens = self.tokens.sum().clamp(min=1)
         scores = self.rows[:, 3 : 3 + self._num_experts].sum(0)
         fractions = self.tokens_per_expert.sum(0) / tokens
