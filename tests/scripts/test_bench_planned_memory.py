@@ -66,8 +66,8 @@ def test_no_cell_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
 def test_a_cell_that_stops_in_any_way_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     measured: list[str] = []
 
-    def measure(cell, *, tiny, limits):
-        assert limits
+    def measure(cell, *, tiny, limits, rates):
+        assert limits and rates is None
         measured.append(cell.name)
         if len(measured) == 1:
             raise AssertionError("no such kernel")
