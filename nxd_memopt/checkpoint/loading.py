@@ -55,9 +55,10 @@ def load_weights(index: Index, model: nn.Module) -> None:
         _require_alike(index, f"model.{name}", full_shape(target), None)
     for name, target in targets.items():
         parts, shape = parts_of(target), tuple(target.shape)
+        master = _name_of_master(index, name)
         # copy_ converts to the target's dtype.
-        if _name_of_master(index, name) is not None:
-            target.copy_(_master(index, name, parts, shape))
+        if master is not None:
+            target.copy_(_master(index, master, parts, shape))
         else:
             target.copy_(index.assemble(f"model.{name}", parts, shape))
     pack_weights(model)
@@ -207,9 +208,11 @@ def _load_master(
             f"{index.directory} has {found}, and this optimizer keeps no master weights of {each.param.dtype} "
             "parameters: resume with the optimizer that wrote it"
         )
-    master = _master(index, param_name, parts, shape)
-    dtype = torch.float32 if keeps_remainder else each.stored.dtype
-    _require_alike(index, found, full_shape(each.param), torch.int16 if found != name else dtype)
+    expected = torch.float32 if keeps_remainder else each.stored.dtype
+    if found != name:
+        expected = torch.int16
+    _require_alike(index, found, full_shape(each.param), expected)
+    master = _master(index, found, parts, shape)
     each.stored.copy_(master)
     if keeps_remainder:
         optimizer.states_of(each)[REMAINDER].copy_(remainder_of(master, each.stored.detach().to(master.device)))
@@ -222,12 +225,11 @@ def _name_of_master(index: Index, param_name: str) -> str | None:
     return next((name for name in names if name in index), None)
 
 
-def _master(index: Index, param_name: str, parts: list[Part], shape: tuple[int, ...]) -> Tensor:
-    """Return this rank's part of the master of a parameter; a remainder is joined with the parameter."""
-    found = _name_of_master(index, param_name)
-    assert found is not None
-    value = index.assemble(found, parts, shape)
-    if found == f"optimizer.{MASTER}.{param_name}":
+def _master(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) -> Tensor:
+    """Return this rank's part of the master in tensor ``name``; a remainder is joined with its parameter."""
+    value = index.assemble(name, parts, shape)
+    _, kind, param_name = name.split(".", 2)
+    if kind == MASTER:
         return value
     return join(index.assemble(f"model.{param_name}", parts, shape), value)
 

@@ -424,7 +424,7 @@ def test_recorded_peaks():
     for config, row in recorded_peaks():
         error = planned_peak(config, row) / float(row["peak_gib"]) - 1
         # The plan has equal numbers of tokens for all experts. With all-to-all the tensors are as large as
-        # the routing of random weights makes them, and Qwen3-MoE has 8 rows a token.
+        # the routing makes them, which was not recorded, and Qwen3-MoE has 8 rows a token.
         depends_on_routing = row["variant"] == "ours, all-to-all" and row["model"] == "qwen3-moe-12l"
         (routed if depends_on_routing else errors).append(error)
     assert len(errors) >= 45

@@ -135,11 +135,11 @@ def test_a_run_resumes_at_another_fraction(
 def test_a_run_resumes_with_and_without_remainders(tmp_path: Path, before: bool, after: bool) -> None:
     """A checkpoint has masters or remainders; each becomes the other, and no bit is lost but that of a tie."""
     found = []
-    for name, parts in (("whole", (False,)), ("parts", (before, after))):
-        for part in parts:
-            optimizer = offload(1.0) | {"store_param_remainders": part}
+    for name, settings in (("uninterrupted", (False,)), ("resumed", (before, after))):
+        for setting in settings:
+            optimizer = offload(1.0) | {"store_param_remainders": setting}
             config = write(tmp_path / name, optimizer=optimizer, trainer={"precision": "bf16-mixed"})
-            is_first_half = name == "parts" and part == before
+            is_first_half = name == "resumed" and setting == before
             output = succeed(run_here(config, *(HALF if is_first_half else ())))
         found.append(([row["loss"] for row in rows(tmp_path / name / "run")], masters(tmp_path / name)))
     assert f"optimizer.store_param_remainders: {before} -> {after}" in output
