@@ -14,8 +14,8 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
-from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
+from nxd_memopt.planner.peer_slots import holds_loss, longest_loss_chunk
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
@@ -482,27 +482,23 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         # The logits, and their fp32 copy, which becomes the gradient in place.
         logits = sizes.tokens * sizes.vocab
         return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": b.gathered}
-    exchanged = 3 * sizes.hidden if sizes.tensor_model_parallel_size > 1 else 0
-    chunks = chunk_ranges(
-        sizes.shard_tokens,
-        gathered=sizes.shards,
-        vocab=sizes.vocab,
-        exchanged=exchanged,
-        logits_bytes=DEFAULT_LOGITS_BYTES,
-        element_bytes=sizes.element_bytes,
-    )
-    longest = max(stop - start for start, stop in chunks) * sizes.shards
+    longest = longest_loss_chunk(sizes)
     hidden = longest * sizes.hidden * sizes.element_bytes
-    # The last chunk's logits and dX, next to the parts of dX that are joined at the end.
-    chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes, "dX of a chunk": hidden}
+    # Next to dX of all tokens, into which a chunk without collectives writes its rows.
+    chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes}
     if not kernels.fused:
         # Compiled, one of them: the exponentials, of which the sum and the gradient are computed.
         count = 1 if kernels.compiles_steps else 4
         chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
-        chunk["gathered input of a chunk"] = 2 * hidden
+        # The next chunk's input arrives in a slot of peer memory or in a tensor.
+        gathered = hidden if holds_loss(sizes, fused=True) and kernels.fused else 2 * hidden
+        chunk |= {"dX of a chunk": hidden, "gathered input of a chunk": gathered}
+        if sizes.shards > 1:
+            chunk["reduced dX of a chunk"] = hidden // sizes.shards
         if sizes.reduces_in_fp32:
             chunk["dX of a chunk in fp32"] = hidden // sizes.element_bytes * FP32_BYTES
-    joined = {"parts of dX": b.stream}
-    largest = chunk if sum(chunk.values()) > b.stream else joined
-    return {"input of the head": b.stream} | largest
+    # The parts of dX are joined where views have memory of their own.
+    if kernels.compiles_steps and sum(chunk.values()) < b.stream:
+        chunk = {"parts of dX": b.stream}
+    return {"input of the head": b.stream} | chunk

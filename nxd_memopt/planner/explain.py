@@ -18,7 +18,7 @@ MEMORY_TERMS = {
     "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
     "cuBLAS workspaces": ("2 threads x 32 MiB", "peak.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
-    "peer memory": ("4 slots of S x B x H", "backends/cuda/peer_memory.py"),
+    "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
     "gradients": ("of the layers whose backward is done; fp32 sums with master weights", "states.gradient_bytes"),
     "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),

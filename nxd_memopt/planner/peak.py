@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner import peer_slots
 from nxd_memopt.planner.activations import Activations, activations, host_pool_bytes
 from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied, largest_elements
@@ -38,10 +39,6 @@ SMALL_TENSORS_BYTES = 8 << 20
 SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
 _FRAGMENTS_BESIDES_GRAPH = 48 << 20
-PEER_MEMORY_MIN_BYTES = 20 << 20
-"""Smallest chunk that ``backends/cuda/peer_memory.py`` sends instead of NCCL."""
-_PEER_SLOTS = 4
-"""Slots of peer memory: two for gathers and two for reductions, of a full activation each."""
 GRAPH_POOL = "CUDA graph's pool"
 """Term of the pool of a CUDA graph, besides its gradients."""
 _STAGE1_BUCKET_BYTES = 128 << 20
@@ -114,10 +111,11 @@ def step_memory(
     # A compiled program has the memory of its results, the gradients, from its first operation on.
     start = gradients if accumulation_steps > 1 or kernels.compiles_steps else 0
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
-    buffers = _library_buffers(model.sizes, kernels)
+    buffers = _library_buffers(model.sizes, memory, kernels, cuda_graph=cuda_graph)
+    has_slots = kernels.fused and peer_slots.holds_layers(model.sizes, cuda_graph=cuda_graph)
     candidates = [
         _in_loss(model, memory, kernels, kept, layout, start, offloaded),
-        in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots="peer memory" in buffers),
+        in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
         _in_update(model, memory, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
@@ -159,7 +157,7 @@ def _with_graph(
     """
     in_graph = replace(layout, grad_reduce_in_fp32=False)
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
-    has_slots = "peer memory" in _library_buffers(model.sizes, kernels)
+    has_slots = peer_slots.holds_layers(model.sizes, cuda_graph=True)
     passes = (
         _in_loss(model, memory, kernels, kept, in_graph, 0, offloaded),
         in_backward(model, memory, kernels, kept, in_graph, 0, offloaded, has_slots=has_slots),
@@ -193,15 +191,13 @@ def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, layer: in
     return max(peak_bytes, gradients + largest) + 3 * layer // 4 + CUBLAS_WORKSPACE_BYTES
 
 
-def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
+def _library_buffers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, cuda_graph: bool) -> dict[str, int]:
     """Return what libraries and peer memory allocate on GPUs, next to tensors."""
     if not kernels.fused:
         return {}
     buffers = {"cuBLAS workspaces": CUBLAS_WORKSPACE_BYTES, "small tensors": SMALL_TENSORS_BYTES}
-    full = sizes.tokens * sizes.hidden * sizes.element_bytes
-    if sizes.tensor_model_parallel_size > 1 and full >= PEER_MEMORY_MIN_BYTES:
-        buffers["peer memory"] = _PEER_SLOTS * full
-    return buffers
+    slots = peer_slots.slot_bytes(sizes, fused_loss=memory.fused_linear_cross_entropy, cuda_graph=cuda_graph)
+    return buffers | ({"peer memory": slots} if slots else {})
 
 
 def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:

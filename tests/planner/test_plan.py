@@ -428,11 +428,11 @@ def test_recorded_peaks():
         depends_on_routing = row["variant"] == "ours, all-to-all" and row["model"] == "qwen3-moe-12l"
         (routed if depends_on_routing else errors).append(error)
     assert len(errors) >= 45
-    assert all(abs(error) < 0.04 for error in routed) and routed
+    assert all(abs(error) < 0.05 for error in routed) and routed
     magnitudes = sorted(abs(error) for error in errors)
     assert magnitudes[len(magnitudes) // 2] < 0.0025
     # The rows are of the default segments, whose blocks may be 1 MiB larger than their tensors.
-    assert min(errors) > -0.008 and max(errors) < 0.018
+    assert min(errors) > -0.009 and max(errors) < 0.018
 
 
 def bars_of(monkeypatch, path, arguments):

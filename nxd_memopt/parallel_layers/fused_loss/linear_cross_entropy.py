@@ -84,8 +84,14 @@ class ChunkedLinearCrossEntropy:
         )
         sequence = 0 if options.sequence_parallel else None
         self.comm = ActivationSharding(options.group, sequence, options.reduce_dtype, hides_launch_latency=True)
-        self.input_grads: list[Tensor] = []
-        self.reduction: ChunkedReduction | None = None  # of the last chunk's part of dX
+        # Chunks write their rows into one dX. Where a view has memory of its own they are joined at the
+        # end, which needs dX twice.
+        self.input_grad: Tensor | None = None
+        if self.needs_input and backend.views_share_memory:
+            self.input_grad = x.new_empty(x.shape)
+        self.input_grad_parts: list[Tensor] = []
+        # of the last chunk's part of dX, with its first row and the row after its last one
+        self.reduction: tuple[int, int, ChunkedReduction] | None = None
         self.weight_grad: Tensor | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -124,24 +130,33 @@ class ChunkedLinearCrossEntropy:
             # again.
             scale = self.scale[:, start:stop].reshape(-1)
             grad = logits_gradient(logits, sums[0], scale, target, terms, self.valid_rows)
-            self._add_input_grad(grad, x)
+            self._add_input_grad(grad, x, start, stop)
             self._add_weight_grad(grad, x)
         return token_losses(sums, terms).view(self.options.gathered, -1)
 
-    def _add_input_grad(self, grad: Tensor, x: Tensor) -> None:
+    def _add_input_grad(self, grad: Tensor, x: Tensor, start: int, stop: int) -> None:
         """Compute the chunk's ``dX = grad^t W`` and start its reduction over the vocabulary shards."""
         if not self.needs_input:
+            return
+        if self.input_grad is not None and backend.group_size(self.options.group) == 1:
+            torch.mm(grad.t(), self.weight, out=self.input_grad[start:stop])
             return
         # Only one reduction of a group may be in progress.
         self._end_reduction()
         partial = grad.t() @ self.weight
         # The reduction overlaps with this chunk's dW GEMM and with the next chunk.
-        self.reduction = self.comm.reduce(lambda start, stop: partial[start:stop], x.shape, x.dtype)
+        reduction = self.comm.reduce(lambda first, end: partial[first:end], x.shape, x.dtype)
+        self.reduction = (start, stop, reduction)
 
     def _end_reduction(self) -> None:
-        if self.reduction is not None:
-            self.input_grads.append(self.reduction.wait())
-            self.reduction = None
+        if self.reduction is None:
+            return
+        start, stop, reduction = self.reduction
+        self.reduction = None
+        if self.input_grad is None:
+            self.input_grad_parts.append(reduction.wait())
+        else:
+            self.input_grad[start:stop].copy_(reduction.wait())
 
     def _add_weight_grad(self, grad: Tensor, x: Tensor) -> None:
         """Add the chunk's ``dW = grad x``, in ``accumulate_dtype``."""
@@ -152,11 +167,11 @@ class ChunkedLinearCrossEntropy:
 
     def _full_input_grad(self) -> Tensor | None:
         """Return dX ``[rows, H]``, or None if it is not needed."""
-        if not self.needs_input:
-            return None
-        if not self.input_grads:
+        if not self.needs_input or self.input_grad is not None:
+            return self.input_grad
+        if not self.input_grad_parts:
             return torch.zeros_like(self.x)
-        return torch.cat(self.input_grads).to(self.x.dtype)
+        return torch.cat(self.input_grad_parts).to(self.x.dtype)
 
     def _full_weight_grad(self) -> Tensor | None:
         """Return dW in the weight's dtype, or None if it is not needed."""

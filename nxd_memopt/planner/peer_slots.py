@@ -1,0 +1,59 @@
+"""Bytes of the slots of peer memory, through which the ranks of a host gather and reduce activations."""
+
+from __future__ import annotations
+
+from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+
+MIN_BYTES = 20 << 20
+"""Smallest shard that ``backends/cuda/backend.py`` sends through peer memory instead of NCCL."""
+MIN_BYTES_AHEAD = 1 << 20
+"""The same in CUDA graphs and in the fused loss."""
+_SLOTS = 2
+"""Slots of each kind of operation: two for gathers and two for reductions, of a full activation each."""
+
+
+def longest_loss_chunk(sizes: RankSizes) -> int:
+    """Return the tokens of the fused loss's longest chunk, of all ranks whose tokens are gathered."""
+    ranges = chunk_ranges(
+        sizes.shard_tokens,
+        gathered=sizes.shards,
+        vocab=sizes.vocab,
+        # Per token of a chunk: gathered input, partial dX and reduced dX.
+        exchanged=3 * sizes.hidden if sizes.tensor_model_parallel_size > 1 else 0,
+        logits_bytes=DEFAULT_LOGITS_BYTES,
+        element_bytes=sizes.element_bytes,
+    )
+    return max(stop - start for start, stop in ranges) * sizes.shards
+
+
+def holds_layers(sizes: RankSizes, *, cuda_graph: bool) -> bool:
+    """Return whether the activations that layers gather lie in slots."""
+    smallest = MIN_BYTES_AHEAD if cuda_graph else MIN_BYTES
+    shard = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    # Without sequence parallelism there are all-reduces only, which NCCL computes.
+    return sizes.shards > 1 and shard >= smallest
+
+
+def holds_loss(sizes: RankSizes, *, fused: bool) -> bool:
+    """Return whether the chunks that the fused loss gathers lie in slots."""
+    shard = longest_loss_chunk(sizes) // sizes.shards * sizes.hidden * sizes.element_bytes
+    return fused and sizes.shards > 1 and shard >= MIN_BYTES_AHEAD
+
+
+def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
+    """Return the bytes of all slots of a rank.
+
+    Args:
+        sizes: sizes of the rank.
+        fused_loss: ``fused_linear_cross_entropy``.
+        cuda_graph: forward and backward are one CUDA graph.
+    """
+    tokens = 0
+    if holds_layers(sizes, cuda_graph=cuda_graph):
+        tokens = sizes.tokens
+    elif holds_loss(sizes, fused=fused_loss):
+        tokens = longest_loss_chunk(sizes)
+    gathered = tokens * sizes.hidden * sizes.element_bytes
+    reduced = tokens * sizes.hidden * (FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes)
+    return _SLOTS * (gathered + reduced)
