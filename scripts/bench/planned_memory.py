@@ -169,10 +169,11 @@ def _limited_step(run: Callable[[], object], limit_bytes: int) -> int:
 
 
 def _use_groups(cell: Cell) -> None:
-    """Create the process groups of a cell, unless those of the cell before are the same."""
+    """Create the process groups of a cell.
+
+    Peer memory belongs to a group and grows to the largest activation: that of the cell before must not count.
+    """
     if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_size() == cell.tensor_parallel:
-            return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=cell.tensor_parallel)
 
