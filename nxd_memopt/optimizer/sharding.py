@@ -122,4 +122,6 @@ def _length(tensor: Tensor, size: int) -> int:
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     flat = tensor.reshape(-1)
-    return F.pad(flat, (0, padded_size(flat.numel(), size) - flat.numel()))
+    missing = padded_size(flat.numel(), size) - flat.numel()
+    # Padding by nothing copies too.
+    return F.pad(flat, (0, missing)) if missing else flat

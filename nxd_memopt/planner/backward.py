@@ -286,8 +286,11 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
         if sizes.element_bytes != FP32_BYTES:
             rounded = (columns + 1) * b.width_weight
         stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
+        rows = min(tokens, sizes.tokens)
+        # Of the two gathered tensors the input is copied out of its slot of peer memory.
+        gathered = rows * sizes.hidden * sizes.element_bytes if sizes.shards > 1 else 0
         return [
-            Moment("tiles of the MLP", {**stream, "tile": min(tokens, sizes.tokens) * per_token}),
+            Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
             Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
         ]
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):

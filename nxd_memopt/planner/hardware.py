@@ -28,7 +28,7 @@ CUDA_CONTEXT_GIB = 0.6
 """CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
 NCCL_GIB = 0.5
 """NCCL's buffers of one process with several ranks. [estimate]"""
-FRAGMENT_FRACTION = 0.015
+FRAGMENT_FRACTION = 0.019
 """Part of the tensors' bytes that are fragments, of many tensors."""
 _FRAGMENTS_OF_FEW = 0.026
 _FEWEST_FRAGMENT_BYTES = 132 << 20
@@ -45,6 +45,9 @@ ONLY_HARDWARE_SHOWS = {
     "cpu": (),
 }
 """What no plan knows, by kind of device: no Trainium was there to measure."""
+
+LAUNCH_S = 3.3e-5
+"""``Device.launch_s`` on the hosts of the steps to which ``step_time.HostRates`` is fitted (3.2e-5 and 3.4e-5)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Device:
         host_memory_gib: memory of the host divided by its ranks.
         source: where the figures are from.
         measured: the rates are what this machine reaches, not what is published.
+        launch_s: seconds of the host for a small operation's forward and backward.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Device:
     host_memory_gib: float
     source: str
     measured: bool = False
+    launch_s: float = LAUNCH_S
 
     @property
     def memory_bytes(self) -> int:
@@ -104,7 +109,7 @@ def fragment_bytes(tensors: int) -> int:
     """Return what PyTorch's allocator, with expandable segments, needs besides ``tensors`` bytes on a GPU.
 
     Pages of 2 and 20 MiB are free in parts. Fitted to steps on an H200 that may not reserve more
-    (docs/benchmarks/planned_memory.csv): up to 1.5 % of many tensors, and up to 2.6 % of a few GiB.
+    (docs/benchmarks/planned_memory.csv): up to 1.9 % of many tensors, and up to 2.6 % of a few GiB.
     """
     of_few = min(int(tensors * _FRAGMENTS_OF_FEW), _FRAGMENT_BYTES_OF_FEW)
     return max(_FEWEST_FRAGMENT_BYTES, of_few, int(tensors * FRAGMENT_FRACTION))

@@ -11,14 +11,14 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner import peer_slots
 from nxd_memopt.planner.activations import Activations, activations, host_pool_bytes
 from nxd_memopt.planner.backward import loss_temporaries
-from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied, largest_elements
+from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.hardware import FRAGMENT_FRACTION, fragment_bytes
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
-from nxd_memopt.planner.rank_sizes import RankSizes
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.states import (
     ADAM_MOMENTS,
     CHUNK_ELEMENTS,
@@ -42,6 +42,9 @@ _FRAGMENTS_BESIDES_GRAPH = 48 << 20
 GRAPH_POOL = "CUDA graph's pool"
 """Term of the pool of a CUDA graph, besides its gradients."""
 _STAGE1_BUCKET_BYTES = 128 << 20
+_UNSORTED_TOKENS = 3072
+"""PyTorch's embedding on a GPU sorts more tokens than these, to add up the gradients of each row in fp32."""
+_ROWS_PER_PARTIAL_SUM = 10
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def step_memory(
     candidates = [
         _in_loss(model, memory, kernels, kept, layout, start, offloaded),
         in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
-        _in_update(model, memory, layout, gradients),
+        _in_update(model, memory, kernels, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
     before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
@@ -162,13 +165,14 @@ def _with_graph(
         _in_loss(model, memory, kernels, kept, in_graph, 0, offloaded),
         in_backward(model, memory, kernels, kept, in_graph, 0, offloaded, has_slots=has_slots),
     )
-    peak = max(sum(terms.values()) for _, terms in passes)
     gradients = model.total(gradient_bytes, in_graph)
+    in_embedding = gradients + _embedding_temporaries(model, memory, kernels, in_graph)
+    peak = max(in_embedding, *(sum(terms.values()) for _, terms in passes))
     pool = graph_pool_bytes(
         peak,
         gradients,
         largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
-        layer=gradient_bytes(model.layer_shapes, in_graph),
+        layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
     )
     sums = model.total(gradient_bytes, layout) if casts_gradients(layout) else 0
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
@@ -179,14 +183,14 @@ def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, layer: in
     """Return the memory pool of a CUDA graph of forward and backward.
 
     The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
-    room between the others, and cuBLAS workspaces of its own. The fragments are fitted to steps of LLaMA-3-8B and
-    SmolLM2 on an H200: three quarters of a layer's gradients.
+    room between the others, and cuBLAS workspaces of its own. The fragments are fitted to steps of LLaMA-3-8B,
+    GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: at most three quarters of a layer's gradients, of all ranks.
 
     Args:
         peak_bytes: peak of activations, gradients and temporary tensors without a graph.
         gradients: bytes of all gradients in the dtype of the weights; the next arguments likewise.
         largest: the gradient of the largest parameter outside the layers.
-        layer: the gradients of a layer.
+        layer: the gradients of a layer, of all tensor-parallel ranks.
     """
     return max(peak_bytes, gradients + largest) + 3 * layer // 4 + CUBLAS_WORKSPACE_BYTES
 
@@ -266,37 +270,44 @@ def _in_loss(
 
 
 def _in_update(
-    model: RankModel, memory: MemoryConfig, layout: StateLayout, gradients: int
+    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int
 ) -> tuple[str, dict[str, int]]:
-    """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
-    # The embedding's backward comes before the update, with the gradient of its output.
-    stream = model.sizes.shard_tokens * model.sizes.hidden * model.sizes.element_bytes
-    gathered = model.sizes.tokens * model.sizes.hidden * model.sizes.element_bytes if model.sizes.shards > 1 else 0
-    temporary = stream + gathered
-    embedding = model.other_shapes[:1]
-    if casts_gradients(layout) and embedding:
-        # Its gradient exists before its fp32 sum, and next to it.
-        own = math.prod(embedding[0]) * layout.element_bytes
-        temporary = max(own, temporary + own * (2 if is_tied(model) else 1) - gradient_bytes(embedding, layout))
-    elif memory.cpu_offloading_weights:
-        # Weights return from host memory after backward.
-        temporary = 0
-    terms = {"gradients": gradients, "temporary tensors": temporary}
+    """Return the terms with all gradients: in the embedding's backward, or in the optimizer with its buffers."""
+    embedding = {"gradients": gradients, "temporary tensors": _embedding_temporaries(model, memory, kernels, layout)}
+    update = {"gradients": gradients, "temporary tensors": 0}
+    elements = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
+    largest = max(elements) * layout.gradient_element_bytes
     if layout.sharding == "zero1" and layout.shards > 1:
-        shards = model.total(shard_bytes, layout)
-        # Padded copies of a bucket's gradients, and this rank's reduced shards.
-        shapes = (*model.layer_shapes, *model.other_shapes)
-        bucket = max(_STAGE1_BUCKET_BYTES, largest_elements(shapes) * layout.gradient_element_bytes)
-        terms["reduced gradients"] = shards
-        terms["gradient buckets"] = bucket
+        # This rank's reduced shards, and a copy of a bucket's gradients; a second, padded one of gradients
+        # that do not divide.
+        copies = 2 if any(count % layout.shards for count in elements) else 1
+        update["reduced gradients"] = model.total(shard_bytes, layout)
+        update["gradient buckets"] = copies * max(_STAGE1_BUCKET_BYTES, largest)
     elif layout.sharding == "none" and layout.data_parallel_size > 1 and not layout.overlaps_reduction:
         # A copy of a bucket's gradients, and its sum over the ranks.
-        shapes = (*model.layer_shapes, *model.other_shapes)
-        bucket = max(GRADIENT_BUCKET_BYTES, largest_elements(shapes) * layout.gradient_element_bytes)
-        terms["gradient buckets"] = 2 * min(bucket, gradients)
+        update["gradient buckets"] = 2 * min(max(GRADIENT_BUCKET_BYTES, largest), gradients)
     offloaded = layout.optimizer_offload_fraction > 0
     if layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes and not offloaded:
         # All gradients are cast before the first update, because the norm is of all of them. The
         # optimizer with states on the host casts those of a chunk at a time instead.
-        terms["reduced gradients"] = model.total(shard_bytes, layout)
-    return "update", terms
+        update["reduced gradients"] = model.total(shard_bytes, layout)
+    return "update", max(embedding, update, key=lambda terms: sum(terms.values()))
+
+
+def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout) -> int:
+    """Return the bytes of the embedding's backward besides all gradients, which it computes last."""
+    sizes = model.sizes
+    # The gradient of its output, and with sequence parallelism that of all tokens.
+    temporary = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    if sizes.shards > 1:
+        temporary += sizes.tokens * sizes.hidden * sizes.element_bytes
+    if kernels.fused and sizes.tokens > _UNSORTED_TOKENS:
+        rows = sizes.tokens // _ROWS_PER_PARTIAL_SUM + min(sizes.tokens, sizes.vocab)
+        temporary += rows * sizes.hidden * FP32_BYTES
+    shapes = model.other_shapes[:1]
+    if casts_gradients(layout) and shapes:
+        # Its gradient exists before its fp32 sum, and next to it.
+        own = math.prod(shapes[0]) * layout.element_bytes
+        return max(own, temporary + own * (2 if is_tied(model) else 1) - gradient_bytes(shapes, layout))
+    # Weights return from host memory after backward: the update has more of them.
+    return 0 if memory.cpu_offloading_weights else temporary

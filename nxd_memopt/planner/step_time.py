@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.hardware import Device
+from nxd_memopt.planner.hardware import LAUNCH_S, Device
 from nxd_memopt.planner.peak import StepMemory
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
@@ -64,22 +64,22 @@ class Rates:
 
 
 RATES = {
-    # Fitted to 76 steps on two H200, of which docs/benchmarks/planned_memory.csv has the 31 drawn ones;
+    # Fitted to 100 steps, 86 of docs/benchmarks/planned_memory.csv on H200s (formulas of b053a2f);
     # all-gathers reach 305 of 450 GB/s.
     "cuda": Rates(
-        matmul=0.681,
-        matmul_fp32=0.707,
-        attention=0.628,
+        matmul=0.677,
+        matmul_fp32=0.703,
+        attention=0.631,
         memory=0.829,
-        update=0.70,
+        update=0.833,
         link=0.68,
-        exposed=0.40,
+        exposed=0.407,
         half_length=1288,
-        short_heads=0.874,
-        attention_fp32=0.925,
+        short_heads=0.869,
+        attention_fp32=0.928,
         power=0.256,
-        latency_s=1.46e-4,
-        step_s=8.2e-3,
+        latency_s=2.15e-4,
+        step_s=8.4e-3,
         is_calibrated=True,
     ),
     "neuron": Rates(0.45, 0.45, 0.25, 0.60, 0.60, 0.60, 0.60),
@@ -92,15 +92,15 @@ MEASURED = {"matmul": 708 / 989, "matmul_fp32": 51.1 / 67, "memory": 4.208 / 4.8
 
 @dataclass(frozen=True)
 class HostRates:
-    """Seconds in which the host launches the kernels of a step without a graph, on the host of an H200.
+    """Seconds in which the host launches the kernels of a step without a graph, if an operation takes ``LAUNCH_S``.
 
-    Hosts of the same kind differ by 15 % between runs.
+    On the same host they differ by up to 20 % between runs.
 
     Args:
         layer: forward and backward of a layer.
-        collectives: besides, of a layer with tensor parallelism (LLaMA-3-8B and GPT-NeoX-20B with 2,048
-            tokens, T=2 and 4).
+        collectives: besides, of a layer with tensor parallelism.
         recomputed: besides, of a recomputed layer.
+        kept: besides, of a recomputed layer that keeps the results of its attention.
         selective: besides, of a layer that recomputes some of its modules.
         offloaded: besides, of a layer with activations in host memory.
         group: besides, for each group of heads.
@@ -108,14 +108,15 @@ class HostRates:
         parameter: hooks and update of a parameter, once a step.
     """
 
-    layer: float = 3.9e-3
-    collectives: float = 3.1e-3
-    recomputed: float = 4.2e-3
-    selective: float = 2.4e-3
+    layer: float = 3.6e-3
+    collectives: float = 2.6e-3
+    recomputed: float = 2.35e-3
+    kept: float = 1.7e-3
+    selective: float = 3.2e-3
     offloaded: float = 1.4e-3
     group: float = 5.9e-3
-    experts: float = 7.1e-3
-    parameter: float = 2.0e-5
+    experts: float = 5.5e-3
+    parameter: float = 2.4e-6
 
 
 HOST = HostRates()
@@ -224,7 +225,9 @@ def step_time(
     )
     if device.kind == "cuda":
         device_s = accumulation_steps * (compute_s + tensor_s) + on_device_s
-        waiting_s = _waiting_s(model, memory, device_s, accumulation_steps, cuda_graph=cuda_graph)
+        host_s = _launching_s(model, memory, accumulation_steps, cuda_graph=cuda_graph) * device.launch_s / LAUNCH_S
+        # Launches of the update alone, after the graph, hide behind nothing.
+        waiting_s = host_s if cuda_graph else (device_s**OVERLAP + host_s**OVERLAP) ** (1 / OVERLAP) - device_s
         terms["waiting for the host"] = waiting_s + rates.step_s
     return StepTime(terms)
 
@@ -254,15 +257,12 @@ def _compute_terms(
     }
 
 
-def _waiting_s(
-    model: RankModel, memory: MemoryConfig, device_s: float, accumulation_steps: int, *, cuda_graph: bool
-) -> float:
-    """Return the seconds in which the device waits for the host's launches.
+def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int, *, cuda_graph: bool) -> float:
+    """Return the seconds in which a host of ``LAUNCH_S`` launches the kernels of a step.
 
     Args:
         model: the rank's share of the model.
         memory: techniques, of which several launch more kernels.
-        device_s: seconds in which the device computes.
         accumulation_steps: micro-batches per step.
         cuda_graph: of forward and backward, so that the update alone is launched kernel by kernel.
     """
@@ -278,7 +278,10 @@ def _waiting_s(
     if memory.recompute_granularity == "full":
         count = memory.recompute_num_layers if memory.recompute_method == "block" else None
         times = 2 if memory.recompute_method == "nested" else 1
-        passes_s += (count or layers) * times * HOST.recomputed
+        recomputed = count or layers
+        passes_s += recomputed * times * HOST.recomputed
+        if memory.recompute_keep_core_attn:
+            passes_s += min(recomputed, memory.recompute_keep_core_attn_num_layers or layers) * HOST.kept
     elif memory.recompute_granularity == "selective":
         passes_s += memory.num_selective_layers(layers) * HOST.selective
     if memory.cpu_offloading_activations or memory.cpu_offloading_num_layers:
@@ -287,8 +290,7 @@ def _waiting_s(
         passes_s += layers * memory.attention_head_groups * HOST.group
     if sizes.moe is not None:
         passes_s += layers * HOST.experts
-    host_s = accumulation_steps * passes_s + update_s
-    return (device_s**OVERLAP + host_s**OVERLAP) ** (1 / OVERLAP) - device_s
+    return accumulation_steps * passes_s + update_s
 
 
 def _data_parallel_s(

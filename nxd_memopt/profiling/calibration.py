@@ -61,7 +61,7 @@ def _described(found: dict[str, Any]) -> Device:
     # fp16 has the rate of bf16 on all devices; a CPU's rates are those of fp32.
     half = matmuls.get("bfloat16", matmuls["float32"])
     rates: dict[str, Any] = {"matmul_flops": {"float16": half, "bfloat16": half, **matmuls}}
-    for name in ("memory_bytes_per_s", "host_copy_bytes_per_s"):
+    for name in ("memory_bytes_per_s", "host_copy_bytes_per_s", "launch_s"):
         if name in found:
             rates[name] = found[name]
     if "link_bytes_per_s" in found:

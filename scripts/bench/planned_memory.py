@@ -35,6 +35,7 @@ from typing import Any, cast
 import torch
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -126,7 +127,9 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         backend.synchronize()
         times.append(time.perf_counter() - start)
     allocated = backend.max_memory_allocated() or 0
-    taken = torch.cuda.max_memory_reserved() if backend.name == "cuda" else 0
+    taken = 0
+    if isinstance(backend, CudaBackend):
+        taken = torch.cuda.max_memory_reserved() + backend.peer_memory_bytes()
     reserved = 0
     if limits:
         reserved = _limited_step(lambda: run_step(training, config, batches), plan.memory.reserved_bytes)
@@ -149,21 +152,24 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
 
 
 def _limited_step(run: Callable[[], object], limit_bytes: int) -> int:
-    """Run a step that may reserve ``limit_bytes`` and return what it reserved; 0 without an allocator that has limits.
+    """Run a step that may reserve ``limit_bytes`` and return what it reserved, both with peer memory.
+
+    Returns 0 without an allocator that has limits.
 
     Raises:
         torch.OutOfMemoryError: the step needs more.
     """
-    if backend.name != "cuda":
+    if not isinstance(backend, CudaBackend):
         return 0
+    peers = backend.peer_memory_bytes()
     total = torch.cuda.get_device_properties(backend.device).total_memory
     clean()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), backend.device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers) / total), backend.device)
     try:
         run()
         backend.synchronize()
-        return torch.cuda.max_memory_reserved()
+        return torch.cuda.max_memory_reserved() + peers
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
 

@@ -423,16 +423,16 @@ def test_recorded_peaks():
     errors, routed = [], []
     for config, row in recorded_peaks():
         error = planned_peak(config, row) / float(row["peak_gib"]) - 1
-        # The plan has equal numbers of tokens for all experts. With all-to-all the tensors are as large as
-        # the routing makes them, which was not recorded, and Qwen3-MoE has 8 rows a token.
-        depends_on_routing = row["variant"] == "ours, all-to-all" and row["model"] == "qwen3-moe-12l"
+        # The plan has equal numbers of tokens for all experts. The rows of a rank's experts are as many as the
+        # routing makes them, which was not recorded, and Qwen3-MoE has 8 rows a token.
+        depends_on_routing = row["model"] == "qwen3-moe-12l" and int(row.get("expert_parallel") or 1) > 1
         (routed if depends_on_routing else errors).append(error)
     assert len(errors) >= 45
     assert all(abs(error) < 0.05 for error in routed) and routed
     magnitudes = sorted(abs(error) for error in errors)
     assert magnitudes[len(magnitudes) // 2] < 0.0025
     # The rows are of the default segments, whose blocks may be 1 MiB larger than their tensors.
-    assert min(errors) > -0.009 and max(errors) < 0.018
+    assert min(errors) > -0.008 and max(errors) < 0.018
 
 
 def bars_of(monkeypatch, path, arguments):

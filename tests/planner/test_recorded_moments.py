@@ -13,7 +13,10 @@ from nxd_memopt.planner.problem import Problem, Setting
 
 MIB = 2**20
 FULL = MemoryConfig(recompute_granularity="full")
+KEPT = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True)
+TILES = MemoryConfig(recompute_granularity="full", recompute_method="nested", mlp_tile_tokens=32768)
 SELECTIVE = MemoryConfig(recompute_granularity="selective", recompute_modules=("attn", "norm"))
+NORM_MLP = MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
 CHECKPOINTS = MemoryConfig(
     recompute_granularity="full",
     recompute_method="nested",
@@ -32,18 +35,19 @@ def allocated(
     micro_batches: int = 1,
     precision: str = "bf16-true",
     cuda_graph: bool = False,
+    ranks: int = 1,
 ) -> float:
-    """Planned MiB on one H200."""
+    """Planned MiB on an H200, with T = ``ranks``."""
     problem = Problem(
         config=with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers}),
         device=device_named("h200"),
-        devices=1,
+        devices=ranks,
         sequence_length=tokens,
         global_batch_size=sequences * micro_batches,
         precision=precision,
         stages=("none",),
     )
-    setting = Setting(1, "none", sequences, memory or MemoryConfig(), cuda_graph=cuda_graph)
+    setting = Setting(ranks, "none", sequences, memory or MemoryConfig(), cuda_graph=cuda_graph)
     return evaluate(problem, setting).memory.device_bytes / MIB
 
 
@@ -57,7 +61,7 @@ RECORDED = [
     (("smollm2-135m", 30, 32768, FULL), {"precision": "32-true"}, 5092.7),
     # No output of the projections next to the rotated query, key and value.
     (
-        ("gpt-neox-20b", 22, 32768, MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True)),
+        ("gpt-neox-20b", 22, 32768, KEPT),
         {},
         87052.1,
     ),
@@ -71,15 +75,25 @@ RECORDED = [
     (("smollm2-135m", 30, 2304), {"precision": "16-mixed"}, 3052.5),
     # One tile at a time.
     (
-        (
-            "llama-3-8b",
-            32,
-            65536,
-            MemoryConfig(recompute_granularity="full", recompute_method="nested", mlp_tile_tokens=32768),
-        ),
+        ("llama-3-8b", 32, 65536, TILES),
         {},
         67953.5,
     ),
+    # PyTorch's embedding adds up the gradients of more than 3,072 tokens in fp32.
+    (
+        (
+            "gpt-neox-20b",
+            23,
+            3328,
+            MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
+        ),
+        {},
+        84420.1,
+    ),
+    # Two GPUs: slots of peer memory for a full activation, or only for chunks of the loss.
+    (("llama-3-8b", 32, 8192), {"ranks": 2}, 37983.1),
+    (("mixtral-8x7b", 8, 2048), {"ranks": 2}, 45467.0),
+    (("llama-3-8b", 32, 16384, NORM_MLP), {"ranks": 2, "precision": "bf16-mixed"}, 70003.8),
 ]
 
 
@@ -87,6 +101,20 @@ RECORDED = [
 def test_peaks_are_recorded_ones_but_for_small_tensors(step, options, recorded):
     # Between no and twice the bytes that stand for tensors below 1 MiB.
     assert 0 <= allocated(*step, **options) - recorded <= 2 * SMALL_TENSORS_BYTES / MIB
+
+
+def test_slots_of_peer_memory_are_not_below_the_recorded_ones():
+    """Of two chunks of the loss, the second one is shorter, and the slots were planned for two long ones."""
+    for model, layers, tokens, recorded in (("llama-3-8b", 32, 2048, 30750.1), ("gpt-neox-20b", 44, 2048, 78600.8)):
+        assert 0 <= allocated(model, layers, tokens, ranks=2) - recorded <= 48
+    for tokens, memory, recorded in ((32768, KEPT, 34861.5), (65536, TILES, 36138.8)):
+        assert 0 <= allocated("llama-3-8b", 32, tokens, memory, ranks=2) - recorded <= 0.01 * recorded
+
+
+def test_a_graph_on_two_gpus_has_the_fragments_of_a_whole_layer():
+    for model, layers, tokens, recorded in (("llama-3-8b", 32, 8192, 38239.4), ("gpt-neox-20b", 44, 2048, 79413.1)):
+        planned = allocated(model, layers, tokens, ranks=2, cuda_graph=True)
+        assert 0 <= planned - recorded <= 0.01 * recorded
 
 
 @pytest.mark.parametrize(
@@ -109,7 +137,7 @@ def test_the_layer_before_is_fetched_while_a_layer_runs():
 
 
 def test_the_checkpoint_of_the_chunk_before_is_fetched_while_a_chunk_runs():
-    resident = MemoryConfig(recompute_granularity="full", recompute_method="nested", mlp_tile_tokens=32768)
+    resident = TILES
     planned = allocated("llama-3-8b", 8, 131072, CHECKPOINTS)
     # Recorded with two tiles at the same time, 1,792 MiB of columns and 256 of dX more than now.
     assert planned == pytest.approx(34969.5 - 2048, abs=2 * SMALL_TENSORS_BYTES / MIB)

@@ -144,10 +144,11 @@ def test_streamed_states_of_a_model(fraction, remainders):
         micro_batch_size=BATCH.size(0),
         dtype="bfloat16",
     )
-    planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
+    kernels = Kernels(False, "sdpa")
+    planned = step_memory(share, MemoryConfig(), kernels, layout)
     assert planned.host["optimizer states"] == on_host
     assert planned.device["master weights"] + planned.device["optimizer moments"] == on_device
-    _, update = _in_update(share, MemoryConfig(), layout, gradient_bytes(shapes, layout))
+    _, update = _in_update(share, MemoryConfig(), kernels, layout, gradient_bytes(shapes, layout))
     assert ("reduced gradients" in update) == (fraction == 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nxd_memopt.config import MemoryConfig
@@ -92,3 +94,23 @@ def test_recorded_steps(tokens, memory, fraction, staging_gib, measured_s):
     """Rows of LLaMA-3-8B in docs/benchmarks/state_offload.csv."""
     plan = planned(tokens, 1, memory, fraction=fraction, staging_gib=staging_gib, optimizer_update_in_forward=True)
     assert plan.time.step_s == pytest.approx(measured_s, rel=0.08)
+
+
+def test_launches_of_a_slower_host_take_longer():
+    """A step of few tokens waits for the host; a CUDA graph of it, or a long step, hardly."""
+
+    def seconds(tokens: int, factor: float, *, cuda_graph: bool = False) -> float:
+        device = device_named("h200")
+        problem = Problem(
+            config=with_defaults(NAMED_CONFIGS["llama-3-8b"]),
+            device=replace(device, launch_s=factor * device.launch_s),
+            devices=1,
+            sequence_length=tokens,
+            global_batch_size=1,
+            stages=("none",),
+        )
+        return evaluate(problem, Setting(1, "none", 1, MemoryConfig(), cuda_graph=cuda_graph)).time.step_s
+
+    assert seconds(512, 8) == pytest.approx(2 * seconds(512, 4), rel=0.1)
+    assert seconds(16384, 2) == pytest.approx(seconds(16384, 1), rel=0.001)
+    assert seconds(512, 2, cuda_graph=True) == pytest.approx(seconds(512, 1, cuda_graph=True), rel=0.02)

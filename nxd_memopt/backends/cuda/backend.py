@@ -351,8 +351,11 @@ class CudaBackend(C10dBackend):
         """
         # graphs that share a pool count once
         pools = {graph.pool(): graph for graph in self._graphs}
-        peers = sum(memory.allocated_bytes() for memory in self._memories())
-        return peers + sum(_unused_bytes(graph) for graph in pools.values())
+        return self.peer_memory_bytes() + sum(_unused_bytes(graph) for graph in pools.values())
+
+    def peer_memory_bytes(self) -> int:
+        """Return the bytes of the slots of peer memory, which PyTorch's allocator does not manage."""
+        return sum(memory.allocated_bytes() for memory in self._memories())
 
     def _record_peak(self, uncounted_bytes: int) -> None:
         """Record the allocator's peak plus ``uncounted_bytes``, and restart the allocator's peak.
