@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
+from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_only
 from nxd_memopt.ops.cross_entropy import (
     LossTerms,
@@ -33,6 +33,7 @@ from nxd_memopt.ops.cross_entropy import (
     wide_dtype,
 )
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
+from nxd_memopt.parallel_layers.fused_loss.input_gradient import InputGradient
 from nxd_memopt.parallel_layers.fused_loss.options import LossOptions, check_arguments
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import check_sequence_dimension
@@ -84,25 +85,18 @@ class ChunkedLinearCrossEntropy:
         )
         sequence = 0 if options.sequence_parallel else None
         self.comm = ActivationSharding(options.group, sequence, options.reduce_dtype, hides_launch_latency=True)
-        # Chunks write their rows into one dX. Where a view has memory of its own they are joined at the
-        # end, which needs dX twice.
-        self.input_grad: Tensor | None = None
-        if self.needs_input and backend.views_share_memory:
-            self.input_grad = x.new_empty(x.shape)
-        self.input_grad_parts: list[Tensor] = []
-        # of the last chunk's part of dX, with its first row and the row after its last one
-        self.reduction: tuple[int, int, ChunkedReduction] | None = None
+        self.input_grad = InputGradient(x, weight, self.comm) if self.needs_input else None
         self.weight_grad: Tensor | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return per-token losses ``[gathered, rows]`` in fp32, dX and dW (None if not needed)."""
         losses = [self._chunk(start, stop, x) for start, stop, x in self._gathered()]
-        self._end_reduction()
+        input_grad = self.input_grad.result() if self.input_grad is not None else None
         # Without tokens there is no chunk: the empty scale has the shape and dtype of the losses.
         loss = self.scale
         if losses:
             loss = torch.cat(losses, dim=-1)
-        return loss, self._full_input_grad(), self._full_weight_grad()
+        return loss, input_grad, self._full_weight_grad()
 
     def _gathered(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield each chunk's range and input ``[gathered * rows, H]``, overlapped with the next gather."""
@@ -130,33 +124,10 @@ class ChunkedLinearCrossEntropy:
             # again.
             scale = self.scale[:, start:stop].reshape(-1)
             grad = logits_gradient(logits, sums[0], scale, target, terms, self.valid_rows)
-            self._add_input_grad(grad, x, start, stop)
+            if self.input_grad is not None:
+                self.input_grad.add(grad, x, start, stop)
             self._add_weight_grad(grad, x)
         return token_losses(sums, terms).view(self.options.gathered, -1)
-
-    def _add_input_grad(self, grad: Tensor, x: Tensor, start: int, stop: int) -> None:
-        """Compute the chunk's ``dX = grad^t W`` and start its reduction over the vocabulary shards."""
-        if not self.needs_input:
-            return
-        if self.input_grad is not None and backend.group_size(self.options.group) == 1:
-            torch.mm(grad.t(), self.weight, out=self.input_grad[start:stop])
-            return
-        # Only one reduction of a group may be in progress.
-        self._end_reduction()
-        partial = grad.t() @ self.weight
-        # The reduction overlaps with this chunk's dW GEMM and with the next chunk.
-        reduction = self.comm.reduce(lambda first, end: partial[first:end], x.shape, x.dtype)
-        self.reduction = (start, stop, reduction)
-
-    def _end_reduction(self) -> None:
-        if self.reduction is None:
-            return
-        start, stop, reduction = self.reduction
-        self.reduction = None
-        if self.input_grad is None:
-            self.input_grad_parts.append(reduction.wait())
-        else:
-            self.input_grad[start:stop].copy_(reduction.wait())
 
     def _add_weight_grad(self, grad: Tensor, x: Tensor) -> None:
         """Add the chunk's ``dW = grad x``, in ``accumulate_dtype``."""
@@ -164,14 +135,6 @@ class ChunkedLinearCrossEntropy:
             return
         wide = self.options.accumulate_dtype or grad.dtype
         self.weight_grad = add_matmul(self.weight_grad, grad, x, wide)
-
-    def _full_input_grad(self) -> Tensor | None:
-        """Return dX ``[rows, H]``, or None if it is not needed."""
-        if not self.needs_input or self.input_grad is not None:
-            return self.input_grad
-        if not self.input_grad_parts:
-            return torch.zeros_like(self.x)
-        return torch.cat(self.input_grad_parts).to(self.x.dtype)
 
     def _full_weight_grad(self) -> Tensor | None:
         """Return dW in the weight's dtype, or None if it is not needed."""
