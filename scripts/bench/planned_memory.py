@@ -14,7 +14,7 @@ where the last one ended. The last lines sum up all rows of this commit.
 
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
-from the device in a step that may not take more than the plan says (one that needs more is a failure), and
+from the device in the step with the smallest limit with which it runs (``limited_steps``), and
 ``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory. Of
 several ranks each figure is that of the rank that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +51,7 @@ from nxd_memopt.training.model import build_model, load_hf_config, require_execu
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.state import Training
 from scripts.bench.gpu_race import first_line
+from scripts.bench.limited_steps import clean, least_reserved
 from scripts.bench.planned_cells import DEVICE, Cell, drawn, named, plan_of
 from scripts.bench.record import append, environment, last_commit
 
@@ -132,7 +132,13 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         taken = torch.cuda.max_memory_reserved() + backend.peer_memory_bytes()
     reserved = 0
     if limits:
-        reserved = _limited_step(lambda: run_step(training, config, batches), plan.memory.reserved_bytes)
+        reserved = least_reserved(
+            lambda: run_step(training, config, batches),
+            allocated=allocated,
+            planned=plan.memory.reserved_bytes,
+            step_s=statistics.median(times[warm_up:]),
+            fails_alone=world_size() == 1,
+        )
     if optimizer.skipped_steps:
         raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
     return _columns(plan) | {
@@ -149,29 +155,6 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         "steps": f"{warm_up}+{timed}",
         "loss": round(losses[-1], 4),
     }
-
-
-def _limited_step(run: Callable[[], object], limit_bytes: int) -> int:
-    """Run a step that may reserve ``limit_bytes`` and return what it reserved, both with peer memory.
-
-    Returns 0 without an allocator that has limits.
-
-    Raises:
-        torch.OutOfMemoryError: the step needs more.
-    """
-    if not isinstance(backend, CudaBackend):
-        return 0
-    peers = backend.peer_memory_bytes()
-    total = torch.cuda.get_device_properties(backend.device).total_memory
-    clean()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers) / total), backend.device)
-    try:
-        run()
-        backend.synchronize()
-        return torch.cuda.max_memory_reserved() + peers
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
 
 
 def _use_groups(cell: Cell) -> None:
@@ -196,15 +179,6 @@ def _columns(plan: Plan) -> Row:
         "planned_reserved_bytes": plan.memory.reserved_bytes,
         "planned_host_bytes": plan.memory.host_bytes,
     }
-
-
-def clean() -> None:
-    """Free what a cell has left, so that the next one starts as in a process of its own."""
-    gc.collect()
-    if backend.name == "cuda":
-        # cuBLAS keeps a workspace for each stream that has used it.
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
 
 def errors(row: Row) -> Row:

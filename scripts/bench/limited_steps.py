@@ -1,0 +1,81 @@
+"""What PyTorch's allocator needs for a step on a GPU: the step with less and less that it may reserve."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.cuda.backend import CudaBackend
+
+FRACTIONS = (0.06, 0.045, 0.035, 0.025, 0.02, 0.015, 0.01, 0.005)
+"""Limits besides the planned one: parts of what is allocated that may be reserved in addition."""
+QUICK_S = 3.0
+"""Steps that are longer run with the largest limit and with the planned one only."""
+
+
+def least_reserved(
+    run: Callable[[], object], *, allocated: int, planned: int, step_s: float, fails_alone: bool = True
+) -> int:
+    """Return what the allocator reserves in the step with the smallest limit with which it runs.
+
+    The limits fall, because nothing is run after a step that was out of memory. Peer memory counts in
+    every figure. Returns 0 without an allocator that has limits.
+
+    Args:
+        run: runs a step.
+        allocated: peak of the allocated bytes.
+        planned: planned bytes, one of the limits.
+        step_s: seconds of a step.
+        fails_alone: a step that is out of memory leaves no other rank waiting. Otherwise the smallest limit is
+            the planned one.
+
+    Raises:
+        torch.OutOfMemoryError: the step does not run with the largest limit.
+    """
+    if not isinstance(backend, CudaBackend):
+        return 0
+    fractions = FRACTIONS if step_s <= QUICK_S else FRACTIONS[:1]
+    limits = {planned, *(allocated + round(allocated * fraction) for fraction in fractions)}
+    reserved = 0
+    for limit in sorted(limits, reverse=True):
+        if limit < planned and not fails_alone:
+            break
+        try:
+            reserved = limited_step(run, limit)
+        except torch.OutOfMemoryError:
+            if not reserved:
+                raise
+            break
+    return reserved
+
+
+def limited_step(run: Callable[[], object], limit_bytes: int) -> int:
+    """Run a step on a GPU that may reserve ``limit_bytes`` and return what it reserved, both with peer memory.
+
+    Raises:
+        torch.OutOfMemoryError: the step needs more.
+    """
+    assert isinstance(backend, CudaBackend)
+    peers = backend.peer_memory_bytes()
+    total = torch.cuda.get_device_properties(backend.device).total_memory
+    clean()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers) / total), backend.device)
+    try:
+        run()
+        backend.synchronize()
+        return torch.cuda.max_memory_reserved() + peers
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
+
+
+def clean() -> None:
+    """Free what a cell has left, so that the next one starts as in a process of its own."""
+    gc.collect()
+    if backend.name == "cuda":
+        # cuBLAS keeps a workspace for each stream that has used it.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
