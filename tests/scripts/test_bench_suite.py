@@ -14,6 +14,7 @@ import pytest
 
 from nxd_memopt.config import MemoryConfig
 from scripts.bench import gpu_suite, linear_cross_entropy, sharded_step, state_offload, train_step
+from scripts.bench import races as suite_races
 from scripts.bench.memory_options import with_options
 
 PARSERS = {
@@ -26,7 +27,7 @@ PARSERS = {
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_the_scripts_take_their_arguments(gpus):
-    races = gpu_suite.races(gpus)
+    races = suite_races.races(gpus)
     assert len({race.name for race in races}) == len(races)
     for race in races:
         command = race.command(gpus, append=True, rows=gpu_suite.ROOT / "rows", traces=gpu_suite.ROOT / "traces")
@@ -48,9 +49,9 @@ def folder(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
     names = ("endless", "bad", "good")
-    races = tuple(gpu_suite.Race(name, name, ()) for name in names)
-    monkeypatch.setattr(gpu_suite, "ONE_GPU", races)
-    monkeypatch.setattr(gpu_suite, "SEVERAL_GPUS", races)
+    races = tuple(suite_races.Race(name, name, ()) for name in names)
+    monkeypatch.setattr(suite_races, "ONE_GPU", races)
+    monkeypatch.setattr(suite_races, "SEVERAL_GPUS", races)
     monkeypatch.setattr(gpu_suite, "visible_gpus", lambda: 2)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return tmp_path
@@ -90,9 +91,10 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
 def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     logs = folder / "logs"
     program = (
-        "import sys; from pathlib import Path; from scripts.bench import gpu_suite; folder = Path(sys.argv.pop(1)); "
+        "import sys; from pathlib import Path; from scripts.bench import gpu_suite, races; "
+        "folder = Path(sys.argv.pop(1)); "
         "gpu_suite.ROOT = folder; gpu_suite.visible_gpus = lambda: 1; "
-        "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless', ()),); sys.exit(gpu_suite.main())"
+        "races.ONE_GPU = (races.Race('endless', 'endless', ()),); sys.exit(gpu_suite.main())"
     )
     command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
     suite = subprocess.Popen(command, cwd=Path(__file__).parents[2])
