@@ -487,7 +487,7 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": b.gathered}
     longest = longest_loss_chunk(sizes)
     hidden = longest * sizes.hidden * sizes.element_bytes
-    # Next to dX of all tokens, into which a chunk without collectives writes its rows.
+    # dX of all tokens, into which a chunk without collectives writes its rows, counts with what is kept.
     chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes}
     if not kernels.fused:
         # Compiled, one of them: the exponentials, of which the sum and the gradient are computed.
@@ -495,7 +495,7 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
         # The next chunk's input arrives in a slot of peer memory or in a tensor.
-        gathered = hidden if holds_loss(sizes, fused=True) and kernels.fused else 2 * hidden
+        gathered = hidden if kernels.fused and holds_loss(sizes) else 2 * hidden
         chunk |= {"dX of a chunk": hidden, "gathered input of a chunk": gathered}
         if sizes.shards > 1:
             chunk["reduced dX of a chunk"] = hidden // sizes.shards

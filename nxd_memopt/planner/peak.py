@@ -45,6 +45,7 @@ _STAGE1_BUCKET_BYTES = 128 << 20
 _UNSORTED_TOKENS = 3072
 """PyTorch's embedding on a GPU sorts more tokens than these, to add up the gradients of each row in fp32."""
 _ROWS_PER_PARTIAL_SUM = 10
+"""Gradients that it adds up to one partial sum."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def step_memory(
     candidates = [
         _in_loss(model, memory, kernels, kept, layout, start, offloaded),
         in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
-        _in_update(model, memory, kernels, layout, gradients),
+        ("backward of the embedding", _in_embedding(model, memory, kernels, layout, gradients)),
+        ("update", _in_update(model, layout, gradients)),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
     before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
@@ -269,11 +271,8 @@ def _in_loss(
     }
 
 
-def _in_update(
-    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int
-) -> tuple[str, dict[str, int]]:
-    """Return the terms with all gradients: in the embedding's backward, or in the optimizer with its buffers."""
-    embedding = {"gradients": gradients, "temporary tensors": _embedding_temporaries(model, memory, kernels, layout)}
+def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[str, int]:
+    """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
     update = {"gradients": gradients, "temporary tensors": 0}
     elements = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
     largest = max(elements) * layout.gradient_element_bytes
@@ -291,11 +290,18 @@ def _in_update(
         # All gradients are cast before the first update, because the norm is of all of them. The
         # optimizer with states on the host casts those of a chunk at a time instead.
         update["reduced gradients"] = model.total(shard_bytes, layout)
-    return "update", max(embedding, update, key=lambda terms: sum(terms.values()))
+    return update
+
+
+def _in_embedding(
+    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int
+) -> dict[str, int]:
+    """Return the terms in the embedding's backward, which computes the last gradient."""
+    return {"gradients": gradients, "temporary tensors": _embedding_temporaries(model, memory, kernels, layout)}
 
 
 def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout) -> int:
-    """Return the bytes of the embedding's backward besides all gradients, which it computes last."""
+    """Return the bytes of the embedding's backward besides all gradients."""
     sizes = model.sizes
     # The gradient of its output, and with sequence parallelism that of all tokens.
     temporary = sizes.shard_tokens * sizes.hidden * sizes.element_bytes

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 MIN_BYTES = 20 << 20
 """Smallest shard that ``backends/cuda/backend.py`` sends through peer memory instead of NCCL."""
 MIN_BYTES_AHEAD = 1 << 20
-"""The same in CUDA graphs and in the fused loss."""
+"""The same in CUDA graphs and in the fused loss, whose launches are ahead of the device."""
 _SLOTS = 2
-"""Slots of each kind of operation: two for gathers and two for reductions, of a full activation each."""
+"""Slots of gathers, and of reductions, of a full activation each."""
 
 
+# A search asks for the same sizes with every memory technique.
+@lru_cache(maxsize=512)
 def longest_loss_chunk(sizes: RankSizes) -> int:
     """Return the tokens of the fused loss's longest chunk, of all ranks whose tokens are gathered."""
     ranges = chunk_ranges(
@@ -27,18 +31,18 @@ def longest_loss_chunk(sizes: RankSizes) -> int:
     return max(stop - start for start, stop in ranges) * sizes.shards
 
 
-def holds_layers(sizes: RankSizes, *, cuda_graph: bool) -> bool:
-    """Return whether the activations that layers gather lie in slots."""
+def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | None = None) -> bool:
+    """Return whether the activations that layers gather lie in slots, or reduce in elements of ``element_bytes``."""
     smallest = MIN_BYTES_AHEAD if cuda_graph else MIN_BYTES
-    shard = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.element_bytes)
     # Without sequence parallelism there are all-reduces only, which NCCL computes.
     return sizes.shards > 1 and shard >= smallest
 
 
-def holds_loss(sizes: RankSizes, *, fused: bool) -> bool:
-    """Return whether the chunks that the fused loss gathers lie in slots."""
-    shard = longest_loss_chunk(sizes) // sizes.shards * sizes.hidden * sizes.element_bytes
-    return fused and sizes.shards > 1 and shard >= MIN_BYTES_AHEAD
+def holds_loss(sizes: RankSizes, *, element_bytes: int | None = None) -> bool:
+    """Return whether the chunks that the fused loss gathers lie in slots; arguments as ``holds_layers``."""
+    shard = longest_loss_chunk(sizes) // sizes.shards * sizes.hidden * (element_bytes or sizes.element_bytes)
+    return sizes.shards > 1 and shard >= MIN_BYTES_AHEAD
 
 
 def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
@@ -49,11 +53,13 @@ def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
         fused_loss: ``fused_linear_cross_entropy``.
         cuda_graph: forward and backward are one CUDA graph.
     """
-    tokens = 0
-    if holds_layers(sizes, cuda_graph=cuda_graph):
-        tokens = sizes.tokens
-    elif holds_loss(sizes, fused=fused_loss):
-        tokens = longest_loss_chunk(sizes)
-    gathered = tokens * sizes.hidden * sizes.element_bytes
-    reduced = tokens * sizes.hidden * (FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes)
-    return _SLOTS * (gathered + reduced)
+    total = 0
+    # Of gathers and of reductions, which the backend decides by their own bytes.
+    for element_bytes in (sizes.element_bytes, FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes):
+        tokens = 0
+        if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=element_bytes):
+            tokens = sizes.tokens
+        elif fused_loss and holds_loss(sizes, element_bytes=element_bytes):
+            tokens = longest_loss_chunk(sizes)
+        total += _SLOTS * tokens * sizes.hidden * element_bytes
+    return total

@@ -22,13 +22,14 @@ def least_reserved(
     """Return what the allocator reserves in the step with the smallest limit with which it runs.
 
     The limits fall, because nothing is run after a step that was out of memory. Peer memory counts in
-    every figure. Returns 0 without an allocator that has limits.
+    every figure. Returns 0 without an allocator that has limits. Of several ranks, all pass equal numbers, so that
+    they run equally many steps.
 
     Args:
         run: runs a step.
         allocated: peak of the allocated bytes.
         planned: planned bytes, one of the limits.
-        step_s: seconds of a step.
+        step_s: planned seconds of a step.
         fails_alone: a step that is out of memory leaves no other rank waiting. Otherwise the smallest limit is
             the planned one.
 

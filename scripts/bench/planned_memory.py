@@ -134,9 +134,9 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     if limits:
         reserved = least_reserved(
             lambda: run_step(training, config, batches),
-            allocated=allocated,
+            allocated=_largest(allocated),
             planned=plan.memory.reserved_bytes,
-            step_s=statistics.median(times[warm_up:]),
+            step_s=plan.time.step_s,
             fails_alone=world_size() == 1,
         )
     if optimizer.skipped_steps:

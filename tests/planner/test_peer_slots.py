@@ -57,6 +57,9 @@ def test_slots_of_layers_of_the_loss_and_of_neither():
     full = 8192 * 4096 * 2 / MIB
     assert mib(sizes_of(8192)) == 4 * full
     assert mib(sizes_of(8192, reduce_dtype="float32")) == 2 * full + 2 * 2 * full
+    # Of 16 MiB in bf16 the layers' reductions alone are large enough in fp32.
+    chunk = peer_slots.longest_loss_chunk(sizes_of(8192, 4)) * 4096 * 2 / MIB
+    assert mib(sizes_of(8192, 4, reduce_dtype="float32")) == 2 * chunk + 2 * 2 * full
     chunk = peer_slots.longest_loss_chunk(sizes_of(4096)) * 4096 * 2 / MIB
     assert mib(sizes_of(4096)) == 4 * chunk
     assert mib(sizes_of(4096), fused_loss=False) == 0

@@ -144,11 +144,10 @@ def test_streamed_states_of_a_model(fraction, remainders):
         micro_batch_size=BATCH.size(0),
         dtype="bfloat16",
     )
-    kernels = Kernels(False, "sdpa")
-    planned = step_memory(share, MemoryConfig(), kernels, layout)
+    planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
     assert planned.host["optimizer states"] == on_host
     assert planned.device["master weights"] + planned.device["optimizer moments"] == on_device
-    _, update = _in_update(share, MemoryConfig(), kernels, layout, gradient_bytes(shapes, layout))
+    update = _in_update(share, layout, gradient_bytes(shapes, layout))
     assert ("reduced gradients" in update) == (fraction == 0)
 
 

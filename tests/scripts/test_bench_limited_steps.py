@@ -54,7 +54,7 @@ def test_long_steps_run_twice(limits):
     assert limits == [ALLOCATED + round(ALLOCATED * FRACTIONS[0]), PLANNED]
 
 
-def test_a_step_that_no_limit_suffices_fails(limits):
+def test_a_step_for_which_no_limit_suffices_fails(limits):
     with pytest.raises(torch.OutOfMemoryError, match="95400 bytes"):
         least(allocated=90_000, planned=91_000)
     assert limits == [95_400]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class MoECausalLM(ParallelCausalLM):
         self._rows: Tensor | None = None
         self._token_mask: Tensor | None = None
         self._counts_only = False
+        # Identifies the block of ``balanced_over_step`` that runs.
+        self._step: object | None = None
 
     @property
     @abstractmethod
@@ -122,6 +125,9 @@ class MoECausalLM(ParallelCausalLM):
         backward, equally often. With the ``allgather`` dispatcher their batches need equal shapes.
         """
         self._check_window(input_ids)
+        self._check_shapes(input_ids, token_mask=token_mask)
+        if isinstance(router_loss_weight, float) and not math.isfinite(router_loss_weight):
+            raise ValueError(f"router_loss_weight must be a finite number, got {router_loss_weight}")
         if cu_seqlens is not None:
             cu_seqlens = packed_documents(cu_seqlens, input_ids, attention_mask)
         self._token_mask = attention_mask if token_mask is None else token_mask
@@ -139,8 +145,24 @@ class MoECausalLM(ParallelCausalLM):
             if weight is None:
                 weight = self._share(labels, cu_seqlens, num_items_in_batch)
             router_loss = (statistics.loss(self.moe) * weight).to(loss.dtype)
+            self._require_backward_within_step(router_loss)
             loss = loss + router_loss
         return MoECausalLMOutput(loss, output.logits, output.loss, router_loss, statistics)
+
+    def _require_backward_within_step(self, router_loss: Tensor) -> None:
+        """Raise RuntimeError in a backward that runs after the block of ``balanced_over_step`` of this forward."""
+        step = self._step
+        if step is None or not router_loss.requires_grad:
+            return
+
+        def check(_: Tensor) -> None:
+            if self._step is not step:
+                raise RuntimeError(
+                    "the backward of a forward inside balanced_over_step runs outside of it, where a recomputed "
+                    "layer has no fractions of the step: call backward() inside the block"
+                )
+
+        router_loss.register_hook(check)
 
     def _check_window(self, input_ids: Tensor) -> None:
         """Raise ``ValueError`` if the config limits attention to a window shorter than the sequence."""
@@ -189,6 +211,7 @@ class MoECausalLM(ParallelCausalLM):
 
         The fractions of a step must be known before its first backward: this runs the forward pass
         of all batches without gradients, and restores the random streams. One batch needs none.
+        Forward and backward of the batches belong inside the block.
 
         Args:
             batches: keyword arguments of ``forward`` for each micro-batch of the step.
@@ -208,21 +231,28 @@ class MoECausalLM(ParallelCausalLM):
         layers = self.moe_layers()
         for layer, of_layer in zip(layers, fractions, strict=True):
             layer.step_fractions = of_layer
+        self._step = object()
         try:
             yield
         finally:
+            self._step = None
             for layer in layers:
                 layer.step_fractions = None
 
     @torch.no_grad()
     def _step_fractions(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return f_e over all batches of all data-parallel ranks, ``[layers, E]``."""
+        layers = self.moe_layers()
         with _same_random_streams():
             self._counts_only = True
+            for layer in layers:
+                layer.counts_scored = True
             try:
                 results = [self(**batch).router for batch in batches]
             finally:
                 self._counts_only = False
+                for layer in layers:
+                    layer.counts_scored = False
         # [layers, E + 1]: choices of each expert, and tokens.
         counts = torch.stack([torch.cat([each.tokens_per_expert, each.tokens.unsqueeze(1)], 1) for each in results])
         total = backend.all_reduce(counts.sum(0), parallel_state.get_data_parallel_group())

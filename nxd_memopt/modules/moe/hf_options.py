@@ -71,8 +71,10 @@ def with_shared_expert(config: PretrainedConfig, width: int, *, gate: bool) -> P
         gate: scale their output by a sigmoid of the token.
 
     Raises:
-        ValueError: the model has another shared expert already.
+        ValueError: the model has another shared expert already, or the width is not positive.
     """
+    if width < 1:
+        raise ValueError(f"moe_shared_expert_intermediate_size must be at least 1, got {width}: leave it out for none")
     found = shared_expert_width(config)
     if found is not None:
         if (found, has_shared_expert_gate(config)) == (width, gate):

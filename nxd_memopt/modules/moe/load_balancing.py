@@ -66,7 +66,7 @@ def token_sums(routing: Routing, moe: MoEConfig, mask: Tensor | None, *, sequenc
         logits = logits.detach()
     weights = torch.ones_like(logits[..., 0])
     if mask is not None:
-        weights = mask.to(logits.dtype)
+        weights = (mask != 0).to(logits.dtype)
     scores, best = _balancing_scores(logits, moe)
     columns = [
         weights.unsqueeze(-1),
@@ -100,7 +100,9 @@ def _choices(experts: Tensor, logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, experts, 1.0)
 
 
-def balancing_loss(sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None = None) -> Tensor:
+def balancing_loss(
+    sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None = None, *, training: bool = True
+) -> Tensor:
     """Return the layer's balancing loss times its coefficient, 0-dim; 0 for types without one.
 
     Args:
@@ -108,6 +110,8 @@ def balancing_loss(sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | Non
         moe: options.
         step_fractions: ``[E]``, f_e over all micro-batches of the step, for ``global_aux_loss``;
             None takes this micro-batch's, of all data-parallel ranks.
+        training: otherwise the loss is a figure of this rank, whose evaluation may have more batches than
+            that of other ranks.
     """
     kind = moe.moe_router_load_balancing_type
     if not moe.has_aux_loss or kind == "hf_aux_loss":
@@ -119,7 +123,7 @@ def balancing_loss(sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | Non
         products = (sums.scored / tokens * (sums.scores / tokens)).sum(1)
         return factor * products.sum() / (sums.tokens > 0).sum().clamp(min=1)
     if kind == "global_aux_loss":
-        fractions, scores = _global_means(sums, step_fractions)
+        fractions, scores = _global_means(sums, step_fractions, _data_parallel_group() if training else None)
     else:
         tokens = sums.tokens.sum().clamp(min=1)
         fractions = sums.scored.sum(0) / tokens
@@ -127,9 +131,8 @@ def balancing_loss(sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | Non
     return factor * (fractions * scores).sum()
 
 
-def _global_means(sums: TokenSums, step_fractions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return f_e over the data-parallel ranks, and this rank's term of D times the mean score."""
-    group = _data_parallel_group()
+def _global_means(sums: TokenSums, step_fractions: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return f_e over the data-parallel ranks of ``group``, and this rank's term of D times the mean score."""
     with torch.no_grad():
         local = torch.cat([sums.tokens.sum().unsqueeze(0), sums.scored.sum(0)])
         total = backend.all_reduce(local, group)
@@ -213,9 +216,12 @@ def empty_rows(num_experts: int, device: torch.device) -> Tensor:
     return torch.zeros(0, 3 + 2 * num_experts, dtype=torch.float32, device=device)
 
 
-def with_row(rows: Tensor, sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None) -> Tensor:
-    """Return ``rows`` and one more, of the layer with ``sums``."""
-    losses = torch.stack([balancing_loss(sums, moe, step_fractions), z_loss(sums, moe), sums.tokens.sum()])
+def with_row(
+    rows: Tensor, sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None, *, training: bool = True
+) -> Tensor:
+    """Return ``rows`` and one more, of the layer with ``sums``; arguments as ``balancing_loss``."""
+    balancing = balancing_loss(sums, moe, step_fractions, training=training)
+    losses = torch.stack([balancing, z_loss(sums, moe), sums.tokens.sum()])
     row = torch.cat([losses, sums.scores.sum(0), sums.chosen.sum(0)])
     return torch.cat([rows.to(row.dtype), row.unsqueeze(0)])
 
@@ -235,7 +241,7 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
             micro-batches of the step, added up.
 
     Raises:
-        ValueError: a router has no bias.
+        ValueError: a router has no bias, or the counts are not those of ``routers``.
     """
     move_expert_bias(routers, backend.all_reduce(tokens_per_expert, _data_parallel_group()))
 
@@ -244,6 +250,11 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
 def move_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> None:
     """Run ``update_expert_bias`` with the counts of all data-parallel ranks."""
     counts = tokens_per_expert
+    if routers and counts.shape != (len(routers), routers[0].moe.num_moe_experts):
+        raise ValueError(
+            f"tokens_per_expert has shape {list(counts.shape)}, and {len(routers)} routers have "
+            f"{routers[0].moe.num_moe_experts} experts: must be [routers, experts]"
+        )
     directions = (counts.mean(-1, keepdim=True) - counts).sign()
     for router, direction in zip(routers, directions, strict=True):
         if router.expert_bias is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
@@ -79,7 +81,10 @@ class MoELayer(nn.Module):
         self.shared_expert_gate = None
         if moe.moe_shared_expert_gate:
             self.shared_expert_gate = SharedExpertGate(hidden_size, factory=factory)
+        # Set by ``MoECausalLM.balanced_over_step``: f_e of the step; and, while it counts them, that the row's
+        # counts are those of the balancing loss, without the routers' bias.
         self.step_fractions: Tensor | None = None
+        self.counts_scored = False
 
     def forward(self, hidden: Tensor, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output, and ``rows`` with this layer's row of ``RouterStatistics``.
@@ -92,7 +97,9 @@ class MoELayer(nn.Module):
         """
         routing = self.gate(hidden)
         sums = token_sums(routing, self.moe, mask, sequence_first=self.sequence_first)
-        rows = with_row(rows, sums, self.moe, self.step_fractions)
+        if self.counts_scored:
+            sums = replace(sums, chosen=sums.scored)
+        rows = with_row(rows, sums, self.moe, self.step_fractions, training=self.training)
         output = self._routed(hidden, routing)
         if self.shared_expert is not None:
             output = output + self._shared(self.shared_expert, hidden)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -84,6 +86,14 @@ class Router(ShardedModule):
     def initialize(self, init_method: InitMethod, *, on_cpu: bool) -> None:
         """Draw the weight, on the CPU in fp32 or on its device; meta parameters are skipped."""
         initialize_replicated_(self.weight, init_method, on_cpu=on_cpu)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # ``to(torch.bfloat16)`` would round the bias to steps that are larger than its updates.
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def forward(self, hidden: Tensor) -> Routing:
         """Route ``hidden``, ``[..., H]``, which is not modified."""
@@ -168,9 +178,10 @@ def choose_experts(
 
 def _sigmoid_choice(logits: Tensor, top_k: int, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = logits.sigmoid()
-    ranked = scores.detach()
+    # The order of the scores is that of the logits, and scores of large logits are equal in fp32.
+    ranked = logits.detach()
     if expert_bias is not None:
-        ranked = ranked + expert_bias
+        ranked = scores.detach() + expert_bias
     experts = ranked.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, experts)
     # One weight of 1 would not depend on the router.

@@ -95,6 +95,8 @@ class RoutedExpertsMLPOpsConfig:
 
     def __post_init__(self) -> None:
         require_one_of("hidden_act", self.hidden_act, tuple(ACT2FN))
+        if self.capacity_factor is not None and math.isnan(self.capacity_factor):
+            raise ValueError("capacity_factor must be a number, got nan: None drops no token")
         if not 0 < self.top_k <= self.num_experts:
             raise ValueError(
                 f"Invalid top_k={self.top_k} for num_experts={self.num_experts}: choose 1 to {self.num_experts}"

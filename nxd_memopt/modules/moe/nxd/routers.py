@@ -39,7 +39,7 @@ class RouterBase(nn.Module):
         jitter_eps: in training, multiply a copy of the input by numbers from ``[1 - eps, 1 + eps]``.
 
     Raises:
-        ValueError: k is not in 1 to E, or ``act_fn`` is unknown.
+        ValueError: k is not in 1 to E, ``act_fn`` is unknown, or ``jitter_eps`` is not in [0, 1).
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class RouterBase(nn.Module):
         if not 0 < top_k <= num_experts:
             raise ValueError(f"Invalid top_k={top_k} for num_experts={num_experts}: choose 1 to {num_experts}")
         require_one_of("act_fn", act_fn, ("softmax", "sigmoid"))
+        if not 0 <= jitter_eps < 1:
+            raise ValueError(f"jitter_eps {jitter_eps} must be in [0, 1): the input would change its sign")
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden_size = hidden_size
@@ -174,6 +176,7 @@ class RouterSinkhorn(RouterBase):
 
     Raises:
         NotImplementedError: ``top_k`` is not 1.
+        ValueError: ``sinkhorn_iterations`` is below 1.
     """
 
     DEFAULT_SINKHORN_ITERS = 30
@@ -196,6 +199,10 @@ class RouterSinkhorn(RouterBase):
         super().__init__(
             num_experts, top_k, hidden_size, act_fn, sequence_parallel_enabled, sequence_dimension, dtype, device
         )
+        if sinkhorn_iterations is not None and sinkhorn_iterations < 1:
+            raise ValueError(
+                f"sinkhorn_iterations must be at least 1, got {sinkhorn_iterations}: none would balance nothing"
+            )
         self.sinkhorn_iterations = self.DEFAULT_SINKHORN_ITERS if sinkhorn_iterations is None else sinkhorn_iterations
         self.sinkhorn_tol = sinkhorn_tol
 
