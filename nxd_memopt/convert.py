@@ -59,8 +59,8 @@ class Convert:
     sample, which does not sum their gradients; without it a difference is an error."""
     num_moe_experts: int | None = None
     """From hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP."""
-    moe_router_topk: int = 2
-    """With --num-moe-experts: experts of a token."""
+    moe_router_topk: int | None = None
+    """With --num-moe-experts: experts of a token, default 2."""
     moe_shared_expert_intermediate_size: int | None = None
     """With --num-moe-experts: width of a gated shared expert, whose down projection is zero; writes a Qwen2-MoE."""
     seed: int = 1234
@@ -119,7 +119,7 @@ class Convert:
         if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):
             unused |= {
                 "num_moe_experts": None,
-                "moe_router_topk": 2,
+                "moe_router_topk": None,
                 "moe_shared_expert_intermediate_size": None,
                 "seed": 1234,
             }
@@ -152,7 +152,7 @@ class Convert:
             config = upcycled_config(
                 config,
                 self.num_moe_experts,
-                self.moe_router_topk,
+                self.moe_router_topk or 2,
                 shared_width=self.moe_shared_expert_intermediate_size,
                 shared_gate=self.moe_shared_expert_intermediate_size is not None,
             )

@@ -196,7 +196,9 @@ class MoEConfig:
         if self.moe_router_topk == 1 and is_softmax and not is_sinkhorn and not self.moe_router_pre_softmax:
             raise ValueError(
                 "moe_router_topk 1 with a softmax over the chosen expert alone gives each token the weight 1 and "
-                "the router no gradient: set moe_router_pre_softmax=True"
+                "the router no gradient: set moe_router_score_function 'sigmoid' or moe_router_load_balancing_type "
+                "'sinkhorn', or moe_router_pre_softmax=True (of Hugging Face's configs that of a Qwen3-MoE with "
+                "norm_topk_prob false)"
             )
 
     def _check_capacity(self) -> None:
@@ -254,4 +256,4 @@ _MOE_SWITCHES = (
 def _require_at_least_0(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number of at least 0."""
     if type(value) not in (int, float) or not 0 <= cast(float, value) < math.inf:
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}: 0 switches it off")

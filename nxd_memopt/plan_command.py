@@ -15,7 +15,7 @@ from nxd_memopt.config import require_one_of
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
 from nxd_memopt.planner.explain import explanation
-from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
+from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, Device, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults, with_experts
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
 from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
@@ -26,6 +26,8 @@ from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions, completed_options
 from nxd_memopt.training.precision import resolve_precision
 
+STATIC_BLOCK = 128
+"""Rows of a block of an expert that are planned for Trainium where no static form is given."""
 RECIPES = Path(__file__).parent / "training" / "recipes"
 
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) == ["--calibrate"]:
         return _calibrate(arguments[1:])
     options = _parse(arguments)
-    source, section = _model(options.model)
+    source, sections = _model(options.model)
     problem = _problem(options, source)
     found = plans(problem)
     if options.json:
@@ -56,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         for line in explanation(found[0].memory, found[0].time):
             print(line)
     if options.write is not None:
-        write_yaml(Path(options.write), problem, found[0], section, moe=_given_moe(source), lora=_given_lora(source))
+        sections |= {"moe": _moe_section(source, problem), "lora": _given_lora(source)}
+        write_yaml(Path(options.write), problem, found[0], sections)
         print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
     return 0
 
@@ -123,8 +126,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a configuration file's content, or that of a model alone, and the model's section of a YAML.
+def _model(name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return a configuration file's content, or that of a model alone, and the sections to write to a YAML.
 
     Args:
         name: a known model, a config.json, its directory, a recipe, or a YAML file.
@@ -146,15 +149,15 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         names = (*NAMED_CONFIGS, *sorted(file.stem for file in RECIPES.glob("*.yaml")))
         require_one_of("model", name, names)
     config = load_model_config(name, ())
-    section = {"config_overrides": config}
+    section: dict[str, Any] = {"config_overrides": config}
     # A directory may have weights and tokenizer too, which the training program then uses.
     if path.is_dir():
         section = {"pretrained": str(path.resolve())}
-    return {"model": {"config_overrides": config}}, section
+    return {"model": {"config_overrides": config}}, {"model": section}
 
 
-def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a run of a YAML has, defaults included, and its model's section; see ``_model``."""
+def _run(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return what a run of a YAML has, defaults included, and its sections without them; see ``_model``."""
     # Here and not above: only a YAML needs the packages that read command lines and YAML.
     from nxd_memopt.training.arguments import read_yaml
 
@@ -165,12 +168,31 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     model, optimizer = config.model, config.optimizer
     precision, _, _ = resolve_precision(config.trainer.precision, model.dtype, optimizer.master_weights)
     source = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe", "lora")}
-    section = {
-        field.name: value
-        for field in dataclasses.fields(model)
-        if (value := getattr(model, field.name)) not in (field.default, {})
-    }
-    return source | {"trainer": {"precision": precision}}, section
+    sections = {field.name: _given(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return source | {"trainer": {"precision": precision}}, sections
+
+
+def _given(section: Any) -> dict[str, Any]:
+    """Return the options of a section that are not defaults, as values of YAML."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if value != default:
+            given[field.name] = _plain(value)
+    return given
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with lists, dicts and texts in place of tuples, dataclasses and paths."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
@@ -181,7 +203,7 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
     if section.get("pretrained"):
         config = load_model_config(section["pretrained"], ()) | config
     complete = with_experts(with_defaults(config), _given_moe(source))
-    moe = _moe(source, complete)
+    moe = _moe(source, complete, device)
     data = source.get("data") or {}
     trainer = source.get("trainer") or {}
     length = options.seq_length or data.get("seq_length") or complete.get("max_position_embeddings")
@@ -221,17 +243,16 @@ def _given_moe(source: Mapping[str, Any]) -> dict[str, Any]:
 
 def _given_lora(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the ``lora`` section that are not defaults, as values of YAML."""
-    options = _lora(source)
-    given = {field.name: (getattr(options, field.name), field.default) for field in dataclasses.fields(options)}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, (value, default) in given.items()
-        if value != default
-    }
+    return _given(_lora(source))
 
 
-def _moe(source: Mapping[str, Any], config: Mapping[str, Any]) -> MoEConfig | None:
+def _moe(source: Mapping[str, Any], config: Mapping[str, Any], device: Device) -> MoEConfig | None:
     """Return the options of the layers with experts; None for a dense model.
+
+    Args:
+        source: the configuration.
+        config: of the model.
+        device: Trainium, whose graphs need a static form, gets blocks of ``STATIC_BLOCK`` rows without one.
 
     Raises:
         ValueError: the section is for experts that the model does not have, or chooses a memory technique.
@@ -246,7 +267,26 @@ def _moe(source: Mapping[str, Any], config: Mapping[str, Any]) -> MoEConfig | No
         return None
     if given.get("moe_layer_recompute"):
         raise ValueError("moe.moe_layer_recompute True is a technique, which plan chooses itself: leave it out")
-    return completed_options(MoEOptions(**given), config)
+    moe = completed_options(MoEOptions(**given), config)
+    if device.kind != "neuron" or moe.moe_expert_block_size is not None or moe.moe_pad_expert_input_to_capacity:
+        return moe
+    if moe.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"moe.moe_expert_capacity_factor {moe.moe_expert_capacity_factor} alone has shapes that depend on the "
+            f"routing, and {device.name} compiles fixed ones: set moe.moe_pad_expert_input_to_capacity to true"
+        )
+    static = {"moe_expert_block_size": STATIC_BLOCK, "moe_token_dispatcher_type": "allgather"}
+    return completed_options(MoEOptions(**(given | static)), config)
+
+
+def _moe_section(source: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+    """Return the ``moe`` section to write: what is given, and the static form that was planned for Trainium."""
+    given = _given_moe(source)
+    moe = problem.moe
+    if moe is not None and moe.moe_expert_block_size is not None:
+        names = ("moe_expert_block_size", "moe_token_dispatcher_type")
+        return given | {name: getattr(moe, name) for name in names}
+    return given
 
 
 def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:
@@ -264,6 +304,9 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
         print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
     if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
         print(f"With EP above 1 the figures are those of {BALANCED_ROUTING}.")
+    if problem.moe is not None and problem.moe.moe_expert_block_size is not None:
+        block = problem.moe.moe_expert_block_size
+        print(f"Experts in blocks of {block} rows, of fixed shapes (moe.moe_expert_block_size).")
     if not found:
         closest = smallest(problem)
         print(
@@ -325,24 +368,14 @@ def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:
     }
 
 
-def write_yaml(
-    path: Path,
-    problem: Problem,
-    plan: Plan,
-    model: Mapping[str, Any],
-    *,
-    moe: Mapping[str, Any] | None = None,
-    lora: Mapping[str, Any] | None = None,
-) -> None:
+def write_yaml(path: Path, problem: Problem, plan: Plan, sections: Mapping[str, dict[str, Any]]) -> None:
     """Write the setting as a configuration of the training program.
 
     Args:
         path: file that does not exist yet.
         problem: what the setting was chosen for.
         plan: the setting.
-        model: section ``model`` of the configuration.
-        moe: section ``moe``.
-        lora: section ``lora``.
+        sections: sections of the configuration; what the plan does not choose is written as it is.
 
     Raises:
         ValueError: the file exists.
@@ -351,11 +384,12 @@ def write_yaml(
 
     if path.exists():
         raise ValueError(f"--write {path} exists already: name another file, or remove it")
+    model = sections["model"]
     content = configuration(problem, plan.setting, model)
-    if moe:
-        content["moe"] = dict(moe)
-    if lora:
-        content["lora"] = dict(lora)
+    for name, section in sections.items():
+        kept = {option: value for option, value in section.items() if option not in _CHOSEN_OPTIONS}
+        if name not in _CHOSEN_SECTIONS and kept:
+            content[name] = kept | content.get(name, {})
     lines = [
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
@@ -363,6 +397,22 @@ def write_yaml(
     if "pretrained" not in model and "tokenizer" not in model:
         lines.append("# Add --model.tokenizer DIRECTORY, or set model.tokenizer here.")
     path.write_text("\n".join([*lines, yaml.safe_dump(content, sort_keys=False)]), encoding="utf-8")
+
+
+_CHOSEN_SECTIONS = ("model", "memory", "data_parallel")
+"""Sections of a configuration that the plan chooses or writes itself."""
+_CHOSEN_OPTIONS = (
+    "auto_memory",
+    "enable_cuda_graph",
+    "in_backward",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "optimizer_staging_gib",
+    "optimizer_update_in_forward",
+    "store_param_remainders",
+    "zero1",
+)
+"""Options of other sections that the plan chooses: they are written if the chosen setting has them."""
 
 
 def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:

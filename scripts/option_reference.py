@@ -28,7 +28,7 @@ def option_reference() -> str:
         "",
         "Written by `scripts/option_reference.py --write` from the dataclasses of the configuration. A YAML file has a",
         "section for each heading; on the command line an option is `--SECTION.OPTION VALUE`, with `-` for `_`",
-        "(`true`, `false` and `null` as in YAML; a boolean's `true` may be left out).",
+        "(`true`, `false` and `null` as in YAML; a boolean's `true` may be left out if it cannot be `null`).",
         "[The training program](training.md) says how they work together.",
     ]
     for section, cls in SECTIONS.items():

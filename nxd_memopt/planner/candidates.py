@@ -71,6 +71,10 @@ def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
     """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
     if not any(moe_layers(problem.config)):
         return [1]
+    moe = problem.moe
+    # The static bound of an exchange is every token to every rank, which is an all-gather.
+    if moe is not None and moe.moe_expert_block_size is not None and moe.moe_token_dispatcher_type != "allgather":
+        return [1]
     experts = sizes(problem.config)["E"]
     return [size for size in range(1, replicas + 1) if replicas % size == 0 and experts % size == 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,15 +163,41 @@ def fixed_options(config: Any) -> dict[str, Any]:
     }
 
 
-def options_of(config: Any) -> MoEConfig:
-    """Return the options of Hugging Face's ``config``, with its balancing loss if it outputs the routers' logits."""
+def require_option_of(
+    config: Any, name: str, value: object, remedy: str = "leave it out, or change the config"
+) -> None:
+    """Raise ``ValueError`` unless ``value`` is that of the config of a model with experts.
+
+    Args:
+        config: as an object or as a complete mapping.
+        name: an option of ``fixed_options``.
+        value: what was given for it.
+        remedy: what to do if it differs.
+    """
+    fixed = fixed_options(config)[name]
+    if value != fixed:
+        of_model = type(config).__name__
+        if isinstance(config, Mapping):
+            of_model = f"the config of {config['model_type']}"
+        raise ValueError(f"{name} {value!r} contradicts {of_model}, which says {fixed!r}: {remedy}")
+
+
+def options_of(config: Any, **given: Any) -> MoEConfig:
+    """Return the options of Hugging Face's ``config``, with its balancing loss if it outputs the routers' logits.
+
+    Args:
+        config: as an object or as a complete mapping.
+        **given: options in place of those of ``config``.
+    """
     coeff = (option(config, "router_aux_loss_coef") or 0.0) if option(config, "output_router_logits") else 0.0
-    return MoEConfig(
+    options: dict[str, Any] = {
         **fixed_options(config),
-        moe_router_load_balancing_type="hf_aux_loss" if coeff else "none",
-        moe_aux_loss_coeff=coeff,
-        moe_input_jitter_eps=option(config, "router_jitter_noise") or None,
-    )
+        "moe_router_load_balancing_type": "hf_aux_loss" if coeff else "none",
+        "moe_aux_loss_coeff": coeff,
+        "moe_input_jitter_eps": option(config, "router_jitter_noise") or None,
+    }
+    # Together, because one chosen expert needs another option than the config's softmax over it alone.
+    return MoEConfig(**(options | given))
 
 
 def expert_capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:

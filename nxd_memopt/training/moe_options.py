@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt.moe_config import LoadBalancing, MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
-from nxd_memopt.planner.moe_sizes import options_of
+from nxd_memopt.planner.moe_sizes import options_of, require_option_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -117,6 +117,9 @@ def completed_options(options: MoEOptions, config: Any) -> MoEConfig:
     Args:
         options: the ``moe`` section.
         config: Hugging Face's config, as an object or as a complete mapping.
+
+    Raises:
+        ValueError: options contradict each other or the config.
     """
     given = options.given()
     # A given type or coefficient is Megatron's, whose other default is then Megatron's too: the
@@ -124,7 +127,10 @@ def completed_options(options: MoEOptions, config: Any) -> MoEConfig:
     losses = {name: getattr(MoEConfig, name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")}
     if losses.keys() & given.keys():
         given = {**losses, **given}
-    return dataclasses.replace(options_of(config), **given)
+    for name in ("num_moe_experts", "moe_router_topk", "moe_router_pre_softmax"):
+        if name in given:
+            require_option_of(config, name, given[name])
+    return options_of(config, **given)
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:

@@ -13,10 +13,13 @@ from nxd_memopt.checkpoint.fingerprint import flat_config
 from nxd_memopt.config import require_one_of
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.resume_rules import (
+    ARCHITECTURE_SHAPE,
     ARCHITECTURE_WHEN_ASKED,
+    NEW_RUN,
     NOT_ARCHITECTURE,
     RULES,
     UNKNOWN,
+    WARM_START,
     Change,
     Rule,
     options_when_asked,
@@ -92,8 +95,9 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
         if old != after[name]:
             judge(changes, name, rule, (old, after[name]), allowed)
     for name, values in _architecture_differences(stored, after).items():
-        when_asked = name.removeprefix(OVERRIDES) in ARCHITECTURE_WHEN_ASKED
-        rule = Rule(Change.WHEN_ASKED if when_asked else Change.REFUSED, RULES["model.dtype"].remedy)
+        option = name.removeprefix(OVERRIDES)
+        change = Change.WHEN_ASKED if option in ARCHITECTURE_WHEN_ASKED else Change.REFUSED
+        rule = Rule(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
         judge(changes, name, rule, values, allowed)
     return changes
 

@@ -52,7 +52,15 @@ REFUSED = Rule(Change.REFUSED, WARM_START)
 
 # Options of MoE layers that only decide how and where the same values are computed, or what is written.
 MOE_REPORTED = ("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_layer_recompute")
-MOE_RESULTS = tuple(field.name for field in fields(MoEOptions) if field.name not in MOE_REPORTED)
+MOE_SHAPE = (
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+MOE_RESULTS = tuple(field.name for field in fields(MoEOptions) if field.name not in (*MOE_REPORTED, *MOE_SHAPE))
 
 RULES: dict[str, Rule] = {
     # The weights come from the checkpoint, so a pretrained directory stands for its configuration
@@ -92,6 +100,7 @@ RULES: dict[str, Rule] = {
     # The model's part of these is compared as its architecture too.
     **{f"moe.{name}": Rule(Change.WHEN_ASKED, before=None) for name in MOE_RESULTS},
     **{f"moe.{name}": Rule(Change.REPORTED, before=None) for name in MOE_REPORTED},
+    **{f"moe.{name}": Rule(Change.REFUSED, NEW_RUN, before=None) for name in MOE_SHAPE},
     # Adapters are part of the model's shape; the scale and dropout are of its forward.
     "lora.lora_rank": Rule(Change.REFUSED, NEW_RUN, before=None),
     "lora.target_modules": Rule(Change.REFUSED, NEW_RUN, before=None),
@@ -183,6 +192,21 @@ RULES: dict[str, Rule] = {
 # Options of the model that may change if asked for. All others are its shape, or constants of its
 # forward that the weights were trained with.
 ARCHITECTURE_WHEN_ASKED = ("attention_dropout", "hidden_dropout")
+
+# Those of its shape, with which no weights of another shape start.
+ARCHITECTURE_SHAPE = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_experts",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "shared_expert_intermediate_size",
+    "vocab_size",
+)
 
 # Entries of a Hugging Face configuration that no training step depends on. The ids of the end and
 # the beginning of a text are part of the tokens, whose content is compared; the row of pad_token_id in

@@ -173,6 +173,9 @@ def test_refusals(tmp_path: Path) -> None:
     qwen = error_message(lambda: upcycled_config(qwen3_config(), 4, 2))
     assert_says(qwen, "num_moe_experts 4", "'qwen3'", "LLaMA or GPT-NeoX")
     assert_says(error_message(lambda: upcycled_config(llama_config(mlp_bias=True), 4, 2)), "'mlp_bias'", "no biases")
-    assert_says(error_message(Convert(tmp_path, tmp_path, moe_router_topk=3)), "--moe-router-topk", "--num-moe-experts")
+    # Also with the default's value.
+    for top_k in (2, 3):
+        message = error_message(Convert(tmp_path, tmp_path, moe_router_topk=top_k))
+        assert_says(message, "--moe-router-topk", "--num-moe-experts")
     to_nxd = Convert(tmp_path, tmp_path, target_format="nxd", tensor_model_parallel_size=1, num_moe_experts=4)
     assert_says(error_message(to_nxd), "--num-moe-experts", "--to hf")

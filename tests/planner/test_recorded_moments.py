@@ -111,6 +111,26 @@ def test_slots_of_peer_memory_are_not_below_the_recorded_ones():
         assert 0 <= allocated("llama-3-8b", 32, tokens, memory, ranks=2) - recorded <= 0.01 * recorded
 
 
+@pytest.mark.parametrize(
+    ("devices", "stage", "tokens", "terms"),
+    [(2, "none", 131072, ["gradient buckets"]), (8, "zero1", 65536, ["gradient buckets", "reduced gradients"])],
+)
+def test_a_graph_of_many_tokens_has_the_buffers_of_the_optimizer_too(devices, stage, tokens, terms):
+    """The embedding's backward, which needs more than they do, is inside the graph's pool."""
+    problem = Problem(
+        config=with_defaults(NAMED_CONFIGS["smollm2-135m"]),
+        device=device_named("h200"),
+        devices=devices,
+        sequence_length=tokens,
+        global_batch_size=devices,
+        precision="bf16-mixed",
+        stages=(stage,),
+    )
+    assert evaluate(problem, Setting(1, stage, 1, FULL)).memory.moment != "update"
+    memory = evaluate(problem, Setting(1, stage, 1, FULL, cuda_graph=True)).memory
+    assert all(memory.device[term] > 0 for term in terms)
+
+
 def test_a_graph_on_two_gpus_has_the_fragments_of_a_whole_layer():
     for model, layers, tokens, recorded in (("llama-3-8b", 32, 8192, 38239.4), ("gpt-neox-20b", 44, 2048, 79413.1)):
         planned = allocated(model, layers, tokens, ranks=2, cuda_graph=True)

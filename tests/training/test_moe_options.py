@@ -101,6 +101,21 @@ def test_defaults_are_those_of_the_model() -> None:
     assert resolve_options(MoEOptions(), config_from_overrides("llama", {})) is None
 
 
+def test_one_expert_for_each_token() -> None:
+    """The config's own softmax over the one chosen expert is an error, unless the section replaces it."""
+    mixtral = mixtral_config(num_experts_per_tok=1, output_router_logits=False)
+    for given in ({"moe_router_score_function": "sigmoid"}, {"moe_router_load_balancing_type": "sinkhorn"}):
+        moe = resolved(given, mixtral)
+        assert moe is not None and moe.moe_router_topk == 1
+    with pytest.raises(ValueError, match=r"moe_router_topk 1.*'sigmoid'.*'sinkhorn'"):
+        resolved({}, mixtral)
+    # The contradiction comes before what would follow from it.
+    with pytest.raises(ValueError, match=r"moe_router_topk 1 contradicts.*says 2"):
+        resolved({"moe_router_topk": 1}, mixtral_config())
+    moe = resolved({}, qwen3_moe_config(num_experts_per_tok=1, norm_topk_prob=False))
+    assert moe is not None and moe.moe_router_pre_softmax
+
+
 def test_overrides_of_models_with_experts() -> None:
     """KV heads that equal the heads are a choice of Mixtral, not derived; either name of the experts counts."""
     config = mixtral_config(num_key_value_heads=8)

@@ -12,7 +12,7 @@ from nxd_memopt.checkpoint.fingerprint import flat_config
 from nxd_memopt.training.arguments import SECTIONS, config_from_mapping
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.option_changes import Changes, compare_options, recorded_options, require_known
-from nxd_memopt.training.resume_rules import RULES, UNKNOWN, Change, options_when_asked
+from nxd_memopt.training.resume_rules import NEW_RUN, RULES, UNKNOWN, WARM_START, Change, options_when_asked
 from tests.training.runs import LLAMA
 
 FIELDS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
@@ -145,6 +145,15 @@ def test_another_architecture_is_refused(name: str, value: float) -> None:
         f"config_overrides.{'rope_parameters.' if name == 'rope_theta' else ''}{name} was" in text
         for text in changes.refusals
     ), changes
+
+
+def test_weights_of_another_shape_are_not_offered_as_a_start() -> None:
+    for name, value, remedy in (("hidden_size", 48, NEW_RUN), ("rms_norm_eps", 1e-5, WARM_START)):
+        after = build(model={"config_overrides": LLAMA | {name: value}})
+        refusal = compare(build(), after, f"model.config_overrides.{name}").refusals[0]
+        assert refusal.endswith(f"restore it, or {remedy}")
+    for name in ("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"):
+        assert RULES[f"moe.{name}"].change is Change.REFUSED and f"moe.{name}" not in options_when_asked()
 
 
 def test_another_architecture_in_config_json_is_refused() -> None:

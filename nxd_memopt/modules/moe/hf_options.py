@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, QWEN2_MOE
 from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, shared_expert_width
-from nxd_memopt.planner.moe_sizes import fixed_options
+from nxd_memopt.planner.moe_sizes import fixed_options, require_option_of
 from nxd_memopt.planner.moe_sizes import options_of as options_of
 
 if TYPE_CHECKING:
@@ -48,13 +48,11 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
             moe = dataclasses.replace(moe, **{each: fixed[each] for each in (name, *_OF_CONFIG[name])})
     if moe.is_moe_layer(config.num_hidden_layers) == moe_layers(config):
         moe = dataclasses.replace(moe, moe_layer_freq=fixed["moe_layer_freq"])
-    for name, value in fixed.items():
-        given = getattr(moe, name)
-        if given != value:
-            remedy = "leave it out, or change the config"
-            if name.startswith("moe_shared_expert"):
-                remedy = "leave it out, or build the model with hf_options.with_shared_expert(config, width, gate=...)"
-            raise ValueError(f"{name} {given!r} contradicts {type(config).__name__}, which says {value!r}: {remedy}")
+    for name in fixed:
+        remedy = "leave it out, or change the config"
+        if name.startswith("moe_shared_expert"):
+            remedy = "leave it out, or build the model with hf_options.with_shared_expert(config, width, gate=...)"
+        require_option_of(config, name, getattr(moe, name), remedy)
     return moe
 
 

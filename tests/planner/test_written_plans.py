@@ -1,0 +1,67 @@
+"""The YAML of ``nxd-memopt plan --write``: a static form of experts for Trainium, and what the plan does not choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import yaml
+
+from nxd_memopt import plan_command
+from nxd_memopt.planner.candidates import settings
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS
+from nxd_memopt.planner.moe_sizes import options_of
+from nxd_memopt.training.arguments import parse_config
+from tests.planner.test_plan import problem
+from tests.reference import assert_says, error_message
+
+
+def test_trainium_gets_a_static_form_of_experts(tmp_path, capsys):
+    config = {**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 2}
+    file = tmp_path / "run.yaml"
+    written = tmp_path / "written.yaml"
+    arguments = ["--model", str(file), "--device", "trn2", "--devices", "8", "--seq-length", "4096"]
+
+    def plan_of(**moe) -> dict:
+        file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "moe": moe}))
+        written.unlink(missing_ok=True)
+        assert plan_command.main([*arguments, "--write", str(written)]) == 0
+        return yaml.safe_load(written.read_text())["moe"]
+
+    blocks = {"moe_expert_block_size": 128, "moe_token_dispatcher_type": "allgather"}
+    assert plan_of() == blocks
+    assert "Experts in blocks of 128 rows" in capsys.readouterr().out
+    assert plan_of(moe_expert_block_size=64, moe_token_dispatcher_type="allgather") == blocks | {
+        "moe_expert_block_size": 64
+    }
+    padded = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    assert plan_of(**padded) == padded
+    message = error_message(lambda: plan_of(moe_expert_capacity_factor=2.0))
+    assert_says(message, "moe_expert_capacity_factor 2.0", "trn2", "moe_pad_expert_input_to_capacity")
+
+
+def test_blocks_of_experts_with_exchanges_are_planned_without_expert_parallelism():
+    asked = problem("mixtral-8x7b")
+    moe = replace(options_of(asked.config), moe_expert_block_size=128)
+    for dispatcher, expected in (("alltoall", {1}), ("allgather", {1, 2, 4, 8})):
+        with_blocks = replace(asked, moe=replace(moe, moe_token_dispatcher_type=dispatcher))
+        assert {each.expert_model_parallel_size for each in settings(with_blocks)} == expected
+
+
+def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
+    file, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
+    source = {
+        "model": {"config_overrides": NAMED_CONFIGS["smollm2-135m"], "tokenizer": "somewhere"},
+        "data": {"dataset": "d.jsonl", "seq_length": 4096, "micro_batch_size": 3, "eval_sequences": 5},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 7, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+        "trainer": {"output_dir": "mine", "precision": "bf16-true", "max_steps": 9},
+    }
+    file.write_text(yaml.safe_dump(source))
+    arguments = ["--model", str(file), "--device", "h200", "--devices", "1", "--write", str(written)]
+    assert plan_command.main(arguments) == 0
+    content = yaml.safe_load(written.read_text())
+    assert content["data"]["dataset"] == "d.jsonl" and content["data"]["eval_sequences"] == 5
+    assert content["data"]["micro_batch_size"] != 3 and content["data"]["seq_length"] == 4096
+    assert content["optimizer"] == {"lr": 1e-3, "warmup_steps": 7}
+    assert content["trainer"]["output_dir"] == "mine" and content["trainer"]["max_steps"] == 9
+    config = parse_config(["--config", str(written)])
+    assert config.optimizer.lr == 1e-3 and config.data.dataset == "d.jsonl"
