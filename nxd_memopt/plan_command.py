@@ -404,6 +404,7 @@ _CHOSEN_SECTIONS = ("model", "memory", "data_parallel")
 _CHOSEN_OPTIONS = (
     "auto_memory",
     "enable_cuda_graph",
+    "expert_model_parallel_size",
     "in_backward",
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",

@@ -32,7 +32,13 @@ def longest_loss_chunk(sizes: RankSizes) -> int:
 
 
 def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | None = None) -> bool:
-    """Return whether the activations that layers gather lie in slots, or reduce in elements of ``element_bytes``."""
+    """Return whether the activations of layers pass through slots.
+
+    Args:
+        sizes: sizes of the rank.
+        cuda_graph: forward and backward are one CUDA graph.
+        element_bytes: bytes of an element that is sent; default those of an activation, as in gathers.
+    """
     smallest = MIN_BYTES_AHEAD if cuda_graph else MIN_BYTES
     shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.element_bytes)
     # Without sequence parallelism there are all-reduces only, which NCCL computes.
@@ -40,7 +46,7 @@ def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | Non
 
 
 def holds_loss(sizes: RankSizes, *, element_bytes: int | None = None) -> bool:
-    """Return whether the chunks that the fused loss gathers lie in slots; arguments as ``holds_layers``."""
+    """Return whether the chunks of the fused loss pass through slots; arguments as ``holds_layers``."""
     shard = longest_loss_chunk(sizes) // sizes.shards * sizes.hidden * (element_bytes or sizes.element_bytes)
     return sizes.shards > 1 and shard >= MIN_BYTES_AHEAD
 

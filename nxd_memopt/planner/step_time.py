@@ -226,7 +226,7 @@ def step_time(
     if device.kind == "cuda":
         device_s = accumulation_steps * (compute_s + tensor_s) + on_device_s
         host_s = _launching_s(model, memory, accumulation_steps, cuda_graph=cuda_graph) * device.launch_s / LAUNCH_S
-        # Launches of the update alone, after the graph, hide behind nothing.
+        # The launches of the update follow the graph, while the device has no other work.
         waiting_s = host_s if cuda_graph else (device_s**OVERLAP + host_s**OVERLAP) ** (1 / OVERLAP) - device_s
         terms["waiting for the host"] = waiting_s + rates.step_s
     return StepTime(terms)

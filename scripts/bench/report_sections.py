@@ -201,8 +201,8 @@ def planned_parts() -> list[str]:
         "## Planned against measured steps",
         "`planned / measured - 1` in percent: median of the magnitudes, and the ends. Each step runs as in "
         "`nxd-memopt train`. Reserved: what the allocator takes in a step that may take little more than it needs; "
-        "up to b053a2f a step that needs more than planned has failed. Drawn: by a seed, after the planner's commit "
-        "([rows](benchmarks/planned_memory.csv)).",
+        "with formulas up to b053a2f, a step that needed more than planned is a failure. Drawn: by a seed, after the "
+        "planner's commit ([rows](benchmarks/planned_memory.csv)).",
         "\n".join(column_lines(table, headers | PLANNED_ERRORS)),
     ]
 
