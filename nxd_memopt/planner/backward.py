@@ -20,6 +20,8 @@ from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
 """Largest gradient of a gated activation; each further tile adds one pass over dW."""
+_FLASH4_BLOCK = 128
+"""Tokens to whose multiple FlashAttention-4's buffers are rounded."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,18 @@ def _adapter_bytes(sizes: RankSizes) -> int:
 def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
     """Return the scratch of attention's backward.
 
-    Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. Attention with S x S
-    scores has the gradients of softmax and scores.
+    Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. FlashAttention-4 stores the
+    log-sum-exps in another base too, and accumulates dK and dV of grouped heads in fp32; its sequences are
+    whole blocks (``flash_attn/cute/interface.py``). Attention with S x S scores has the gradients of
+    softmax and scores.
     """
     if kernels.attention == "math":
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
-    return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES
+    if kernels.attention != "flash4":
+        return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES
+    blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
+    columns = sizes.query + 2 * sizes.heads + (2 * sizes.kv if sizes.kv < sizes.query else 0)
+    return sizes.micro_batch_size * blocks * _FLASH4_BLOCK * columns * FP32_BYTES
 
 
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:

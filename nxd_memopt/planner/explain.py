@@ -16,7 +16,7 @@ MEMORY_TERMS = {
         "peak.step_memory",
     ),
     "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
-    "cuBLAS workspaces": ("2 threads x 32 MiB", "peak.CUBLAS_WORKSPACE_BYTES"),
+    "cuBLAS workspaces": ("2 threads x 32 MiB", "fragments.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
     "gradients": ("of the layers whose backward is done; fp32 sums with master weights", "states.gradient_bytes"),
@@ -24,7 +24,7 @@ MEMORY_TERMS = {
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
     "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
-    "CUDA graph's pool": ("its peak without the gradients, with fitted fragments", "peak.graph_pool_bytes"),
+    "CUDA graph's pool": ("its peak without the gradients, with fitted fragments", "fragments.graph_pool_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from nxd_memopt.config import require_one_of
+from nxd_memopt.planner.fragments import fragment_bytes
 
 GIB = 2**30
 RESERVE_GIB = 1.25
@@ -28,11 +29,6 @@ CUDA_CONTEXT_GIB = 0.6
 """CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
 NCCL_GIB = 0.5
 """NCCL's buffers of one process with several ranks. [estimate]"""
-FRAGMENT_FRACTION = 0.019
-"""Part of the tensors' bytes that are fragments, of many tensors."""
-_FRAGMENTS_OF_FEW = 0.026
-_FEWEST_FRAGMENT_BYTES = 132 << 20
-_FRAGMENT_BYTES_OF_FEW = 250 << 20
 
 
 ONLY_HARDWARE_SHOWS = {
@@ -103,16 +99,6 @@ class Device:
             if ranks > 1:
                 reserve_gib += NCCL_GIB
         return int((self.memory_gib - reserve_gib) * GIB)
-
-
-def fragment_bytes(tensors: int) -> int:
-    """Return what PyTorch's allocator, with expandable segments, needs besides ``tensors`` bytes on a GPU.
-
-    Pages of 2 and 20 MiB are free in parts. Fitted to steps on an H200 that may not reserve more
-    (docs/benchmarks/planned_memory.csv): up to 1.9 % of many tensors, and up to 2.6 % of a few GiB.
-    """
-    of_few = min(int(tensors * _FRAGMENTS_OF_FEW), _FRAGMENT_BYTES_OF_FEW)
-    return max(_FEWEST_FRAGMENT_BYTES, of_few, int(tensors * FRAGMENT_FRACTION))
 
 
 def _matmul(bf16: float, fp32: float) -> dict[str, float]:

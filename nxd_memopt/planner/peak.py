@@ -14,7 +14,12 @@ from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import stream_bytes
-from nxd_memopt.planner.hardware import FRAGMENT_FRACTION, fragment_bytes
+from nxd_memopt.planner.fragments import (
+    CUBLAS_WORKSPACE_BYTES,
+    fragment_bytes,
+    fragment_bytes_besides_graph,
+    graph_pool_bytes,
+)
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
@@ -32,13 +37,10 @@ from nxd_memopt.planner.states import (
     weight_bytes,
 )
 
-CUBLAS_WORKSPACE_BYTES = 64 << 20
-"""cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
 SMALL_TENSORS_BYTES = 8 << 20
 """Tensors below 1 MiB that no term counts: sums over tokens, parts of sums, statistics. At most 3 MiB measured."""
 SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
-_FRAGMENTS_BESIDES_GRAPH = 48 << 20
 GRAPH_POOL = "CUDA graph's pool"
 """Term of the pool of a CUDA graph, besides its gradients."""
 _STAGE1_BUCKET_BYTES = 128 << 20
@@ -57,12 +59,14 @@ class StepMemory:
         device: purpose -> bytes on the device.
         host: purpose -> bytes of host memory for offloading.
         forward_backward_bytes: bytes on the device at the peak of forward and backward, without the update.
+        fragment_bytes: what PyTorch's caching allocator needs besides, of a GPU.
     """
 
     moment: str
     device: dict[str, int]
     host: dict[str, int]
     forward_backward_bytes: int
+    fragment_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -75,12 +79,7 @@ class StepMemory:
 
         While memory is left it takes more, up to a tenth (measured), and returns that before it fails.
         """
-        fragments = fragment_bytes(self.device_bytes)
-        if GRAPH_POOL in self.device:
-            # The pool, with most of the gradients, counts with its fragments.
-            others = self.device_bytes - self.device[GRAPH_POOL] - self.device["gradients"]
-            fragments = max(_FRAGMENTS_BESIDES_GRAPH, int(others * FRAGMENT_FRACTION))
-        reserved = self.device_bytes + fragments
+        reserved = self.device_bytes + self.fragment_bytes
         return -(-reserved // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property
@@ -130,14 +129,23 @@ def step_memory(
     standing["weights"] -= absent
     if cuda_graph:
         moment, before_update = "update", 0
-        transient = _with_graph(model, memory, kernels, kept, layout, candidates[-1][1])
+        transient = _with_graph(model, memory, kernels, kept, layout, candidates[-1][1], accumulation_steps)
     host = {
         "optimizer states": on_host,
         "activations": host_pool_bytes(kept, memory),
         "weights": offloaded.host_bytes(model.sizes.num_layers),
     }
     device = {**standing, **buffers, **transient}
-    return StepMemory(moment, device, host, forward_backward_bytes=sum(device.values()) + before_update)
+    total = sum(device.values())
+    if cuda_graph:
+        # The pool, with most of the gradients, counts with its fragments.
+        others = total - device[GRAPH_POOL] - device["gradients"]
+        fragments = fragment_bytes_besides_graph(others, has_masters=layout.master_weights)
+    else:
+        sizes = model.sizes
+        hidden_states = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+        fragments = fragment_bytes(total, layers=sizes.num_layers, stream_bytes=hidden_states)
+    return StepMemory(moment, device, host, total + before_update, fragments)
 
 
 def _with_graph(
@@ -147,6 +155,7 @@ def _with_graph(
     kept: Activations,
     layout: StateLayout,
     update: Mapping[str, int],
+    accumulation_steps: int,
 ) -> dict[str, int]:
     """Return the terms in the update after a CUDA graph of forward and backward, whose pool no other tensor uses.
 
@@ -159,15 +168,20 @@ def _with_graph(
         kept: activations.
         layout: weights, gradients and states.
         update: terms of the update without a graph.
+        accumulation_steps: micro-batches per step.
     """
     in_graph = replace(layout, grad_reduce_in_fp32=False)
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
     has_slots = peer_slots.holds_layers(model.sizes, cuda_graph=True)
-    passes = (
-        _in_loss(model, memory, kernels, kept, in_graph, 0, offloaded),
-        in_backward(model, memory, kernels, kept, in_graph, 0, offloaded, has_slots=has_slots),
-    )
     gradients = model.total(gradient_bytes, in_graph)
+    sums = model.total(gradient_bytes, layout) if casts_gradients(layout) else 0
+    # From the second micro-batch on, the graph adds to the gradients in its pool, unless hooks have moved them
+    # to sums besides it.
+    standing = gradients if accumulation_steps > 1 and not sums else 0
+    passes = (
+        _in_loss(model, memory, kernels, kept, in_graph, standing, offloaded),
+        in_backward(model, memory, kernels, kept, in_graph, standing, offloaded, has_slots=has_slots),
+    )
     in_embedding = gradients + _embedding_temporaries(model, memory, kernels, in_graph)
     peak = max(in_embedding, *(sum(terms.values()) for _, terms in passes))
     pool = graph_pool_bytes(
@@ -175,26 +189,20 @@ def _with_graph(
         gradients,
         largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
         layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
+        widest_again=_widest_again(model.sizes, memory),
+        captures=2 if standing else 1,
     )
-    sums = model.total(gradient_bytes, layout) if casts_gradients(layout) else 0
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
     return {"gradients": gradients + sums, **buffers, GRAPH_POOL: pool - gradients}
 
 
-def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, layer: int) -> int:
-    """Return the memory pool of a CUDA graph of forward and backward.
-
-    The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
-    room between the others, and cuBLAS workspaces of its own. The fragments are fitted to steps of LLaMA-3-8B,
-    GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: at most three quarters of a layer's gradients, of all ranks.
-
-    Args:
-        peak_bytes: peak of activations, gradients and temporary tensors without a graph.
-        gradients: bytes of all gradients in the dtype of the weights; the next arguments likewise.
-        largest: the gradient of the largest parameter outside the layers.
-        layer: the gradients of a layer, of all tensor-parallel ranks.
-    """
-    return max(peak_bytes, gradients + largest) + 3 * layer // 4 + CUBLAS_WORKSPACE_BYTES
+def _widest_again(sizes: RankSizes, memory: MemoryConfig) -> int:
+    """Return the bytes of the MLP's activation if full recompute computes it again, for all tokens at once."""
+    if memory.recompute_granularity != "full" or memory.mlp_tile_tokens is not None:
+        return 0
+    if sizes.moe is not None:
+        return sizes.moe.rows(sizes.tokens) * sizes.moe.width * sizes.element_bytes
+    return sizes.tokens * sizes.width * sizes.element_bytes
 
 
 def _library_buffers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, cuda_graph: bool) -> dict[str, int]:

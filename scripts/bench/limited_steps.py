@@ -10,10 +10,10 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda.backend import CudaBackend
 
-FRACTIONS = (0.06, 0.045, 0.035, 0.025, 0.02, 0.015, 0.01, 0.005)
+FRACTIONS = (0.025, 0.01)
 """Limits besides the planned one: parts of what is allocated that may be reserved in addition."""
-QUICK_S = 3.0
-"""Steps that are longer run with the largest limit and with the planned one only."""
+QUICK_S = 1.0
+"""Steps that are longer run with the planned limit only."""
 
 
 def least_reserved(
@@ -21,34 +21,30 @@ def least_reserved(
 ) -> int:
     """Return what the allocator reserves in the step with the smallest limit with which it runs.
 
-    The limits fall, because nothing is run after a step that was out of memory. Peer memory counts in
-    every figure. Returns 0 without an allocator that has limits. Of several ranks, all pass equal numbers, so that
-    they run equally many steps.
+    The limits fall from the planned one on, because nothing is run after a step that was out of memory. Peer memory
+    counts in every figure. Returns 0 without an allocator that has limits.
 
     Args:
         run: runs a step.
         allocated: peak of the allocated bytes.
-        planned: planned bytes, one of the limits.
+        planned: planned bytes, the largest limit.
         step_s: planned seconds of a step.
-        fails_alone: a step that is out of memory leaves no other rank waiting. Otherwise the smallest limit is
-            the planned one.
+        fails_alone: a step that is out of memory leaves no other rank waiting. Otherwise the planned limit is
+            the only one.
 
     Raises:
-        torch.OutOfMemoryError: the step does not run with the largest limit.
+        torch.OutOfMemoryError: the step does not run with the planned limit.
     """
     if not isinstance(backend, CudaBackend):
         return 0
-    fractions = FRACTIONS if step_s <= QUICK_S else FRACTIONS[:1]
-    limits = {planned, *(allocated + round(allocated * fraction) for fraction in fractions)}
-    reserved = 0
-    for limit in sorted(limits, reverse=True):
-        if limit < planned and not fails_alone:
-            break
+    reserved = limited_step(run, planned)
+    if not fails_alone or step_s > QUICK_S:
+        return reserved
+    limits = (allocated + round(allocated * fraction) for fraction in FRACTIONS)
+    for limit in sorted((limit for limit in limits if limit < planned), reverse=True):
         try:
             reserved = limited_step(run, limit)
         except torch.OutOfMemoryError:
-            if not reserved:
-                raise
             break
     return reserved
 

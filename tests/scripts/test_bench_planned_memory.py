@@ -14,7 +14,7 @@ from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.profiling.calibration import write_device
 from scripts.bench import planned_memory
 from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
-from scripts.bench.planned_memory import argument_parser, chosen_cells, totals
+from scripts.bench.planned_memory import argument_parser, chosen_cells, errors, totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -115,6 +115,15 @@ def test_the_summary_names_the_cells_beyond_the_bounds():
     assert second.endswith("above +1.20 %, below -0.10 %")
     # A time may be below the measured one.
     assert len(totals([{"cell": "a", "step_error": -7.9, "step_s": 1.0, "seed": "", "failure": ""}])) == 1
+
+
+@pytest.mark.parametrize(("part", "name"), [(0.03, "step"), (0.031, "host_limited_step")])
+def test_the_time_of_a_step_that_waits_for_the_host_has_no_bound(part, name):
+    row = {"cell": "a", "step_s": 1.0, "planned_step_s": 1.2, "waiting_part": part, "seed": "", "failure": ""}
+    found = errors(row)
+    assert found == {f"{name}_error": 20.0}
+    lines = totals([row | found])
+    assert lines[0].startswith(f"{name}_error: 1 rows") and len(lines) == 1 + (name == "step")
 
 
 def test_the_planned_time_can_have_measured_rates(tmp_path, monkeypatch):

@@ -208,7 +208,7 @@ def test_planned_steps_are_summed_up_by_commit_of_the_planner(monkeypatch):
     monkeypatch.setattr(report_sections, "rows_of", lambda _, device: rows if device == report.DEVICE else [])
     *_, first, second = report_sections.planned_parts()[-1].splitlines()
     errors = "0.50 (-0.50 to +1.50)"
-    assert first == f"| {report.DEVICE} | a | 4 | 3 | 1 | {errors} | {errors} |  | {errors} |"
+    assert first == f"| {report.DEVICE} | a | 4 | 3 | 1 | {errors} | {errors} |  | {errors} |  |"
     assert second.startswith(f"| {report.DEVICE} | b | 1 | 1 | 0 | 2.00 (+2.00 to +2.00) |")
 
 
