@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import Transfer
+from nxd_memopt.memory.paced_copies import runs_in_copy_thread
 
 
 class Copies(Protocol):
@@ -49,8 +52,8 @@ class ChunkStream:
     the work between two passes.
 
     The host tensors may be read or written by the caller only between ``synchronize`` and the next
-    ``take``. After a write, ``take`` copies the prefetched chunks again. Call ``synchronize`` before
-    the stream is dropped too: copies into the buffers may be under way.
+    ``take``. After a write, ``take`` copies the prefetched chunks again. A stream that is dropped waits
+    for its copies: the memory of buffers and host tensors is unmapped afterwards.
 
     Args:
         host: flat tensors of N elements each, in memory of ``transfers.host_buffer``.
@@ -79,6 +82,16 @@ class ChunkStream:
         self._versions = self._current_versions()
         # ``data`` has a version counter of its own: ``host``'s counts the writes of others only.
         self._bytes = [tensor.data.view(torch.uint8) for tensor in host]
+
+    def __del__(self) -> None:
+        # A copy into memory that is no longer mapped is an error after which the process cannot use the
+        # device. A failed copy is over.
+        with suppress(Exception):
+            if runs_in_copy_thread():
+                # The garbage collector runs in the thread that would queue the copies: another one waits.
+                threading.Thread(target=self.synchronize).start()
+            else:
+                self.synchronize()
 
     @property
     def device_bytes(self) -> int:

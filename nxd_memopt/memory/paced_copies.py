@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,14 @@ from nxd_memopt.backends import HostTransfers, Transfer
 # 20 ms of copies at 50 GB/s, of which half is queued at a time.
 IN_FLIGHT_BYTES = 1 << 30
 
+_THREAD_NAME = "copies"
+
 Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+def runs_in_copy_thread() -> bool:
+    """Return whether the current thread is one of ``PacedCopies``, which must not wait for its own copies."""
+    return threading.current_thread().name.startswith(_THREAD_NAME)
 
 
 class _Queued:
@@ -38,7 +46,7 @@ class _Queued:
 class _Direction:
     """The thread that queues the copies of one direction, and its copies that are not done."""
 
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, _THREAD_NAME))
     in_flight: deque[tuple[int, Transfer]] = field(default_factory=deque)
 
     def make_room(self, size_bytes: int, limit: int) -> None:

@@ -211,11 +211,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             wrap_forward(unit[0], "pace", functools.partial(functools.partial, self._run_paced))
 
     def finish_update(self) -> None:
-        """Complete the step whose updates were left to the next forward, and wait for the host's states.
-
-        Call it before the optimizer is dropped in a program that goes on: copies for its next step
-        are under way into device memory that would be allocated again.
-        """
+        """Complete the step whose updates were left to the next forward, and wait for the host's states."""
         self.base_optimizer.synchronize()
 
     def _run_layer(self, last: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from nxd_memopt.planner.hardware import LAUNCH_S, Device
 from nxd_memopt.planner.peak import StepMemory
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
+from nxd_memopt.planner.state_copies import host_copy_rate, state_copies_s
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.planner.step_work import (
     attention_flops,
@@ -205,9 +206,10 @@ def step_time(
     expert_link_s = device.host_link_bytes_per_s if across_hosts else device.link_bytes_per_s
     experts_s = expert_parallel_bytes(sizes, memory) / (expert_link_s * rates.link)
     # Offloaded activations go out and come back while the layers compute.
-    host_copy_s = 2 * used.host["activations"] / device.host_copy_bytes_per_s
+    copy_rate = host_copy_rate(device, ranks)
+    host_copy_s = 2 * used.host["activations"] / copy_rate
     # Weights arrive twice and leave once; the two directions do not wait for each other.
-    host_copy_s += 2 * used.host["weights"] / device.host_copy_bytes_per_s
+    host_copy_s += 2 * used.host["weights"] / copy_rate
     terms = {
         **compute,
         "tensor-parallel collectives": tensor_s,
@@ -216,12 +218,12 @@ def step_time(
     }
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
     # All weights are on the device for the update, and nothing hides that copy.
-    terms["copies to and from the host"] += used.host["weights"] / device.host_copy_bytes_per_s
+    terms["copies to and from the host"] += used.host["weights"] / copy_rate
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
     forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
     on_device_s = update_bytes(model, layout, accumulation_steps) / (device.memory_bytes_per_s * rates.update)
-    terms["optimizer"] = on_device_s + _state_copies_s(
-        layout, used, device, compute_s=accumulation_steps * compute_s, forward_s=forward_s
+    terms["optimizer"] = on_device_s + state_copies_s(
+        model, layout, used, copy_rate, compute_s=accumulation_steps * compute_s, forward_s=forward_s
     )
     if device.kind == "cuda":
         device_s = accumulation_steps * (compute_s + tensor_s) + on_device_s
@@ -320,27 +322,3 @@ def _data_parallel_s(
         sent = (gradients + 2 * (weights + frozen)) * accumulation_steps
         hidden = 1 - rates.exposed
     return share * sent / (link * rates.link) * (1 - hidden)
-
-
-def _state_copies_s(
-    layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float, forward_s: float
-) -> float:
-    """Return the time of the copies of states in host memory that nothing hides.
-
-    Args:
-        layout: states of the optimizer.
-        used: the step's memory, for the bytes on the host and those of the staging buffers.
-        device: rates of the link to the host.
-        compute_s: computation of all micro-batches.
-        forward_s: forward of one micro-batch.
-    """
-    copied_s = used.host["optimizer states"] / device.host_copy_bytes_per_s
-    # All states pass in and out at once. What fits the staging buffers arrives before the norm of the
-    # gradients is known, the rest only after it, when updated states leave room for it.
-    staged_s = used.device.get("staging of optimizer states", 0) / device.host_copy_bytes_per_s
-    late_s = copied_s - min(staged_s, compute_s)
-    if layout.update_in_forward:
-        # A layer's states must have arrived before its next forward, so that only the forward of the
-        # first micro-batch hides them; they go back to the host at any time until the next norm.
-        late_s = max(late_s - forward_s, copied_s - compute_s)
-    return max(0.0, late_s)

@@ -144,6 +144,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
             step_s=plan.time.step_s,
             fails_alone=world_size() == 1,
         )
+    # The next cell has the memory into which the states of a next step are being copied.
+    optimizer.finish_update()
     if optimizer.skipped_steps:
         raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
     return _columns(plan) | {

@@ -92,3 +92,30 @@ def test_remainders_are_the_masters_of_resident_states(fraction: float) -> None:
         rtol=1e-2,
         atol=0,
     )
+
+
+def test_a_dropped_optimizer_leaves_the_device_usable() -> None:
+    parallel_state.initialize_model_parallel()
+    params = [nn.Parameter(torch.randn(4096, 16384, device=backend.device, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizer = OffloadedZero1Optimizer(params, staging_bytes=1 << 30, chunk_elements=1 << 22, **OPTIONS)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    # Chunks of the next step are on their way.
+    del optimizer
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert torch.zeros(1, device=backend.device).item() == 0
+
+
+def test_free_memory_is_what_the_process_may_allocate() -> None:
+    transfers = backend.host_transfers()
+    assert transfers is not None
+    total = torch.cuda.mem_get_info()[1]
+    used = torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        assert transfers.free_bytes() <= 0.1 * total - used
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert transfers.free_bytes() > 0.1 * total

@@ -114,7 +114,9 @@ class CudaTransfers:
             self._pace_events.popleft().synchronize()
 
     def free_bytes(self) -> int:
-        # Cached blocks without a tensor count as free, besides what the driver reports as free.
-        cached = torch.cuda.memory_reserved(self.device)
-        cached -= torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + cached
+        # Cached blocks without a tensor count as free, besides what the driver reports as free, of
+        # which set_per_process_memory_fraction may allow a part only.
+        reserved = torch.cuda.memory_reserved(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total) - reserved
+        return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(self.device)

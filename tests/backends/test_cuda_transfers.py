@@ -1,0 +1,32 @@
+"""Free memory of a GPU as the offloading of activations reads it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_memopt.backends.cuda.transfers import CudaTransfers
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("driver_free", "fraction", "free"),
+    [
+        (60, 1.0, 70),  # 60 of the driver's, 10 in cached blocks
+        (60, 0.5, 30),  # the process may have 50, of which 20 are allocated
+        (5, 0.5, 15),  # of another process
+        (60, 0.25, 10),  # 30 are reserved already, of which 20 are allocated
+    ],
+)
+def test_free_memory_is_what_the_process_may_allocate(driver_free, fraction, free, monkeypatch):
+    for name, value in {
+        "memory_reserved": 30 * GIB,
+        "memory_allocated": 20 * GIB,
+        "mem_get_info": (driver_free * GIB, 100 * GIB),
+        "get_per_process_memory_fraction": fraction,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    transfers = object.__new__(CudaTransfers)
+    transfers.device = torch.device("cuda", 0)
+    assert transfers.free_bytes() == free * GIB

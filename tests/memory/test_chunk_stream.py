@@ -1,0 +1,64 @@
+"""A stream of chunks that is dropped: its copies end before the memory does."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nxd_memopt.memory.chunk_stream import ChunkStream
+from nxd_memopt.memory.paced_copies import PacedCopies, runs_in_copy_thread
+from tests.deferred_transfers import DeferredTransfers
+
+CHUNK = 4
+
+
+def stream_of(copies) -> ChunkStream:
+    """Return a stream of 3 chunks, one of which is being written and two are on their way."""
+    stream = ChunkStream([torch.arange(3.0 * CHUNK)], chunk_elements=CHUNK, slots=2, transfers=copies)
+    stream.take()
+    stream.give_back()
+    return stream
+
+
+def test_copies_of_a_dropped_stream_are_done():
+    transfers = DeferredTransfers()
+    stream = stream_of(transfers)
+    assert transfers.into and transfers.out
+    del stream
+    assert not transfers.into and not transfers.out
+
+
+def test_a_copy_thread_that_drops_a_stream_does_not_wait_for_itself():
+    transfers = DeferredTransfers()
+    held = [stream_of(PacedCopies(transfers))]
+
+    def drop() -> bool:
+        held.clear()
+        return runs_in_copy_thread()
+
+    with ThreadPoolExecutor(1, "copies") as thread:
+        assert thread.submit(drop).result(timeout=30)
+    deadline = time.monotonic() + 30
+    while (transfers.into or transfers.out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not transfers.into and not transfers.out
+
+
+def test_the_queueing_thread_itself_can_drop_its_stream():
+    transfers = DeferredTransfers()
+    copies = PacedCopies(transfers)
+    held = [stream_of(copies)]
+    # The garbage collector may run there, before the queue's later copies.
+    dropped = copies._out.thread.submit(held.clear)
+    dropped.result(timeout=30)
+    deadline = time.monotonic() + 30
+    while (transfers.into or transfers.out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not transfers.into and not transfers.out
+
+
+def test_a_stream_that_was_not_made_is_dropped_without_an_error(recwarn):
+    ChunkStream.__new__(ChunkStream).__del__()
+    assert not recwarn.list
