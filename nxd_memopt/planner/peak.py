@@ -17,7 +17,7 @@ from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.fragments import (
     CUBLAS_WORKSPACE_BYTES,
     fragment_bytes,
-    fragment_bytes_besides_graph,
+    fragment_bytes_with_graph,
     graph_pool_bytes,
 )
 from nxd_memopt.planner.layer_tensors import Kernels
@@ -140,11 +140,16 @@ def step_memory(
     if cuda_graph:
         # The pool, with most of the gradients, counts with its fragments.
         others = total - device[GRAPH_POOL] - device["gradients"]
-        fragments = fragment_bytes_besides_graph(others, has_masters=layout.master_weights)
+        fragments = fragment_bytes_with_graph(total, others, has_masters=layout.master_weights)
     else:
         sizes = model.sizes
         hidden_states = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
-        fragments = fragment_bytes(total, layers=sizes.num_layers, stream_bytes=hidden_states)
+        fragments = fragment_bytes(
+            total,
+            layers=sizes.num_layers,
+            stream_bytes=hidden_states,
+            has_head_groups=isinstance(memory.attention_head_groups, int),
+        )
     return StepMemory(moment, device, host, total + before_update, fragments)
 
 
@@ -289,7 +294,8 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[st
         # that do not divide.
         copies = 2 if any(count % layout.shards for count in elements) else 1
         update["reduced gradients"] = model.total(shard_bytes, layout)
-        update["gradient buckets"] = copies * max(_STAGE1_BUCKET_BYTES, largest)
+        # Two H200s needed 104 MiB besides a largest gradient of 2 GiB, which is not explained: a bucket more.
+        update["gradient buckets"] = copies * max(_STAGE1_BUCKET_BYTES, largest) + _STAGE1_BUCKET_BYTES
     elif layout.sharding == "none" and layout.data_parallel_size > 1 and not layout.overlaps_reduction:
         # A copy of a bucket's gradients, and its sum over the ranks.
         update["gradient buckets"] = 2 * min(max(GRADIENT_BUCKET_BYTES, largest), gradients)

@@ -19,6 +19,7 @@ from scripts.bench.report_sections import (
     OTHER_DEVICE,
     SHARED_HOST,
     Row,
+    choice_parts,
     expert_parts,
     planned_parts,
     precision_parts,
@@ -276,6 +277,7 @@ def page() -> str:
     parts += sharded_parts()
     parts += precision_parts()
     parts += planned_parts()
+    parts += choice_parts()
     return "\n\n".join(parts) + "\n"
 
 

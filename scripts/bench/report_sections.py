@@ -209,6 +209,33 @@ def planned_parts() -> list[str]:
     ]
 
 
+def choice_parts() -> list[str]:
+    """Return the section of the planner's choices, one line for each problem and commit; nothing without rows."""
+    rows = rows_of("planned_choice")
+    if not rows:
+        return []
+    table: list[Row] = []
+    for formulas, problem in dict.fromkeys((row["formulas"], row["problem"]) for row in rows):
+        same = [row for row in rows if (row["formulas"], row["problem"]) == (formulas, problem)]
+        measured = {int(row["rank"]): float(row["step_s"]) for row in same if not row["failure"]}
+        best = min(measured, key=lambda rank: measured[rank])
+        line = {"formulas": formulas, "problem": problem, "settings": str(len(measured))}
+        line |= {"failed": str(len(same) - len(measured)), "best": f"{best} ({measured[best]:.4g} s)"}
+        line |= {"chosen": "failed", "part": ""}
+        if 0 in measured:
+            line |= {"chosen": f"{measured[0]:.4g} s", "part": f"{measured[best] / measured[0]:.1%}"}
+        table.append(line)
+    headers = {"formulas": "planner's commit", "problem": "problem", "settings": "settings", "failed": "failed"}
+    headers |= {"chosen": "chosen setting", "best": "fastest rank", "part": "part of the fastest's speed"}
+    return [
+        "## Chosen against measured settings",
+        f"{DEVICE}: a step of the setting that `nxd-memopt plan` ranks first (rank 0), and the fastest of its first "
+        "twelve and four drawn ones. Several problems ran on one host at the same time, so that their copies "
+        "to the host shared its memory ([rows](benchmarks/planned_choice.csv)).",
+        "\n".join(column_lines(table, headers)),
+    ]
+
+
 def _errors(rows: Sequence[Row], column: str) -> str:
     """Return median and ends of a column of errors."""
     values = [float(row[column]) for row in rows if row.get(column)]

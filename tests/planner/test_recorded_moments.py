@@ -7,7 +7,7 @@ import pytest
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.peak import SMALL_TENSORS_BYTES
+from nxd_memopt.planner.peak import SMALL_TENSORS_BYTES, StepMemory
 from nxd_memopt.planner.plan import evaluate
 from nxd_memopt.planner.problem import Problem, Setting
 
@@ -15,6 +15,8 @@ MIB = 2**20
 FULL = MemoryConfig(recompute_granularity="full")
 KEPT = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True)
 TILES = MemoryConfig(recompute_granularity="full", recompute_method="nested", mlp_tile_tokens=32768)
+SMALL_TILES = MemoryConfig(recompute_granularity="full", mlp_tile_tokens=4096)
+CORE_ATTENTION = MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
 SELECTIVE = MemoryConfig(recompute_granularity="selective", recompute_modules=("attn", "norm"))
 NORM_MLP = MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
 CHECKPOINTS = MemoryConfig(
@@ -25,7 +27,7 @@ CHECKPOINTS = MemoryConfig(
 )
 
 
-def allocated(
+def step_memory(
     model: str,
     layers: int,
     tokens: int,
@@ -36,8 +38,8 @@ def allocated(
     precision: str = "bf16-true",
     cuda_graph: bool = False,
     ranks: int = 1,
-) -> float:
-    """Planned MiB on an H200, with T = ``ranks``."""
+) -> StepMemory:
+    """Plan on an H200, with T = ``ranks``."""
     problem = Problem(
         config=with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers}),
         device=device_named("h200"),
@@ -48,7 +50,12 @@ def allocated(
         stages=("none",),
     )
     setting = Setting(ranks, "none", sequences, memory or MemoryConfig(), cuda_graph=cuda_graph)
-    return evaluate(problem, setting).memory.device_bytes / MIB
+    return evaluate(problem, setting).memory
+
+
+def allocated(*step, **options) -> float:
+    """Planned MiB of a step of ``step_memory``."""
+    return step_memory(*step, **options).device_bytes / MIB
 
 
 # The allocator's peak in MiB, with torch 2.11.
@@ -81,15 +88,12 @@ RECORDED = [
     ),
     # PyTorch's embedding adds up the gradients of more than 3,072 tokens in fp32.
     (
-        (
-            "gpt-neox-20b",
-            23,
-            3328,
-            MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
-        ),
+        ("gpt-neox-20b", 23, 3328, CORE_ATTENTION),
         {},
         84420.1,
     ),
+    # FlashAttention-4 adds up dK and dV of grouped heads in fp32.
+    (("smollm2-135m", 30, 43776, SMALL_TILES), {}, 2865.3),
     # Two GPUs: slots of peer memory for a full activation, or only for chunks of the loss.
     (("llama-3-8b", 32, 8192), {"ranks": 2}, 37983.1),
     (("mixtral-8x7b", 8, 2048), {"ranks": 2}, 45467.0),
@@ -162,3 +166,49 @@ def test_the_checkpoint_of_the_chunk_before_is_fetched_while_a_chunk_runs():
     # Recorded with two tiles at the same time, 1,792 MiB of columns and 256 of dX more than now.
     assert planned == pytest.approx(34969.5 - 2048, abs=2 * SMALL_TENSORS_BYTES / MIB)
     assert allocated("llama-3-8b", 8, 131072, resident) > planned
+
+
+GRAPHS = [
+    # The gradients of the first micro-batch are in the pool while the second one runs, in a graph of its own.
+    (("smollm2-135m", 30, 5888, CORE_ATTENTION), {"micro_batches": 2}, 3878.6, 3950.0),
+    (("smollm2-135m", 23, 5376, SMALL_TILES), {"micro_batches": 2, "precision": "32-true"}, 2542.5, 2666.0),
+    # The last layer's tensors do not fill the place of the loss's.
+    (("smollm2-135m", 7, 7936, FULL), {"sequences": 2, "precision": "32-true"}, 1794.2, 1838.0),
+    # With fp32 sums, which hooks add to outside of the graph.
+    (("smollm2-135m", 30, 3584, FULL), {"micro_batches": 2, "precision": "bf16-mixed"}, 2875.8, 2846.0),
+]
+
+
+@pytest.mark.parametrize(("step", "options", "recorded", "reserved"), GRAPHS)
+def test_graphs_have_the_recorded_pools(step, options, recorded, reserved):
+    memory = step_memory(*step, **options, cuda_graph=True)
+    assert 0 <= memory.device_bytes / MIB - recorded <= 48
+    assert 0 <= memory.reserved_bytes / MIB - reserved <= 128
+
+
+# What the allocator needed at least, in MiB: limits that fell by 16 to 32 MiB at a time.
+RESERVED = [
+    (("smollm2-135m", 30, 2048), {"precision": "bf16-mixed"}, 2944.0),
+    (("smollm2-135m", 30, 6400, FULL), {"sequences": 3, "precision": "16-mixed"}, 3034.0),
+    (("smollm2-135m", 30, 5632), {}, 3424.0),
+    (("smollm2-135m", 30, 43776, SMALL_TILES), {}, 2964.0),
+    (("smollm2-135m", 20, 7680), {"sequences": 3}, 7176.0),
+    (("llama-3-8b", 32, 2048), {}, 61968.0),
+    # Groups of heads leave more free than others.
+    (
+        (
+            "llama-3-8b",
+            29,
+            12800,
+            MemoryConfig(recompute_granularity="full", attention_head_groups=2),
+        ),
+        {"micro_batches": 2},
+        62226.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "options", "least"), RESERVED)
+def test_fragments_are_at_least_the_recorded_ones(step, options, least):
+    planned = step_memory(*step, **options).reserved_bytes / MIB
+    assert 0 <= planned - least <= max(128, 0.02 * least)

@@ -212,6 +212,17 @@ def test_planned_steps_are_summed_up_by_commit_of_the_planner(monkeypatch):
     assert second.startswith(f"| {report.DEVICE} | b | 1 | 1 | 0 | 2.00 (+2.00 to +2.00) |")
 
 
+def test_chosen_settings_are_compared_with_the_fastest(monkeypatch):
+    def step(problem: str, rank: int, step_s: str, failure: str = "") -> dict[str, str]:
+        return {"formulas": "a", "problem": problem, "rank": str(rank), "step_s": step_s, "failure": failure}
+
+    rows = [step("p", 0, "1.0"), step("p", 1, "0.5"), step("p", 3, "", "full"), step("q", 1, "2.0")]
+    monkeypatch.setattr(report_sections, "rows_of", lambda _: rows)
+    *_, first, second = report_sections.choice_parts()[-1].splitlines()
+    assert first == "| a | p | 2 | 1 | 1 s | 1 (0.5 s) | 50.0% |"
+    assert second == "| a | q | 1 | 0 | failed | 1 (2 s) |  |"
+
+
 def append_rows(path: Path, count: int) -> None:
     for i in range(count):
         record.append([{"a": i}], path)
