@@ -66,7 +66,7 @@ def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str 
         lower = value // divisor * divisor
         upper = -(-value // divisor) * divisor
         near = f"{lower} or {upper}" if lower else f"{upper}"
-        remedy = remedy or f"use {near} for {what}, or a {by} that divides {value}"
+        remedy = remedy or f"use {near} for {what}, or another {by} that divides {value}"
         raise ValueError(f"{what} {value} is not divisible by {by} {divisor}: {remedy}")
     return value // divisor
 
