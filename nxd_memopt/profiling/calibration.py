@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.backends import backend
+from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 
+HOST_COPY_BYTES = 64 << 20
+"""Bytes of one copy to or from the host."""
 _LAUNCHES = 200
 _LEAST_S = 0.05
 """A measurement repeats its work for at least this time, three times, and takes the median."""
@@ -40,7 +42,7 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
     found["launch_s"] = _launch_seconds()
     transfers = backend.host_transfers()
     if transfers is not None and not on_cpu:
-        found["host_copy_bytes_per_s"] = _host_copies(copy_bytes, pinned=transfers.needs_pinned_memory)
+        found["host_copy_bytes_per_s"] = host_copies_per_s(transfers, min(copy_bytes, HOST_COPY_BYTES))
     if parallel_state.get_tensor_model_parallel_size() > 1:
         found["link_bytes_per_s"] = _collectives(copy_bytes)
     return _described(found), found
@@ -142,11 +144,19 @@ def _launch_seconds() -> float:
     return _seconds(work) / _LAUNCHES
 
 
-def _host_copies(num_bytes: int, *, pinned: bool) -> float:
-    """Return the bytes per second of a copy to host memory."""
-    source = torch.ones(num_bytes // 4, device=backend.device)
-    target = torch.empty(source.shape, pin_memory=pinned)
-    return source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True))
+def host_copies_per_s(transfers: HostTransfers, num_bytes: int = HOST_COPY_BYTES) -> float:
+    """Return the bytes per second of copies to and from the host, in each direction, both at the same time.
+
+    All ranks copy at the same time: GPUs of a host share its memory, and may share a switch.
+    """
+    host = [transfers.host_buffer(num_bytes) for _ in range(2)]
+    device = [torch.empty(num_bytes, dtype=torch.uint8, device=backend.device) for _ in range(2)]
+
+    def work() -> None:
+        transfers.copy_out([(host[0], device[0])], transfers.mark())
+        transfers.copy_in([(device[1], host[1])], transfers.mark())
+
+    return num_bytes / _seconds(work)
 
 
 def _collectives(num_bytes: int) -> dict[int, float]:

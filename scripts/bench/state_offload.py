@@ -43,6 +43,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
+from nxd_memopt.profiling.calibration import host_copies_per_s
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
@@ -55,29 +56,6 @@ CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offlo
 GIB = 2**30
 
 
-def link_bytes_per_s() -> float:
-    """Return the speed of copies in each direction, both at the same time, over 2 GiB each.
-
-    All ranks copy at the same time: GPUs of a host share its memory, and may share a switch.
-    """
-    transfers = backend.host_transfers()
-    assert transfers is not None
-    size = 64 << 20
-    copies = 32
-    host = [transfers.host_buffer(size) for _ in range(2)]
-    device = [torch.empty(size, dtype=torch.uint8, device=backend.device) for _ in range(2)]
-    for repeats in (2, copies):  # the first round warms up
-        if parallel_state.get_world_size() > 1:
-            torch.distributed.barrier()
-        backend.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            transfers.copy_out([(host[0], device[0])], transfers.mark())
-            transfers.copy_in([(device[1], host[1])], transfers.mark())
-        backend.synchronize()
-    return copies * size / (time.perf_counter() - start)
-
-
 def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
     """Return the loss of documents that begin and end at ``bounds``."""
     return model(ids, labels=ids, cu_seqlens=bounds).loss
@@ -85,7 +63,9 @@ def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
 
 def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Return the columns of a row; the memory is free again afterwards."""
-    link = link_bytes_per_s()
+    transfers = backend.host_transfers()
+    assert transfers is not None
+    link = host_copies_per_s(transfers)
     model, loss_of = build_ours(config, memory)
     model.train()
     if args.document_tokens:

@@ -11,7 +11,8 @@ from nxd_memopt import plan_command
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.step_time import MEASURED, RATES, rates_of
 from nxd_memopt.profiling import calibration
-from nxd_memopt.profiling.calibration import measure_device, write_device
+from nxd_memopt.profiling.calibration import host_copies_per_s, measure_device, write_device
+from tests.deferred_transfers import DeferredTransfers
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
 
@@ -35,6 +36,12 @@ def test_a_measured_device_is_one_that_plans_take(tmp_path, capsys):
     assert plan_command.main(["--model", "smollm2-135m", "--device", str(file), "--precision", "32-true"]) == 0
     assert "not calibrated" not in capsys.readouterr().out
     assert_says(error_message(lambda: write_device(file, device, found)), "exists already")
+
+
+def test_copies_go_both_ways_at_the_same_time():
+    transfers = DeferredTransfers()
+    assert host_copies_per_s(transfers, 1 << 10) > 0
+    assert transfers.bytes_out == transfers.bytes_in >= 2 << 10
 
 
 def test_measured_rates_stand_for_themselves():
