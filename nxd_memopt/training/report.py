@@ -86,7 +86,7 @@ class StepMetrics:
             line += f"  MFU {100 * self.mfu:.1f} %"
         if self.loss_scale is not None:
             line += f"  loss scale {self.loss_scale:.4g}"
-        for name in ("load_balancing_loss", "z_loss", "max_load"):
+        for name in ("load_balancing_loss", "z_loss", "max_load", "dropped_share"):
             if name in self.routers:
                 line += f"  {name.replace('_', ' ')} {self.routers[name]:.3g}"
         if self.skipped:

@@ -16,15 +16,19 @@ from nxd_memopt.modules.moe.load_balancing import RouterStatistics, move_expert_
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.moe_sizes import expert_capacity
 from nxd_memopt.training.micro_batches import MicroBatch
+
+_HEAD = 3  # sums before those of the layers
 
 
 class RouterSums:
     """What the routers did in one step, on the device.
 
     Args:
-        sums: ``[1 + layers * (3 + 2 E)]``: the balancing loss of all layers, and the rows of
-            ``RouterStatistics``, added up over the step's micro-batches on all ranks.
+        sums: ``[3 + layers * (3 + 2 E)]``: the balancing loss of all layers, the dropped choices of all layers,
+            the micro-batches with padding, and the rows of ``RouterStatistics``, added up over the step's
+            micro-batches on all ranks.
         forwards: number of micro-batches in the sums.
         moe: options of the model.
     """
@@ -38,18 +42,20 @@ class RouterSums:
     def tokens_per_expert(self) -> Tensor:
         """Choices of each expert, ``[layers, E]``, on the device."""
         experts = self._moe.num_moe_experts
-        return self._sums[1:].view(-1, 3 + 2 * experts)[:, 3 + experts :]
+        return self._sums[_HEAD:].view(-1, 3 + 2 * experts)[:, 3 + experts :]
 
     def values(self) -> dict[str, Any]:
         """Return the values of a row of metrics.jsonl; waits for the device.
 
         Losses have their coefficients and are means over the micro-batches of all ranks: added to
         the cross entropy they are the loss that is trained. ``max_load`` is the largest share of a
-        layer's choices that one expert has, times the number of experts.
+        layer's choices that one expert has, times the number of experts. ``dropped_share``, with a capacity, is
+        the share of all layers' choices that found their expert full. A batch with padding does not have it:
+        padding is not counted among the choices, but takes places.
         """
         moe = self._moe
         sums = self._sums.cpu()
-        rows = sums[1:].view(-1, 3 + 2 * moe.num_moe_experts)
+        rows = sums[_HEAD:].view(-1, 3 + 2 * moe.num_moe_experts)
         counts = rows[:, 3 + moe.num_moe_experts :]
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-6)
         values: dict[str, Any] = {}
@@ -58,6 +64,9 @@ class RouterSums:
         if moe.moe_z_loss_coeff:
             values["z_loss"] = rows[:, 1].sum().item() / self._forwards
         values["max_load"] = load.max().item()
+        dropped, padded = sums[1].item(), sums[2].item()
+        if moe.moe_expert_capacity_factor is not None and not padded:
+            values["dropped_share"] = dropped / max(1.0, counts.sum().item())
         if not moe.moe_per_layer_logging:
             return values
         # transformers' loss is over all layers together: no layer has one of its own.
@@ -95,7 +104,7 @@ class ExpertForwardBackward:
         output = self._model(**self._inputs(micro_batch))
         loss = output.loss if self._scaler is None else self._scaler.scale_gradients_of(output.loss)
         loss.backward()
-        self._add(output.router)
+        self._add(output.router, micro_batch)
         return output.cross_entropy.detach()
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -105,12 +114,19 @@ class ExpertForwardBackward:
             "router_loss_weight": 1 / self._micro_batches,
         }
 
-    def _add(self, statistics: RouterStatistics) -> None:
+    def _add(self, statistics: RouterStatistics, micro_batch: MicroBatch) -> None:
         moe = self._model.moe
         loss = statistics.balancing_losses.sum()
         if moe.has_aux_loss and moe.moe_router_load_balancing_type == "hf_aux_loss":
             loss = moe.moe_aux_loss_coeff * statistics.hf_loss()
-        values = torch.cat([loss.reshape(1), statistics.rows.reshape(-1)]).detach()
+        dropped = torch.zeros_like(loss)
+        if moe.moe_expert_capacity_factor is not None:
+            tokens = micro_batch.ids.numel()
+            capacity = expert_capacity(tokens, moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
+            dropped = (statistics.tokens_per_expert - capacity).clamp(min=0).sum()
+        padded = torch.full_like(loss, float(micro_batch.token_mask is not None))
+        head = torch.stack([loss, dropped, padded])
+        values = torch.cat([head, statistics.rows.reshape(-1)]).detach()
         self._sums = values if self._sums is None else self._sums + values
         self._forwards += 1
 
