@@ -73,9 +73,9 @@ def graph_pool_bytes(
         gradients: bytes of all gradients in the dtype of the weights; the next arguments likewise.
         largest: the gradient of the largest parameter outside the layers.
         layer: the gradients of a layer, of all tensor-parallel ranks.
-        widest_again: the widest activation, if the last layer is recomputed after the loss: its tensors do not fill
-            the place of the loss's, and leave less than one of them, and a page, free. Those of a second graph do.
+        widest_again: the widest activation, if the peak is in the last layer, which is recomputed after the loss: its
+            tensors do not fill the place of the loss's, and leave less than one of them, and a page, free.
         captures: graphs that share the pool: a second one adds to the gradients of the first.
     """
-    hole = widest_again + _PAGE_BYTES if widest_again and captures == 1 else 0
+    hole = widest_again + _PAGE_BYTES if widest_again else 0
     return max(peak_bytes, gradients + largest) + 3 * layer // 4 + hole + captures * CUBLAS_WORKSPACE_BYTES

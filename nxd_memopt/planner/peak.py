@@ -189,21 +189,58 @@ def _with_graph(
     )
     in_embedding = gradients + _embedding_temporaries(model, memory, kernels, in_graph)
     peak = max(in_embedding, *(sum(terms.values()) for _, terms in passes))
+    # The gradients of a large model leave room for it elsewhere.
+    is_wide = peak - standing > 2 * gradients
+    is_last = passes[1][0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
     pool = graph_pool_bytes(
         peak,
         gradients,
         largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
         layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
-        widest_again=_widest_again(model.sizes, memory),
+        widest_again=_widest_again(model.sizes, memory) if is_last and is_wide else 0,
         captures=2 if standing else 1,
     )
+    if not standing:
+        pool = max(pool, _grown_pool(model, memory, kernels, kept, in_graph, offloaded))
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
     return {"gradients": gradients + sums, **buffers, GRAPH_POOL: pool - gradients}
 
 
+def _grown_pool(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    layout: StateLayout,
+    offloaded: OffloadedWeights,
+) -> int:
+    """Return the pool of a graph that recomputes all layers, if gradients are larger than what these keep.
+
+    The tensors of every layer lie where those of the layer before were. A gradient of a weight finds room in the
+    checkpoints that are free by then only if it is not larger than one; the pool grows by all others.
+    """
+    sizes = model.sizes
+    recomputed = sizes.num_layers if memory.recompute_method != "block" else memory.recompute_num_layers or 0
+    if memory.recompute_granularity != "full" or recomputed < sizes.num_layers:
+        return 0
+    checkpoint = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    grown = [size for shape in model.layer_shapes if (size := gradient_bytes([shape], layout)) > checkpoint]
+    if not grown:
+        return 0
+    without_gradients = replace(layout, in_backward=True)
+    _, last_layer = in_backward(model, memory, kernels, kept, without_gradients, 0, offloaded, has_slots=False)
+    # The largest gradient of the last layer counts among its temporary tensors.
+    layers = sizes.num_layers * sum(grown) - max(grown)
+    others = gradient_bytes(model.other_shapes, layout)
+    return sum(last_layer.values()) + layers + others + CUBLAS_WORKSPACE_BYTES
+
+
 def _widest_again(sizes: RankSizes, memory: MemoryConfig) -> int:
-    """Return the bytes of the MLP's activation if full recompute computes it again, for all tokens at once."""
+    """Return the bytes of the MLP's activation if the last layer computes it again, for all tokens at once."""
     if memory.recompute_granularity != "full" or memory.mlp_tile_tokens is not None:
+        return 0
+    # ``block`` recomputes the first layers.
+    if memory.recompute_method == "block" and (memory.recompute_num_layers or 0) < sizes.num_layers:
         return 0
     if sizes.moe is not None:
         return sizes.moe.rows(sizes.tokens) * sizes.moe.width * sizes.element_bytes

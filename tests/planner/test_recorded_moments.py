@@ -174,6 +174,13 @@ GRAPHS = [
     (("smollm2-135m", 23, 5376, SMALL_TILES), {"micro_batches": 2, "precision": "32-true"}, 2542.5, 2666.0),
     # The last layer's tensors do not fill the place of the loss's.
     (("smollm2-135m", 7, 7936, FULL), {"sequences": 2, "precision": "32-true"}, 1794.2, 1838.0),
+    # They do where gradients leave more room, and where the last layer is not recomputed.
+    (("llama-3-8b", 8, 16384, KEPT), {"sequences": 2}, 25347.4, None),
+    (("llama-3-8b", 8, 16384, FULL), {"sequences": 2}, 24487.4, None),
+    (("llama-3-8b", 8, 16384, FULL), {"micro_batches": 2}, 24785.4, None),
+    (("smollm2-135m", 30, 32768, KEPT), {"micro_batches": 2, "precision": "bf16-mixed"}, 5276.8, None),
+    # Gradients of 226 to 302 MiB find no room in checkpoints of 84 MiB.
+    (("gpt-neox-20b", 16, 7168, KEPT), {}, 62821.4, 62944.0),
     # With fp32 sums, which hooks add to outside of the graph.
     (("smollm2-135m", 30, 3584, FULL), {"micro_batches": 2, "precision": "bf16-mixed"}, 2875.8, 2846.0),
 ]
@@ -182,8 +189,9 @@ GRAPHS = [
 @pytest.mark.parametrize(("step", "options", "recorded", "reserved"), GRAPHS)
 def test_graphs_have_the_recorded_pools(step, options, recorded, reserved):
     memory = step_memory(*step, **options, cuda_graph=True)
-    assert 0 <= memory.device_bytes / MIB - recorded <= 48
-    assert 0 <= memory.reserved_bytes / MIB - reserved <= 128
+    assert 0 <= memory.device_bytes / MIB - recorded <= max(48, 0.01 * recorded)
+    if reserved is not None:
+        assert 0 <= memory.reserved_bytes / MIB - reserved <= max(128, 0.02 * reserved)
 
 
 # What the allocator needed at least, in MiB: limits that fell by 16 to 32 MiB at a time.
