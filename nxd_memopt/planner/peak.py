@@ -310,13 +310,15 @@ def _in_loss(
     # In fp16 the gradient of the head is computed in backward, and so does not count as kept.
     if model.sizes.is_fp16 and memory.fused_linear_cross_entropy and model.sizes.adapters is None:
         temporaries += model.sizes.vocab * model.sizes.hidden * model.sizes.element_bytes
+    # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
+    in_flight = sum(kept.offloaded[-1].values()) if kernels.fused and memory.cpu_offloading_activations else 0
     # The head's gradient is cast before that of any layer.
     if not gradients and casts_gradients(layout) and not is_tied(model):
         temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
     return "loss", {
         ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
         "gradients": gradients,
-        "activations": kept.device_bytes,
+        "activations": kept.device_bytes + in_flight,
         "temporary tensors": temporaries,
     }
 
