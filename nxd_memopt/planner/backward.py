@@ -179,10 +179,10 @@ def _adapter_bytes(sizes: RankSizes) -> int:
 def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
     """Return the scratch of attention's backward.
 
-    Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. FlashAttention-4 stores the
-    log-sum-exps in another base too, and accumulates dK and dV of grouped heads in fp32; its sequences are
-    whole blocks (``flash_attn/cute/interface.py``). Attention with S x S scores has the gradients of
-    softmax and scores.
+    Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. FlashAttention-4 also stores a copy
+    of the log-sum-exps and accumulates dK and dV of grouped heads in fp32; it rounds the sequence length up to
+    a multiple of its block size (``flash_attn/cute/interface.py``). Attention with S x S scores has the
+    gradients of softmax and scores.
     """
     if kernels.attention == "math":
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES

@@ -60,7 +60,7 @@ def fragment_bytes_with_graph(tensors: int, outside: int, *, has_masters: bool) 
 
 
 def graph_pool_bytes(
-    peak_bytes: int, gradients: int, *, largest: int, layer: int, widest_again: int = 0, captures: int = 1
+    peak_bytes: int, gradients: int, *, largest: int, layer: int, recomputed_width_bytes: int = 0, captures: int = 1
 ) -> int:
     """Return the memory pool of a CUDA graph of forward and backward.
 
@@ -73,9 +73,9 @@ def graph_pool_bytes(
         gradients: bytes of all gradients in the dtype of the weights; the next arguments likewise.
         largest: the gradient of the largest parameter outside the layers.
         layer: the gradients of a layer, of all tensor-parallel ranks.
-        widest_again: the widest activation, if the peak is in the last layer, which is recomputed after the loss: its
-            tensors do not fill the place of the loss's, and leave less than one of them, and a page, free.
+        recomputed_width_bytes: the widest activation, if the peak is in the last layer and this layer is recomputed.
+            Its tensors do not fill the memory that the loss has freed: less than one of them, and a page, stay free.
         captures: graphs that share the pool: a second one adds to the gradients of the first.
     """
-    hole = widest_again + _PAGE_BYTES if widest_again else 0
+    hole = recomputed_width_bytes + _PAGE_BYTES if recomputed_width_bytes else 0
     return max(peak_bytes, gradients + largest) + 3 * layer // 4 + hole + captures * CUBLAS_WORKSPACE_BYTES

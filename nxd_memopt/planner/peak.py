@@ -197,7 +197,7 @@ def _with_graph(
         gradients,
         largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
         layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
-        widest_again=_widest_again(model.sizes, memory) if is_last and is_wide else 0,
+        recomputed_width_bytes=_recomputed_width_bytes(model.sizes, memory) if is_last and is_wide else 0,
         captures=2 if standing else 1,
     )
     if not standing:
@@ -220,8 +220,7 @@ def _grown_pool(
     checkpoints that are free by then only if it is not larger than one; the pool grows by all others.
     """
     sizes = model.sizes
-    recomputed = sizes.num_layers if memory.recompute_method != "block" else memory.recompute_num_layers or 0
-    if memory.recompute_granularity != "full" or recomputed < sizes.num_layers:
+    if not _recomputes_all_layers(sizes, memory):
         return 0
     checkpoint = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
     grown = [size for shape in model.layer_shapes if (size := gradient_bytes([shape], layout)) > checkpoint]
@@ -235,12 +234,16 @@ def _grown_pool(
     return sum(last_layer.values()) + layers + others + CUBLAS_WORKSPACE_BYTES
 
 
-def _widest_again(sizes: RankSizes, memory: MemoryConfig) -> int:
+def _recomputes_all_layers(sizes: RankSizes, memory: MemoryConfig) -> bool:
+    """Return whether full recompute covers every layer; ``block`` may cover the first ones only."""
+    if memory.recompute_granularity != "full":
+        return False
+    return memory.recompute_method != "block" or (memory.recompute_num_layers or 0) >= sizes.num_layers
+
+
+def _recomputed_width_bytes(sizes: RankSizes, memory: MemoryConfig) -> int:
     """Return the bytes of the MLP's activation if the last layer computes it again, for all tokens at once."""
-    if memory.recompute_granularity != "full" or memory.mlp_tile_tokens is not None:
-        return 0
-    # ``block`` recomputes the first layers.
-    if memory.recompute_method == "block" and (memory.recompute_num_layers or 0) < sizes.num_layers:
+    if not _recomputes_all_layers(sizes, memory) or memory.mlp_tile_tokens is not None:
         return 0
     if sizes.moe is not None:
         return sizes.moe.rows(sizes.tokens) * sizes.moe.width * sizes.element_bytes
