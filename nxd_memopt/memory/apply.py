@@ -26,8 +26,8 @@ from nxd_memopt.memory.recompute import (
 )
 from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
-from nxd_memopt.memory.wrapping import is_wrapped
 from nxd_memopt.parallel_layers.data_shards import require_replicated
+from nxd_memopt.parallel_layers.wrapping import is_wrapped
 
 COMPILE = (None, "layer")
 

@@ -15,10 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.recompute import layer_units
-from nxd_memopt.memory.wrapping import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.parallel_layers.wrapping import Forward, is_wrapped, unwrap_forward, wrap_forward
 
 # Attention backend that, on CPUs, calls sdpa once for each packed document; "auto" takes another
 # one while a layer is compiled.

@@ -25,7 +25,7 @@ from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_arena import HostArena
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over
-from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
+from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.planner.activations import OFFLOADED_STORAGE_BYTES
 
 OFFLOAD_OWNER = "activation offload"

@@ -21,10 +21,10 @@ from nxd_memopt.memory.selective import (
     keeping_contexts,
     kept_elsewhere_contexts,
 )
-from nxd_memopt.memory.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
+from nxd_memopt.parallel_layers.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
 from nxd_memopt.planner.formulas import nested_chunk_layers
 
 

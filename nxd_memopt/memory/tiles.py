@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.recompute import checkpoint
-from nxd_memopt.memory.wrapping import Forward, unwrap_forward, wrap_forward
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.modules.head_groups import AttentionLayers, attention_by_head_groups
 from nxd_memopt.modules.tiled_mlp import MLPLayers, tiled_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
+from nxd_memopt.parallel_layers.wrapping import Forward, unwrap_forward, wrap_forward
 from nxd_memopt.planner.formulas import auto_head_groups, auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 
 

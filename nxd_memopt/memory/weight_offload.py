@@ -21,8 +21,8 @@ from torch.autograd import Variable
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over, layer_units
-from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.parallel_layers.data_shards import require_replicated
+from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.planner.offloaded_weights import ALIGNMENT
 
 WEIGHT_OWNER = "weight offload"

@@ -18,6 +18,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
+from nxd_memopt.parallel_layers.wrapping import is_wrapped
 
 
 class Activation(nn.Module):
@@ -81,6 +82,11 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     return output + layer.bias.to(output.dtype)
 
 
+def _is_recomputed_activation(module: nn.Module) -> bool:
+    """Return whether ``module`` is an activation under recompute, which the fused path computes again anyway."""
+    return isinstance(module, GatedActivation) and is_wrapped(module, "recompute")
+
+
 class GatedMLP(PackedWeights):
     """Gated MLP ``down_proj(act(gate_proj(x)) * up_proj(x))`` with Hugging Face's names.
 
@@ -118,6 +124,7 @@ class GatedMLP(PackedWeights):
             {"act": GatedActivation, "down_proj": RowParallelLinear},
             cost="the activation is stored for backward",
             unavailable=unavailable_reason(backend.device),
+            accepts_forward=_is_recomputed_activation,
         )
 
     def layers(self) -> MLPLayers:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
-from nxd_memopt.memory.wrapping import Wrapper, is_wrapped, wrap_forward, wrapper_of
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.utils import padded_size
+from nxd_memopt.parallel_layers.wrapping import Wrapper, is_wrapped, wrap_forward, wrapper_of
 from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, STAGING_BYTES
 

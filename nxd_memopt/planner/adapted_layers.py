@@ -170,8 +170,7 @@ class _AdaptedLayer:
         has_act = gate or up
         # The kernel of the gated activation with its projection recomputes the result; an adapter on the
         # projection needs it.
-        is_kept = not self.kernels.fused or self.adapters.on("down_proj")
-        if has_act and (is_kept or "mlp_act" in (self.memory.recompute_modules or ())):
+        if has_act and (not self.kernels.fused or self.adapters.on("down_proj")):
             saves |= result
         saves |= self._adapter("down_proj", result, has_grad=has_act)
         return Part("mlp", inputs, saves, (act if has_act else Part("mlp_act"),)), True

@@ -319,12 +319,8 @@ def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
     width = column_bytes(sizes, sizes.width)
-    recomputes_act = "mlp_act" in (memory.recompute_modules or ())
     if kernels.fused:
-        both = {"gate, up": 2 * width}
-        if not recomputes_act:
-            return Part("mlp", inputs, inputs | both)
-        return Part("mlp", inputs, inputs | {"mlp activation": width}, (Part("mlp_act", both, both),))
+        return Part("mlp", inputs, inputs | {"gate, up": 2 * width})
     both = {"gate": width, "up": width}
     saves = both | {"activated gate": width}
     # ReLU's gradient needs its result, not its input.

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed, remove_recompute
-from nxd_memopt.memory.wrapping import wrapper_of
+from nxd_memopt.parallel_layers.wrapping import wrapper_of
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model, qwen3_moe_config
 

@@ -222,6 +222,17 @@ def test_recomputed_norms_keep_the_branches_merged_unless_hooked():
     assert calls
 
 
+def test_a_recomputed_activation_keeps_the_gated_kernel_which_computes_it_again():
+    layer = build("llama", recompute_granularity="selective", recompute_modules=("mlp_act",)).decoder_layers()[0]
+    path = layer.mlp.fused
+    assert path.unavailable is not None  # no GPU
+    path.unavailable = None
+    assert path.is_active
+    with pytest.warns(UserWarning, match="act has a hook"):
+        layer.mlp.act.register_forward_hook(lambda *_: None)
+    assert not path.is_active
+
+
 def test_describe_lists_every_path_with_the_reason_why_it_is_off():
     lines = build("llama", fused_linear_cross_entropy=False).fusions.describe()
     assert lines == [
