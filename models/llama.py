@@ -119,9 +119,12 @@ class LlamaDecoderLayer(FusibleModule):
         # add_and_norm adds the previous block's output and normalizes the sum: one pass over the
         # residual stream on GPUs. The last sum, of the MLP's output, has no norm in this layer.
         normed, hidden = add_and_norm(self.input_layernorm, hidden, path=self.fused_input_norm)
-        attended = self.self_attn(normed, rope, mask)
+        # Not in a variable, which would keep attention's output until the MLP has run.
         normed, hidden = add_and_norm(
-            self.post_attention_layernorm, hidden, attended, path=self.fused_post_attention_norm
+            self.post_attention_layernorm,
+            hidden,
+            self.self_attn(normed, rope, mask),
+            path=self.fused_post_attention_norm,
         )
         return hidden + self.mlp(normed)
 

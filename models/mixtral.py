@@ -97,9 +97,12 @@ class MixtralDecoderLayer(FusibleModule):
     ) -> LayerState:
         hidden, rows = state
         normed, hidden = add_and_norm(self.input_layernorm, hidden, path=self.fused_input_norm)
-        attended = self.self_attn(normed, rope, mask)
+        # Not in a variable, which would keep attention's output until the MLP has run.
         normed, hidden = add_and_norm(
-            self.post_attention_layernorm, hidden, attended, path=self.fused_post_attention_norm
+            self.post_attention_layernorm,
+            hidden,
+            self.self_attn(normed, rope, mask),
+            path=self.fused_post_attention_norm,
         )
         if isinstance(self.mlp, MoELayer):
             output, rows = self.mlp(normed, rows, token_mask)

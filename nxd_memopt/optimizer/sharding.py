@@ -114,6 +114,8 @@ def all_gather_into(
         gathered = backend.all_gather_list([shards[i].to(tensors[i].dtype) for i in bucket], group)
         for i, padded in zip(bucket, gathered, strict=True):
             tensors[i].copy_(padded[: tensors[i].numel()].view_as(tensors[i]))
+        # Otherwise the last tensor of this bucket would still exist while the next one is gathered.
+        del padded
 
 
 def _length(tensor: Tensor, size: int) -> int:
