@@ -74,6 +74,7 @@ def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> l
 _FREED_WITH_NODE = frozenset(
     {
         "gathered",
+        "gathered gradient",
         "copied rows",
         "dA",
         "gradients of the columns",
@@ -146,12 +147,14 @@ class _Bytes:
         rows, width, num_weights = sizes.tokens, sizes.width, 1
         self.rows = 0
         self.expert_tokens = self.full
+        self.gathered_gradient = self.gathered
         if sizes.moe is not None:
             rows, width, num_weights = sizes.moe.rows(sizes.tokens), sizes.moe.width, sizes.moe.local_experts
             self.rows = rows * sizes.hidden * element
             # The gradient of the tokens of all expert-parallel ranks, before it is reduced.
             if sizes.moe.gathers_tokens:
                 self.expert_tokens = sizes.moe.expert_ranks * self.full
+                self.gathered_gradient = self.expert_tokens
         self.width = rows * width * element
         # Frozen weights have no gradient; those of the adapters, and what their backward adds, are in ``adapters``.
         trains = int(sizes.adapters is None)
@@ -372,7 +375,12 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
     copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
     gradients = {"gradients of the stream": b.stream, "gradient of the tokens": b.expert_tokens}
     stream = {"gradients of the stream": b.stream}
-    down = stream | {"copied rows": copied_gradients, "dA": b.width, "dW": b.width_weight}
+    down = stream | {
+        "gathered gradient": b.gathered_gradient,
+        "copied rows": copied_gradients,
+        "dA": b.width,
+        "dW": b.width_weight,
+    }
     tokens = gradients | {"gradients of the rows": b.rows}
     up = gradients | {"copied rows": copied_tokens, "dW": 2 * b.width_weight}
     return [
@@ -393,7 +401,9 @@ def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
     down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
     activation = {"dA": b.width, "gradients of the columns": columns * b.width}
     weights = columns * b.width_weight
-    up = {"gradients of the stream": b.stream + b.reduced, "dX": b.rows, "parts of dW": weights, "dW": weights}
+    # Experts have different numbers of rows, and the last one may have many (a quarter of all rows measured).
+    rows = b.rows + b.rows // 2
+    up = {"gradients of the stream": b.stream + b.reduced, "dX": rows, "parts of dW": weights, "dW": weights}
     return [
         Moment("MLP, last projection", stream | down, after_down),
         Moment("activation", stream | activation, after_down, b.width_weight),

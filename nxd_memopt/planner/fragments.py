@@ -7,38 +7,52 @@ more (docs/benchmarks/planned_memory.csv).
 
 from __future__ import annotations
 
+from nxd_memopt.config import MemoryConfig
+
 FRAGMENT_FRACTION = 0.019
 """Part of the tensors' bytes that is free in pages of many tensors: 1.8 % measured at most."""
+_FRACTION_OF_UNEQUAL_LAYERS = 0.0215
 _FRACTION_OF_HEAD_GROUPS = 0.025
 _FRACTION_WITH_GRAPH = 0.015
 _FRACTION_WITH_GRAPH_AND_MASTERS = 0.012
-_FEWEST_BYTES = 132 << 20
-_FEWEST_BYTES_OF_MANY_LAYERS = 176 << 20
-_MANY_LAYERS = 16
+_FEWEST_BYTES = 136 << 20
+_FEWEST_BYTES_OF_MANY_LAYERS = 192 << 20
+_FEWEST_BYTES_OF_OFFLOADED_WEIGHTS = 256 << 20
+_MANY_LAYERS = 12
 _LARGE_STREAM_BYTES = 8 << 20
+_LARGER_STREAM_BYTES = 32 << 20
 _BESIDES_GRAPH_BYTES = 128 << 20
 _BESIDES_GRAPH_AND_MASTERS_BYTES = 48 << 20
 _PAGE_BYTES = 20 << 20
+_SMALL_IN_POOL_BYTES = 8 << 20
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
 
 
-def fragment_bytes(tensors: int, *, layers: int = 1, stream_bytes: int = 0, has_head_groups: bool = False) -> int:
+def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, stream_bytes: int = 0) -> int:
     """Return what the allocator needs besides ``tensors`` bytes: 1.9 % of them, and at least a few pages.
 
     Few pages are free in parts after the backward of few layers or of few tokens (20 to 84 MiB measured, of 2 to
-    8 GiB of tensors), more with at least 16 layers whose hidden states have 8 MiB (to 169 MiB). Attention by groups
-    of heads has more tensors between those of the layers (1.5 and 2.3 % measured).
+    8 GiB of tensors), more with at least 12 layers whose hidden states have 8 MiB (to 169 MiB), and if weights return
+    between larger ones (to 208 MiB). Layers of which some keep their attention leave holes of two sizes (1.75 to
+    2 % measured), and attention by groups of heads has more tensors between those of the layers (1.5 and 2.3 %).
 
     Args:
         tensors: allocated bytes.
+        memory: memory techniques.
         layers: decoder layers.
         stream_bytes: hidden states between two layers.
-        has_head_groups: attention runs by groups of heads.
     """
-    has_many_holes = layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES
-    fewest = _FEWEST_BYTES_OF_MANY_LAYERS if has_many_holes else _FEWEST_BYTES
-    fraction = _FRACTION_OF_HEAD_GROUPS if has_head_groups else FRAGMENT_FRACTION
+    fewest = _FEWEST_BYTES
+    if layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES:
+        fewest = _FEWEST_BYTES_OF_MANY_LAYERS
+        if memory.cpu_offloading_weights and stream_bytes >= _LARGER_STREAM_BYTES:
+            fewest = _FEWEST_BYTES_OF_OFFLOADED_WEIGHTS
+    fraction = FRAGMENT_FRACTION
+    if isinstance(memory.attention_head_groups, int):
+        fraction = _FRACTION_OF_HEAD_GROUPS
+    elif memory.recompute_keep_core_attn_num_layers is not None:
+        fraction = _FRACTION_OF_UNEQUAL_LAYERS
     return max(fewest, int(tensors * fraction))
 
 
@@ -60,13 +74,21 @@ def fragment_bytes_with_graph(tensors: int, outside: int, *, has_masters: bool) 
 
 
 def graph_pool_bytes(
-    peak_bytes: int, gradients: int, *, largest: int, layer: int, recomputed_width_bytes: int = 0, captures: int = 1
+    peak_bytes: int,
+    gradients: int,
+    *,
+    largest: int,
+    layer: int,
+    recomputed_width_bytes: int = 0,
+    captures: int = 1,
+    recomputes: bool = False,
 ) -> int:
     """Return the memory pool of a CUDA graph of forward and backward.
 
     The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
-    room between the others, and cuBLAS workspaces of each capture. The fragments are fitted to steps of LLaMA-3-8B,
-    GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: at most three quarters of a layer's gradients, of all ranks.
+    room between the others, and cuBLAS workspaces and fragments of each capture. The fragments are fitted to steps of
+    LLaMA-3-8B, GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: at most three quarters of a layer's gradients, of
+    all ranks.
 
     Args:
         peak_bytes: peak of activations, gradients and temporary tensors without a graph.
@@ -76,6 +98,10 @@ def graph_pool_bytes(
         recomputed_width_bytes: the widest activation, if the peak is in the last layer and this layer is recomputed.
             Its tensors do not fill the memory that the loss has freed: less than one of them, and a page, stay free.
         captures: graphs that share the pool: a second one adds to the gradients of the first.
+        recomputes: all layers are recomputed.
     """
     hole = recomputed_width_bytes + _PAGE_BYTES if recomputed_width_bytes else 0
-    return max(peak_bytes, gradients + largest) + 3 * layer // 4 + hole + captures * CUBLAS_WORKSPACE_BYTES
+    # A second capture of layers that keep their tensors leaves as much free as the first one.
+    fragments = 3 * layer // 4 * (1 if recomputes else captures)
+    others = captures * (CUBLAS_WORKSPACE_BYTES + _SMALL_IN_POOL_BYTES)
+    return max(peak_bytes, gradients + largest) + hole + fragments + others

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.planner.fragments import fragment_bytes
 
 GIB = 2**30
@@ -95,7 +95,7 @@ class Device:
         """
         reserve_gib = self.reserve_gib
         if self.kind == "cuda":
-            reserve_gib += fragment_bytes(self.memory_bytes) / GIB
+            reserve_gib += fragment_bytes(self.memory_bytes, MemoryConfig()) / GIB
             if ranks > 1:
                 reserve_gib += NCCL_GIB
         return int((self.memory_gib - reserve_gib) * GIB)

@@ -9,11 +9,12 @@ from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner import peer_slots
-from nxd_memopt.planner.activations import Activations, activations, host_pool_bytes
+from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import stream_bytes
+from nxd_memopt.planner.forward import forward_temporaries
 from nxd_memopt.planner.fragments import (
     CUBLAS_WORKSPACE_BYTES,
     fragment_bytes,
@@ -117,6 +118,7 @@ def step_memory(
     buffers = _library_buffers(model.sizes, memory, kernels, cuda_graph=cuda_graph)
     has_slots = kernels.fused and peer_slots.holds_layers(model.sizes, cuda_graph=cuda_graph)
     candidates = [
+        _in_forward(model, memory, kernels, kept, start, offloaded, has_slots=has_slots),
         _in_loss(model, memory, kernels, kept, layout, start, offloaded),
         in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
         ("backward of the embedding", _in_embedding(model, memory, kernels, layout, gradients)),
@@ -146,9 +148,9 @@ def step_memory(
         hidden_states = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
         fragments = fragment_bytes(
             total,
+            memory,
             layers=sizes.num_layers,
             stream_bytes=hidden_states,
-            has_head_groups=isinstance(memory.attention_head_groups, int),
         )
     return StepMemory(moment, device, host, total + before_update, fragments)
 
@@ -184,6 +186,7 @@ def _with_graph(
     # to sums besides it.
     standing = gradients if accumulation_steps > 1 and not sums else 0
     passes = (
+        _in_forward(model, memory, kernels, kept, standing, offloaded, has_slots=has_slots),
         _in_loss(model, memory, kernels, kept, in_graph, standing, offloaded),
         in_backward(model, memory, kernels, kept, in_graph, standing, offloaded, has_slots=has_slots),
     )
@@ -191,15 +194,23 @@ def _with_graph(
     peak = max(in_embedding, *(sum(terms.values()) for _, terms in passes))
     # The gradients of a large model leave room for it elsewhere.
     is_wide = peak - standing > 2 * gradients
-    is_last = passes[1][0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
+    is_last = passes[-1][0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
+    width = _recomputed_width_bytes(model.sizes, memory) if is_wide else 0
+    if not is_last:
+        # Of a chunk of layers, which exist again at the same time, half of it (the only one measured).
+        width = width // 2 if memory.recompute_method == "uniform" else 0
     pool = graph_pool_bytes(
         peak,
         gradients,
         largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
         layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
-        recomputed_width_bytes=_recomputed_width_bytes(model.sizes, memory) if is_last and is_wide else 0,
+        recomputed_width_bytes=width,
         captures=2 if standing else 1,
+        recomputes=_recomputes_all_layers(model.sizes, memory),
     )
+    if model.sizes.is_fp16:
+        # 23 and 37 MiB more were measured: a workspace for the head's gradients, which backward computes.
+        pool += CUBLAS_WORKSPACE_BYTES // 2
     if not standing:
         pool = max(pool, _grown_pool(model, memory, kernels, kept, in_graph, offloaded))
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
@@ -299,6 +310,30 @@ def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
     return offloaded_state_bytes(model.shapes, layout)
 
 
+def _in_forward(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    gradients: int,
+    offloaded: OffloadedWeights,
+    *,
+    has_slots: bool,
+) -> tuple[str, dict[str, int]]:
+    """Return the terms at the end of the last layer's MLP in forward; without any where another moment has more."""
+    own = {**kept.layers[-1], **kept.offloaded[-1]}
+    temporaries = forward_temporaries(model.sizes, memory, kernels, own, has_slots=has_slots)
+    if not temporaries:
+        return "forward", {}
+    shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
+    return "forward of the last layer", {
+        ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
+        "gradients": gradients,
+        "activations": sum(sum(layer.values()) for layer in kept.layers) + sum(kept.offloaded[-1].values()) + shared,
+        "temporary tensors": sum(temporaries.values()),
+    }
+
+
 def _in_loss(
     model: RankModel,
     memory: MemoryConfig,
@@ -336,8 +371,11 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[st
         # that do not divide.
         copies = 2 if any(count % layout.shards for count in elements) else 1
         update["reduced gradients"] = model.total(shard_bytes, layout)
-        # Two H200s needed 104 MiB besides a largest gradient of 2 GiB, which is not explained: a bucket more.
-        update["gradient buckets"] = copies * max(_STAGE1_BUCKET_BYTES, largest) + _STAGE1_BUCKET_BYTES
+        # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
+        weights = max(elements) * layout.element_bytes
+        gathered = max(_STAGE1_BUCKET_BYTES, weights)
+        gathered += 2 * gathered // layout.shards
+        update["gradient buckets"] = max(copies * max(_STAGE1_BUCKET_BYTES, largest), gathered)
     elif layout.sharding == "none" and layout.data_parallel_size > 1 and not layout.overlaps_reduction:
         # A copy of a bucket's gradients, and its sum over the ranks.
         update["gradient buckets"] = 2 * min(max(GRADIENT_BUCKET_BYTES, largest), gradients)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nxd_memopt.config import ParallelConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.planner.candidates import require_batch, settings
+from nxd_memopt.planner.fragments import fragment_bytes
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.peak import StepMemory, step_memory
 from nxd_memopt.planner.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, kernels_of
@@ -132,7 +133,16 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         cuda_graph=setting.cuda_graph,
     )
     tokens = problem.sequence_length * sequences * accumulation
-    return Plan(setting, used, time, tokens / time.step_s, problem.usable_bytes, problem.usable_host_bytes)
+    return Plan(setting, used, time, tokens / time.step_s, _usable_bytes(problem, used), problem.usable_host_bytes)
+
+
+def _usable_bytes(problem: Problem, used: StepMemory) -> int:
+    """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
+    device = problem.placed_device
+    if device.kind != "cuda":
+        return problem.usable_bytes
+    usual = fragment_bytes(device.memory_bytes, MemoryConfig())
+    return problem.usable_bytes - max(0, used.fragment_bytes - usual)
 
 
 def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:

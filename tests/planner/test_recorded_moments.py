@@ -76,8 +76,6 @@ RECORDED = [
     (("gpt-neox-20b", 22, 8192), {}, 89696.7),
     # Attention is not restored before its backward.
     (("mixtral-8x7b", 3, 29696, SELECTIVE), {"micro_batches": 2}, 51050.8),
-    # Experts one after the other: their gradients in parts.
-    (("mixtral-8x7b", 5, 3328, SELECTIVE), {"sequences": 2, "precision": "32-true"}, 118443.1),
     # In fp16 the head's gradient is computed in backward.
     (("smollm2-135m", 30, 2304), {"precision": "16-mixed"}, 3052.5),
     # One tile at a time.
@@ -116,6 +114,64 @@ RECORDED = [
 def test_peaks_are_recorded_ones_but_for_small_tensors(step, options, recorded):
     # Between no and twice the bytes that stand for tensors below 1 MiB.
     assert 0 <= allocated(*step, **options) - recorded <= 2 * SMALL_TENSORS_BYTES / MIB
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "recorded"),
+    [
+        (("mixtral-8x7b", 5, 3328, SELECTIVE), {"sequences": 2}, 118443.1),
+        (("mixtral-8x7b", 3, 6400, CORE_ATTENTION), {}, 74378.3),
+        (("mixtral-8x7b", 4, 3584, KEPT), {}, 96187.2),
+    ],
+)
+def test_experts_one_after_the_other_have_gradients_in_parts(step, options, recorded):
+    # How many rows the last expert has differs from run to run.
+    planned = allocated(*step, **options, precision="32-true")
+    assert 0 <= planned - recorded <= 0.002 * recorded
+
+
+# Before 262 and 212 MiB of attention's output were freed when the next layer had read them.
+@pytest.mark.parametrize(
+    ("step", "recorded"),
+    [
+        (("mixtral-8x7b", 4, 67072, SELECTIVE), 44164.2 - 262),
+        (
+            (
+                "mixtral-8x7b",
+                5,
+                54272,
+                MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "moe")),
+            ),
+            36542.1 - 212,
+        ),
+    ],
+)
+def test_long_sequences_of_experts_have_their_peak_in_forward(step, recorded):
+    memory = step_memory(*step, ranks=2)
+    assert memory.moment == "forward of the last layer"
+    # Backward's workspace of cuBLAS, 32 MiB, does not exist yet.
+    assert 0 <= memory.device_bytes / MIB - recorded <= 32 + 2 * SMALL_TENSORS_BYTES / MIB
+
+
+def test_experts_wait_for_the_gathered_gradient_of_their_output():
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="nested")
+    planned = allocated("mixtral-8x7b", 9, 10752, memory, sequences=2, micro_batches=2, ranks=2)
+    assert 0 <= planned - 55088.1 <= 2 * SMALL_TENSORS_BYTES / MIB
+
+
+def test_updated_weights_are_gathered_next_to_all_reduced_gradients():
+    problem = Problem(
+        config=with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 16}),
+        device=device_named("h200"),
+        devices=2,
+        sequence_length=8192,
+        global_batch_size=2,
+        precision="bf16-mixed",
+        stages=("zero1",),
+    )
+    planned = evaluate(problem, Setting(1, "zero1", 1, MemoryConfig())).memory.device_bytes / MIB
+    # Recorded with the last weight of the bucket before, which is freed now.
+    assert 0 <= planned - (62801.9 - 112) <= 2 * SMALL_TENSORS_BYTES / MIB
 
 
 def test_slots_of_peer_memory_are_not_below_the_recorded_ones():
@@ -194,6 +250,24 @@ GRAPHS = [
     (("gpt-neox-20b", 16, 7168, KEPT), {}, 62821.4, 62944.0),
     # With fp32 sums, which hooks add to outside of the graph.
     (("smollm2-135m", 30, 3584, FULL), {"micro_batches": 2, "precision": "bf16-mixed"}, 2875.8, 2846.0),
+    # Layers that keep their tensors leave as much free in the second capture as in the first.
+    (("llama-3-8b", 32, 4352), {"sequences": 3, "micro_batches": 2}, 107707.2, None),
+    (("smollm2-135m", 20, 5120, FULL), {"precision": "16-mixed"}, 2302.0, None),
+    (("smollm2-135m", 30, 30464, CORE_ATTENTION), {"micro_batches": 2, "precision": "16-mixed"}, 14957.2, None),
+    # A chunk of three layers.
+    (
+        (
+            "llama-3-8b",
+            9,
+            11776,
+            MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
+        ),
+        {"sequences": 3},
+        33595.6,
+        None,
+    ),
+    (("gpt-neox-20b", 20, 2816, FULL), {}, 74872.2, None),
+    (("llama-3-8b", 32, 11520, SELECTIVE), {"sequences": 2}, 111323.3, None),
 ]
 
 
@@ -213,6 +287,36 @@ RESERVED = [
     (("smollm2-135m", 30, 43776, SMALL_TILES), {}, 2964.0),
     (("smollm2-135m", 20, 7680), {"sequences": 3}, 7176.0),
     (("llama-3-8b", 32, 2048), {}, 61968.0),
+    # Weights that come and go between activations of 132 MiB; layers of which some keep their attention.
+    (
+        (
+            "smollm2-135m",
+            30,
+            22528,
+            MemoryConfig(recompute_granularity="full", cpu_offloading_weights=True, cpu_offloading_num_layers=14),
+        ),
+        {"sequences": 2, "micro_batches": 2, "precision": "16-mixed"},
+        4762.0,
+    ),
+    (
+        ("smollm2-135m", 14, 28928, KEPT),
+        {"micro_batches": 2, "precision": "16-mixed"},
+        2915.0,
+    ),
+    (
+        (
+            "llama-3-8b",
+            28,
+            13056,
+            MemoryConfig(
+                recompute_granularity="full",
+                recompute_keep_core_attn=True,
+                recompute_keep_core_attn_num_layers=5,
+            ),
+        ),
+        {},
+        56147.0,
+    ),
     # Groups of heads leave more free than others.
     (
         (
@@ -231,3 +335,22 @@ RESERVED = [
 def test_fragments_are_at_least_the_recorded_ones(step, options, least):
     planned = step_memory(*step, **options).reserved_bytes / MIB
     assert 0 <= planned - least <= max(128, 0.02 * least)
+
+
+def test_a_plan_has_room_for_the_holes_of_its_own_techniques():
+    problem = Problem(
+        config=with_defaults(NAMED_CONFIGS["llama-3-8b"]),
+        device=device_named("h200"),
+        devices=1,
+        sequence_length=131072,
+        global_batch_size=1,
+        precision="bf16-true",
+        stages=("none",),
+        device_gib=80.0,
+    )
+    usual = evaluate(problem, Setting(1, "none", 1, FULL))
+    groups = evaluate(problem, Setting(1, "none", 1, MemoryConfig(**vars(FULL) | {"attention_head_groups": 2})))
+    assert usual.usable_bytes == problem.usable_bytes
+    # 2.5 instead of 1.9 % of what is allocated, and not of the whole device.
+    fragments = int(0.025 * groups.memory.device_bytes) - int(0.019 * problem.placed_device.memory_bytes)
+    assert groups.usable_bytes == problem.usable_bytes - fragments < problem.usable_bytes
