@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", metavar="NAME", help="the same with a recipe")
     parser.add_argument("--nproc", type=int, help="ranks of --config on this host")
     parser.add_argument("--output", default="profile", metavar="DIRECTORY", help="new directory of the files")
-    parser.add_argument("--skip", type=int, default=2, help="steps before the first profiled one")
+    parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one")
     parser.add_argument("--steps", type=int, default=3, help="steps whose time is profiled; one more is for memory")
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")

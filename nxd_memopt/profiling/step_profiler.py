@@ -39,7 +39,8 @@ class ProfileRequest:
 
     Args:
         directory: directory of the files.
-        skip: steps before the first profiled one; with fewer than 2 it contains warm-up.
+        skip: steps before the first profiled one; with fewer than 2 it contains warm-up, and with fewer than 3 the
+            capture of a CUDA graph.
         steps: steps whose time is profiled. Memory is profiled in one more step.
         stop: the training program ends after the last profiled step, without saving.
 
@@ -48,7 +49,7 @@ class ProfileRequest:
     """
 
     directory: str
-    skip: int = 2
+    skip: int = 3
     steps: int = 3
     stop: bool = False
 

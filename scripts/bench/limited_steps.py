@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,23 +13,38 @@ from nxd_memopt.backends.cuda.backend import CudaBackend
 
 FRACTIONS = (0.025, 0.01)
 """Limits besides the planned one: parts of what is allocated that may be reserved in addition."""
+FRACTIONS_OF_OFFLOAD = (0.01, 0.0, -0.01)
+"""The same for a step whose offload waits only where memory is short: parts of the planned allocated bytes."""
+PAGE_BYTES = 20 << 20
+"""PyTorch's allocator maps pages of this size, and compares a limit with what it was asked for: it may exceed it."""
 QUICK_S = 1.0
 """Steps that are longer run with the planned limit only."""
 
 
-def least_reserved(
-    run: Callable[[], object], *, allocated: int, planned: int, step_s: float, fails_alone: bool = True
-) -> int:
-    """Return what the allocator reserves in the step with the smallest limit with which it runs.
+@dataclass(frozen=True)
+class LimitedStep:
+    """What a step took that might not reserve more, with peer memory.
 
-    The limits fall from the planned one on, because nothing is run after a step that was out of memory. Peer memory
-    counts in every figure. Returns 0 without an allocator that has limits.
+    Args:
+        reserved: peak of the reserved bytes.
+        allocated: peak of the allocated bytes.
+    """
+
+    reserved: int
+    allocated: int
+
+
+def smallest_step(
+    run: Callable[[], object], *, limits: Iterable[int], planned: int, fails_alone: bool = True
+) -> LimitedStep | None:
+    """Return the step with the smallest limit with which it runs, or None without an allocator that has limits.
+
+    The limits fall from the planned one on, because nothing is run after a step that was out of memory.
 
     Args:
         run: runs a step.
-        allocated: peak of the allocated bytes.
+        limits: bytes; those above the planned one are not tried.
         planned: planned bytes, the largest limit.
-        step_s: planned seconds of a step.
         fails_alone: a step that is out of memory leaves no other rank waiting. Otherwise the planned limit is
             the only one.
 
@@ -36,21 +52,20 @@ def least_reserved(
         torch.OutOfMemoryError: the step does not run with the planned limit.
     """
     if not isinstance(backend, CudaBackend):
-        return 0
-    reserved = limited_step(run, planned)
-    if not fails_alone or step_s > QUICK_S:
-        return reserved
-    limits = (allocated + round(allocated * fraction) for fraction in FRACTIONS)
+        return None
+    found = limited_step(run, planned)
+    if not fails_alone:
+        return found
     for limit in sorted((limit for limit in limits if limit < planned), reverse=True):
         try:
-            reserved = limited_step(run, limit)
+            found = limited_step(run, limit)
         except torch.OutOfMemoryError:
             break
-    return reserved
+    return found
 
 
-def limited_step(run: Callable[[], object], limit_bytes: int) -> int:
-    """Run a step on a GPU that may reserve ``limit_bytes`` and return what it reserved, both with peer memory.
+def limited_step(run: Callable[[], object], limit_bytes: int) -> LimitedStep:
+    """Run a step on a GPU that may reserve ``limit_bytes``, with peer memory.
 
     Raises:
         torch.OutOfMemoryError: the step needs more.
@@ -59,12 +74,12 @@ def limited_step(run: Callable[[], object], limit_bytes: int) -> int:
     peers = backend.peer_memory_bytes()
     total = torch.cuda.get_device_properties(backend.device).total_memory
     clean()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers) / total), backend.device)
+    backend.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers - PAGE_BYTES) / total), backend.device)
     try:
         run()
         backend.synchronize()
-        return torch.cuda.max_memory_reserved() + peers
+        return LimitedStep(torch.cuda.max_memory_reserved() + peers, backend.max_memory_allocated() or 0)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
 

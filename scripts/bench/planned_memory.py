@@ -15,7 +15,8 @@ where the last one ended. The last lines sum up all rows of this commit.
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
 from the device in the step with the smallest limit with which it runs (``limited_steps``), and
-``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory. Of
+``unlimited_reserved`` in the steps before it; ``allocated`` is measured in that step too where offloaded
+activations stay on the device while memory is left; ``host`` the blocks and claims of the run's host memory. Of
 several ranks each figure is that of the rank that has most. Errors are
 planned / measured - 1, so that a negative one promises too little memory. The time of a step that waits
 for the host's launches (``waiting_part``, by plan) has a column of its own: it depends on the host's
@@ -27,10 +28,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +40,7 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda.backend import CudaBackend
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -54,7 +57,7 @@ from nxd_memopt.training.model import build_model, load_hf_config, require_execu
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.state import Training
 from scripts.bench.gpu_race import first_line
-from scripts.bench.limited_steps import clean, least_reserved
+from scripts.bench.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, LimitedStep, clean, smallest_step
 from scripts.bench.planned_cells import DEVICE, Cell, drawn, named, plan_of
 from scripts.bench.record import append, environment, last_commit
 
@@ -120,30 +123,23 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     training = Training(model, optimizer, forward_backward, cast(Any, None), cast(Any, None))
     batches = batches_of(config, hf_config.vocab_size)
     warm_up, timed = steps_of(plan, cuda_graph=cell.cuda_graph)
-    times: list[float] = []
-    losses: list[float] = []
-    warm_up_bytes: int | None = None
-    for number in range(warm_up + timed):
-        if number == warm_up:
-            warm_up_bytes = backend.max_memory_allocated()
-            backend.reset_peak_memory_stats()
-        start = time.perf_counter()
-        losses.append(run_step(training, config, batches).loss.item())
-        backend.synchronize()
-        times.append(time.perf_counter() - start)
+    run = functools.partial(run_step, training, config, batches)
+    times, losses, warm_up_bytes = _run_steps(lambda: run().loss.item(), warm_up, timed)
     allocated = backend.max_memory_allocated() or 0
     taken = 0
     if isinstance(backend, CudaBackend):
         taken = torch.cuda.max_memory_reserved() + backend.peer_memory_bytes()
-    reserved = 0
+    least: LimitedStep | None = None
     if limits:
-        reserved = least_reserved(
-            lambda: run_step(training, config, batches),
-            allocated=_largest(allocated),
+        is_elastic = waits_for_memory(config.memory)
+        least = smallest_step(
+            run,
+            limits=tried_limits(plan, _largest(allocated), is_elastic=is_elastic),
             planned=plan.memory.reserved_bytes,
-            step_s=plan.time.step_s,
             fails_alone=world_size() == 1,
         )
+        if least is not None and is_elastic:
+            allocated = least.allocated
     # The next cell has the memory into which the states of a next step are being copied.
     optimizer.finish_update()
     if optimizer.skipped_steps:
@@ -155,13 +151,57 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
         "allocated_bytes": _largest(allocated),
-        "reserved_bytes": _largest(reserved) if reserved else "",
+        "reserved_bytes": "" if least is None else _largest(least.reserved),
         "unlimited_reserved_bytes": _largest(taken) if taken else "",
         "host_bytes": _largest(0 if pool is None else pool.total_bytes),
         "step_s": round(statistics.median(times[warm_up:]), 4),
         "steps": f"{warm_up}+{timed}",
         "loss": round(losses[-1], 4),
     }
+
+
+def _run_steps(step: Callable[[], float], warm_up: int, timed: int) -> tuple[list[float], list[float], int | None]:
+    """Return the seconds and the losses of all steps, and the peak of memory of the warm-up; the peak then counts anew.
+
+    Args:
+        step: runs a step and returns its loss.
+        warm_up: number of the first steps.
+        timed: number of the others.
+    """
+    times: list[float] = []
+    losses: list[float] = []
+    warm_up_bytes: int | None = None
+    for number in range(warm_up + timed):
+        if number == warm_up:
+            warm_up_bytes = backend.max_memory_allocated()
+            backend.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses.append(step())
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+    return times, losses, warm_up_bytes
+
+
+def waits_for_memory(memory: MemoryConfig) -> bool:
+    """Return whether offloaded activations stay on the device while memory is left (``memory/offload.py``)."""
+    return memory.cpu_offloading_num_layers > 0 and not (
+        memory.cpu_offloading_activations or memory.cpu_offloading_weights
+    )
+
+
+def tried_limits(plan: Plan, allocated: int, *, is_elastic: bool) -> list[int]:
+    """Return the limits besides the planned one with which a step is run, in bytes.
+
+    Args:
+        plan: plan of the step.
+        allocated: peak of the allocated bytes without a limit.
+        is_elastic: see ``waits_for_memory``. What such a step allocates is measured with the smallest limit.
+    """
+    if is_elastic:
+        return [round(plan.memory.device_bytes * (1 + part)) for part in FRACTIONS_OF_OFFLOAD]
+    if plan.time.step_s > QUICK_S:
+        return []
+    return [round(allocated * (1 + part)) for part in FRACTIONS]
 
 
 def _use_groups(cell: Cell) -> None:

@@ -208,7 +208,7 @@ def test_quantities(quantity, text):
         ("--report here -- true", ("true is not run",)),
         ("--report here", ("here", "rank0.json")),
         ("-- no-such-program", ("no-such-program", "not a program")),
-        ("-- true", ("profiled no step", "6 steps")),
+        ("-- true", ("profiled no step", "7 steps")),
     ],
 )
 def test_refusals(arguments, words, tmp_path, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_run_on_two_ranks(tmp_path, monkeypatch, capsys):
     assert [each["rank"] for each in ranks] == [0, 1] and ranks[0]["world_size"] == 2
     assert ranks[0]["time"]["communication"]["exposed_communication"] > 0
     # The run has stopped after the profile, and has neither checkpoints nor an export.
-    assert len((output / "run" / "metrics.jsonl").read_text().splitlines()) <= 6
+    assert len((output / "run" / "metrics.jsonl").read_text().splitlines()) <= 7
     assert not (output / "run" / "export").exists()
     assert not (tmp_path / "run").exists()
     for rank in (0, 1):
@@ -252,7 +252,7 @@ def test_a_run_on_two_ranks(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_profiled_run_has_the_losses_of_any_other_and_says_when_it_is_too_short(tmp_path):
-    config = write_config(tmp_path, trainer={"max_steps": 6})
+    config = write_config(tmp_path, trainer={"max_steps": 7})
     assert train(config).returncode == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     request = json.dumps({"directory": str(tmp_path / "profile"), "skip": 2, "steps": 3})
@@ -266,4 +266,4 @@ def test_a_profiled_run_has_the_losses_of_any_other_and_says_when_it_is_too_shor
     own = json.dumps({"directory": str(tmp_path / "own"), "stop": True})
     other = ("--trainer.output-dir", str(tmp_path / "fourth"))
     refused = train(config, *other, "--trainer.max-steps", "5", env={PROFILE_VARIABLE: own})
-    assert refused.returncode == 2 and "the profile needs 6" in refused.stderr
+    assert refused.returncode == 2 and "the profile needs 7" in refused.stderr

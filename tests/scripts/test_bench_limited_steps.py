@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.hardware import device_named
 from scripts.bench import limited_steps
-from scripts.bench.limited_steps import least_reserved
+from scripts.bench.limited_steps import LimitedStep, smallest_step
+from scripts.bench.planned_cells import Cell, plan_of
+from scripts.bench.planned_memory import tried_limits, waits_for_memory
 
-ALLOCATED = 100_000
 PLANNED = 101_900
 
 
@@ -21,40 +24,65 @@ def limits(monkeypatch):
         found.append(limit)
         if limit < 101_400:
             raise torch.OutOfMemoryError(f"{limit} bytes")
-        return min(limit, 104_000)
+        return LimitedStep(min(limit, 104_000), limit - 1000)
 
     monkeypatch.setattr(limited_steps, "limited_step", limited)
     monkeypatch.setattr(limited_steps, "CudaBackend", object)
     return found
 
 
-def least(**options) -> int:
-    return least_reserved(
-        lambda: None, **{"allocated": ALLOCATED, "planned": PLANNED, "step_s": 1.0, "fails_alone": True} | options
-    )
+def smallest(tried, *, planned=PLANNED, fails_alone=True) -> LimitedStep | None:
+    return smallest_step(lambda: None, limits=tried, planned=planned, fails_alone=fails_alone)
 
 
 def test_limits_fall_until_a_step_fails(limits):
-    assert least(allocated=99_000) == 101_475
+    assert smallest([99_000, 99_990, 101_475]) == LimitedStep(101_475, 100_475)
     assert limits == [PLANNED, 101_475, 99_990]
 
 
 def test_a_limit_above_the_plan_is_not_tried(limits):
-    assert least() == PLANNED
+    assert smallest([102_500, 101_000]) == LimitedStep(PLANNED, 100_900)
     assert limits == [PLANNED, 101_000]
 
 
 def test_with_other_ranks_no_limit_is_below_the_planned_one(limits):
-    assert least(allocated=99_000, fails_alone=False) == PLANNED
-    assert limits == [PLANNED]
-
-
-def test_long_steps_run_once(limits):
-    assert least(allocated=99_000, step_s=10.0) == PLANNED
+    assert smallest([101_475], fails_alone=False) == LimitedStep(PLANNED, 100_900)
     assert limits == [PLANNED]
 
 
 def test_a_step_for_which_the_plan_does_not_suffice_fails(limits):
     with pytest.raises(torch.OutOfMemoryError, match="91000 bytes"):
-        least(allocated=90_000, planned=91_000)
+        smallest([90_000], planned=91_000)
     assert limits == [91_000]
+
+
+def test_long_steps_run_with_the_planned_limit_only():
+    plan = plan_of(
+        Cell("llama 32k full", "llama-3-8b", 32, 32768, memory={"recompute_granularity": "full"}), device_named("h200")
+    )
+    assert tried_limits(plan, 1000, is_elastic=False) == []
+
+
+def test_short_steps_have_limits_of_what_they_allocate():
+    plan = plan_of(Cell("smollm 2k", "smollm2-135m", 30, 2048), device_named("h200"))
+    assert tried_limits(plan, 1000, is_elastic=False) == [1025, 1010]
+
+
+def test_offload_that_takes_what_is_left_has_limits_of_what_is_planned():
+    plan = plan_of(Cell("smollm 2k", "smollm2-135m", 30, 2048), device_named("h200"))
+    planned = plan.memory.device_bytes
+    assert tried_limits(plan, 1000, is_elastic=True) == [round(planned * part) for part in (1.01, 1.0, 0.99)]
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({}, False),
+        ({"cpu_offloading_num_layers": 2}, True),
+        ({"cpu_offloading_num_layers": 2, "recompute_granularity": "full"}, True),
+        ({"cpu_offloading_num_layers": 2, "recompute_granularity": "full", "cpu_offloading_activations": True}, False),
+        ({"cpu_offloading_num_layers": 2, "cpu_offloading_weights": True}, False),
+    ],
+)
+def test_only_offloaded_activations_of_whole_layers_take_what_is_left(options, waits):
+    assert waits_for_memory(MemoryConfig(**options)) is waits
