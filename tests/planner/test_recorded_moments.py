@@ -346,7 +346,7 @@ def test_a_plan_has_room_for_the_holes_of_its_own_techniques():
         global_batch_size=1,
         precision="bf16-true",
         stages=("none",),
-        device_gib=80.0,
+        device_gib=100.0,
     )
     usual = evaluate(problem, Setting(1, "none", 1, FULL))
     groups = evaluate(problem, Setting(1, "none", 1, MemoryConfig(**vars(FULL) | {"attention_head_groups": 2})))
