@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.parallel_layers.fusion import has_hooks
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel
+from nxd_memopt.planner.formulas import head_group_counts, require_head_groups
 
 Checkpoint = Callable[..., Any]
 """Runs a function with arguments, saves the arguments only, and runs it again in backward."""
@@ -59,23 +60,11 @@ class AttentionLayers:
 
     def group_counts(self) -> list[int]:
         """Return the numbers of groups into which this rank's heads can be divided, ascending."""
-        num_heads = self.num_heads()
-        queries = max(num_heads)
-        return [
-            count
-            for count in range(1, queries + 1)
-            if queries % count == 0 and all(heads % count == 0 or count % heads == 0 for heads in num_heads)
-        ]
+        return head_group_counts(self.num_heads())
 
     def require_divisible(self, num_groups: int) -> None:
         """Raise ``ValueError`` unless this rank's heads can be divided into ``num_groups``."""
-        if num_groups not in self.group_counts():
-            queries, kv_heads = max(self.num_heads()), min(self.num_heads())
-            raise ValueError(
-                f"attention_head_groups {num_groups} does not divide a rank's {queries} query heads "
-                f"and {kv_heads} KV heads evenly: use a divisor of {queries} that divides "
-                f"{kv_heads} or is a multiple of it"
-            )
+        require_head_groups(num_groups, self.num_heads())
 
 
 def attention_by_head_groups(

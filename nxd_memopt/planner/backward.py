@@ -148,9 +148,11 @@ class _Bytes:
         self.rows = 0
         self.expert_tokens = self.full
         self.gathered_gradient = self.gathered
+        self.router = 0
         if sizes.moe is not None:
             rows, width, num_weights = sizes.moe.rows(sizes.tokens), sizes.moe.width, sizes.moe.local_experts
             self.rows = rows * sizes.hidden * element
+            self.router = 2 * sizes.shard_tokens * sizes.moe.num_experts * sizes.moe.number_bytes
             # The gradient of the tokens of all expert-parallel ranks, before it is reduced.
             if sizes.moe.gathers_tokens:
                 self.expert_tokens = sizes.moe.expert_ranks * self.full
@@ -373,8 +375,9 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
     # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
     copied_gradients = b.rows if copies_rows(moe.width) else 0
     copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
-    gradients = {"gradients of the stream": b.stream, "gradient of the tokens": b.expert_tokens}
-    stream = {"gradients of the stream": b.stream}
+    # Two numbers for each token and expert, of the router: gradients of scores and logits.
+    stream = {"gradients of the stream": b.stream, "gradients of the router": b.router}
+    gradients = stream | {"gradient of the tokens": b.expert_tokens}
     down = stream | {
         "gathered gradient": b.gathered_gradient,
         "copied rows": copied_gradients,
@@ -401,13 +404,13 @@ def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
     down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
     activation = {"dA": b.width, "gradients of the columns": columns * b.width}
     weights = columns * b.width_weight
+    up = {"gradients of the stream": b.stream + b.reduced, "dX": b.rows, "parts of dW": weights, "dW": weights}
     # Experts have different numbers of rows, and the last one may have many (a quarter of all rows measured).
-    rows = b.rows + b.rows // 2
-    up = {"gradients of the stream": b.stream + b.reduced, "dX": rows, "parts of dW": weights, "dW": weights}
+    more = {"rows beyond the mean": b.rows // 2}
     return [
-        Moment("MLP, last projection", stream | down, after_down),
-        Moment("activation", stream | activation, after_down, b.width_weight),
-        Moment("MLP, first projections", up, after_up, b.width_weight),
+        Moment("MLP, last projection", stream | down | more, after_down),
+        Moment("activation", stream | activation | more, after_down, b.width_weight),
+        Moment("MLP, first projections", up | more, after_up, b.width_weight),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.architectures import moe_layers, require_shardable, sizes
+from nxd_memopt.planner.formulas import head_group_counts
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.problem import Problem, Setting, has_windows, kernels_of
 
@@ -159,4 +160,4 @@ def _has_head_groups(problem: Problem) -> bool:
     ranks = tensor_parallel_sizes(problem)[-1]
     queries = letters["h"] // ranks
     groups = max(1, letters["g"] // ranks)
-    return queries % _HEAD_GROUPS == 0 and (groups % _HEAD_GROUPS == 0 or _HEAD_GROUPS % groups == 0)
+    return _HEAD_GROUPS in head_group_counts((queries, groups))

@@ -224,6 +224,31 @@ def head_group_bytes(
     return num_tokens * per_token // num_groups
 
 
+def head_group_counts(num_heads: Sequence[int]) -> list[int]:
+    """Return the numbers of groups into which a rank's heads can be divided, ascending.
+
+    Args:
+        num_heads: heads of each projection: queries, and keys and values if they have their own.
+    """
+    queries = max(num_heads)
+    return [
+        count
+        for count in range(1, queries + 1)
+        if queries % count == 0 and all(heads % count == 0 or count % heads == 0 for heads in num_heads)
+    ]
+
+
+def require_head_groups(num_groups: int, num_heads: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless a rank's heads can be divided into ``num_groups``; arguments as above."""
+    if num_groups not in head_group_counts(num_heads):
+        queries, kv_heads = max(num_heads), min(num_heads)
+        raise ValueError(
+            f"attention_head_groups {num_groups} does not divide a rank's {queries} query heads "
+            f"and {kv_heads} KV heads evenly: use a divisor of {queries} that divides "
+            f"{kv_heads} or is a multiple of it"
+        )
+
+
 def auto_head_groups(free_bytes: int | None, group_counts: Sequence[int], bytes_of_all: int) -> int:
     """Return the fewest groups of heads of which one takes at most an eighth of free memory.
 

@@ -15,9 +15,10 @@ _FRACTION_OF_UNEQUAL_LAYERS = 0.0215
 _FRACTION_OF_HEAD_GROUPS = 0.025
 _FRACTION_WITH_GRAPH = 0.015
 _FRACTION_WITH_GRAPH_AND_MASTERS = 0.012
-_FEWEST_BYTES = 136 << 20
+_FEWEST_BYTES_WITHOUT_RECOMPUTE = 104 << 20
+_FEWEST_BYTES = 130 << 20
 _FEWEST_BYTES_OF_MANY_LAYERS = 192 << 20
-_FEWEST_BYTES_OF_OFFLOADED_WEIGHTS = 256 << 20
+_FEWEST_BYTES_OF_OFFLOADED_WEIGHTS = 208 << 20
 _MANY_LAYERS = 12
 _LARGE_STREAM_BYTES = 8 << 20
 _LARGER_STREAM_BYTES = 32 << 20
@@ -32,10 +33,11 @@ CUBLAS_WORKSPACE_BYTES = 64 << 20
 def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, stream_bytes: int = 0) -> int:
     """Return what the allocator needs besides ``tensors`` bytes: 1.9 % of them, and at least a few pages.
 
-    Few pages are free in parts after the backward of few layers or of few tokens (20 to 84 MiB measured, of 2 to
-    8 GiB of tensors), more with at least 12 layers whose hidden states have 8 MiB (to 169 MiB), and if weights return
-    between larger ones (to 208 MiB). Layers of which some keep their attention leave holes of two sizes (1.75 to
-    2 % measured), and attention by groups of heads has more tensors between those of the layers (1.5 and 2.3 %).
+    Few pages are free in parts after a backward that recomputes nothing (0 to 87 MiB measured, of 1 to 8 GiB of
+    tensors) or few layers or tokens (to 112 MiB), more with at least 12 recomputed layers whose hidden states have
+    8 MiB (to 169 MiB), and if weights return between larger ones (208 MiB). Layers of which some keep their attention
+    leave holes of two sizes (1.75 to 2 % measured), and attention by groups of heads has more tensors between those
+    of the layers (1.5 and 2.3 %).
 
     Args:
         tensors: allocated bytes.
@@ -44,16 +46,25 @@ def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, strea
         stream_bytes: hidden states between two layers.
     """
     fewest = _FEWEST_BYTES
-    if layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES:
+    if memory.cpu_offloading_weights and stream_bytes >= _LARGER_STREAM_BYTES:
+        fewest = _FEWEST_BYTES_OF_OFFLOADED_WEIGHTS + stream_bytes
+    elif _keeps_all_tensors(memory, layers):
+        fewest = _FEWEST_BYTES_WITHOUT_RECOMPUTE
+    elif layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES:
         fewest = _FEWEST_BYTES_OF_MANY_LAYERS
-        if memory.cpu_offloading_weights and stream_bytes >= _LARGER_STREAM_BYTES:
-            fewest = _FEWEST_BYTES_OF_OFFLOADED_WEIGHTS
     fraction = FRAGMENT_FRACTION
     if isinstance(memory.attention_head_groups, int):
         fraction = _FRACTION_OF_HEAD_GROUPS
     elif memory.recompute_keep_core_attn_num_layers is not None:
         fraction = _FRACTION_OF_UNEQUAL_LAYERS
     return max(fewest, int(tensors * fraction))
+
+
+def _keeps_all_tensors(memory: MemoryConfig, layers: int) -> bool:
+    """Return whether no layer computes tensors again, of GPUs' attention kernels, or has them in host memory."""
+    recomputed = set(memory.recompute_modules or ()) - {"core_attn"}
+    is_full = memory.recompute_granularity == "full"
+    return not (is_full or recomputed or memory.num_offloaded_layers(layers) or memory.cpu_offloading_weights)
 
 
 def fragment_bytes_with_graph(tensors: int, outside: int, *, has_masters: bool) -> int:

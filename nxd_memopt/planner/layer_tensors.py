@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.adapters import QKV
 from nxd_memopt.planner.expert_tensors import expert_tensors
+from nxd_memopt.planner.formulas import require_head_groups
 from nxd_memopt.planner.moe_sizes import MoESizes
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
@@ -149,6 +150,8 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
         )
+    if memory.attention_head_groups is not None:
+        require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
     kernels = layer_kernels(sizes, kernels, index)
     if sizes.is_gated:
         return _llama_layer(sizes, memory, kernels, index)

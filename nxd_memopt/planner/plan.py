@@ -139,7 +139,8 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
 def _usable_bytes(problem: Problem, used: StepMemory) -> int:
     """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
     device = problem.placed_device
-    if device.kind != "cuda":
+    # What does not fit anyway is compared with what others can use.
+    if device.kind != "cuda" or used.device_bytes > problem.usable_bytes:
         return problem.usable_bytes
     usual = fragment_bytes(device.memory_bytes, MemoryConfig())
     return problem.usable_bytes - max(0, used.fragment_bytes - usual)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -21,25 +20,11 @@ QUICK_S = 1.0
 """Steps that are longer run with the planned limit only."""
 
 
-@dataclass(frozen=True)
-class LimitedStep:
-    """What a step took that might not reserve more, with peer memory.
+def least_reserved(run: Callable[[], object], *, limits: Iterable[int], planned: int, fails_alone: bool = True) -> int:
+    """Return what the allocator reserves in the step with the smallest limit with which it runs.
 
-    Args:
-        reserved: peak of the reserved bytes.
-        allocated: peak of the allocated bytes.
-    """
-
-    reserved: int
-    allocated: int
-
-
-def smallest_step(
-    run: Callable[[], object], *, limits: Iterable[int], planned: int, fails_alone: bool = True
-) -> LimitedStep | None:
-    """Return the step with the smallest limit with which it runs, or None without an allocator that has limits.
-
-    The limits fall from the planned one on, because nothing is run after a step that was out of memory.
+    The limits fall from the planned one on, because nothing is run after a step that was out of memory. Peer memory
+    counts in every figure. Returns 0 without an allocator that has limits.
 
     Args:
         run: runs a step.
@@ -52,7 +37,7 @@ def smallest_step(
         torch.OutOfMemoryError: the step does not run with the planned limit.
     """
     if not isinstance(backend, CudaBackend):
-        return None
+        return 0
     found = limited_step(run, planned)
     if not fails_alone:
         return found
@@ -64,8 +49,8 @@ def smallest_step(
     return found
 
 
-def limited_step(run: Callable[[], object], limit_bytes: int) -> LimitedStep:
-    """Run a step on a GPU that may reserve ``limit_bytes``, with peer memory.
+def limited_step(run: Callable[[], object], limit_bytes: int) -> int:
+    """Run a step on a GPU that may reserve ``limit_bytes`` and return what it reserved, both with peer memory.
 
     Raises:
         torch.OutOfMemoryError: the step needs more.
@@ -74,12 +59,12 @@ def limited_step(run: Callable[[], object], limit_bytes: int) -> LimitedStep:
     peers = backend.peer_memory_bytes()
     total = torch.cuda.get_device_properties(backend.device).total_memory
     clean()
-    backend.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers - PAGE_BYTES) / total), backend.device)
     try:
         run()
         backend.synchronize()
-        return LimitedStep(torch.cuda.max_memory_reserved() + peers, backend.max_memory_allocated() or 0)
+        return torch.cuda.max_memory_reserved() + peers
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, backend.device)
 

@@ -15,13 +15,13 @@ where the last one ended. The last lines sum up all rows of this commit.
 Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
 from the device in the step with the smallest limit with which it runs (``limited_steps``), and
-``unlimited_reserved`` in the steps before it; ``allocated`` is measured in that step too where offloaded
-activations stay on the device while memory is left; ``host`` the blocks and claims of the run's host memory. Of
-several ranks each figure is that of the rank that has most. Errors are
-planned / measured - 1, so that a negative one promises too little memory. The time of a step that waits
-for the host's launches (``waiting_part``, by plan) has a column of its own: it depends on the host's
-processor and load, and differs by 20 to 30 % between runs. ``formulas`` is the last commit of the
-planner, ``rates`` says whose rates the planned time has: published ones, or those of ``--rates``.
+``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory.
+Offloaded activations stay on the device while memory is left, so that such a step has no ``allocated``. Of
+several ranks each figure is that of the rank that has most. Errors are planned / measured - 1, so that a
+negative one promises too little memory. The time of a step that waits for the host's launches
+(``waiting_part``, by plan) has a column of its own: it depends on the host's processor and load, and differs
+by 20 to 30 % between runs. ``formulas`` is the last commit of the planner, ``rates`` says whose rates the
+planned time has: published ones, or those of ``--rates``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from nxd_memopt.training.model import build_model, load_hf_config, require_execu
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.state import Training
 from scripts.bench.gpu_race import first_line
-from scripts.bench.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, LimitedStep, clean, smallest_step
+from scripts.bench.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
 from scripts.bench.planned_cells import DEVICE, Cell, drawn, named, plan_of
 from scripts.bench.record import append, environment, last_commit
 
@@ -129,17 +129,15 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     taken = 0
     if isinstance(backend, CudaBackend):
         taken = torch.cuda.max_memory_reserved() + backend.peer_memory_bytes()
-    least: LimitedStep | None = None
+    reserved = 0
+    is_elastic = waits_for_memory(config.memory)
     if limits:
-        is_elastic = waits_for_memory(config.memory)
-        least = smallest_step(
+        reserved = least_reserved(
             run,
             limits=tried_limits(plan, _largest(allocated), is_elastic=is_elastic),
             planned=plan.memory.reserved_bytes,
             fails_alone=world_size() == 1,
         )
-        if least is not None and is_elastic:
-            allocated = least.allocated
     # The next cell has the memory into which the states of a next step are being copied.
     optimizer.finish_update()
     if optimizer.skipped_steps:
@@ -150,8 +148,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         "moment": plan.memory.moment,
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
-        "allocated_bytes": _largest(allocated),
-        "reserved_bytes": "" if least is None else _largest(least.reserved),
+        "allocated_bytes": "" if is_elastic else _largest(allocated),
+        "reserved_bytes": _largest(reserved) if reserved else "",
         "unlimited_reserved_bytes": _largest(taken) if taken else "",
         "host_bytes": _largest(0 if pool is None else pool.total_bytes),
         "step_s": round(statistics.median(times[warm_up:]), 4),
@@ -195,7 +193,7 @@ def tried_limits(plan: Plan, allocated: int, *, is_elastic: bool) -> list[int]:
     Args:
         plan: plan of the step.
         allocated: peak of the allocated bytes without a limit.
-        is_elastic: see ``waits_for_memory``. What such a step allocates is measured with the smallest limit.
+        is_elastic: see ``waits_for_memory``. What such a step allocates says nothing of what it needs.
     """
     if is_elastic:
         return [round(plan.memory.device_bytes * (1 + part)) for part in FRACTIONS_OF_OFFLOAD]
@@ -359,7 +357,8 @@ def summary(row: Row) -> str:
     """Return a row in words."""
     if row["failure"]:
         return row["failure"]
-    shown = [f"{row['allocated_bytes'] / GIB:.2f} GiB", f"{row['step_s']:.3g} s"]
+    size = row["allocated_bytes"] or row["planned_allocated_bytes"]
+    shown = [f"{size / GIB:.2f} GiB", f"{row['step_s']:.3g} s"]
     shown += [f"{name} {value:+.2f} %" for name, value in row.items() if name.endswith("_error")]
     return ", ".join(shown)
 

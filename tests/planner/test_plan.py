@@ -471,3 +471,18 @@ def test_no_setting_that_fits_is_passed_over():
     for setting in settings(asked):
         if setting.optimizer_offload_fraction == 0:
             assert evaluate(asked, setting).fits == (setting in shown), setting
+
+
+def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
+    problem = Problem(
+        config=with_defaults(NAMED_CONFIGS["smollm2-135m"]),
+        device=device_named("h200"),
+        devices=1,
+        sequence_length=2048,
+        global_batch_size=1,
+    )
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=2)
+    with pytest.raises(ValueError, match="attention_head_groups 2 does not divide a rank's 9 query heads and 3 KV"):
+        evaluate(problem, Setting(1, "none", 1, memory))
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=3)
+    assert evaluate(problem, Setting(1, "none", 1, memory)).fits

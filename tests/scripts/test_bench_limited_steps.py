@@ -8,7 +8,7 @@ import torch
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from scripts.bench import limited_steps
-from scripts.bench.limited_steps import LimitedStep, smallest_step
+from scripts.bench.limited_steps import least_reserved
 from scripts.bench.planned_cells import Cell, plan_of
 from scripts.bench.planned_memory import tried_limits, waits_for_memory
 
@@ -24,29 +24,29 @@ def limits(monkeypatch):
         found.append(limit)
         if limit < 101_400:
             raise torch.OutOfMemoryError(f"{limit} bytes")
-        return LimitedStep(min(limit, 104_000), limit - 1000)
+        return min(limit, 104_000)
 
     monkeypatch.setattr(limited_steps, "limited_step", limited)
     monkeypatch.setattr(limited_steps, "CudaBackend", object)
     return found
 
 
-def smallest(tried, *, planned=PLANNED, fails_alone=True) -> LimitedStep | None:
-    return smallest_step(lambda: None, limits=tried, planned=planned, fails_alone=fails_alone)
+def smallest(tried, *, planned=PLANNED, fails_alone=True) -> int:
+    return least_reserved(lambda: None, limits=tried, planned=planned, fails_alone=fails_alone)
 
 
 def test_limits_fall_until_a_step_fails(limits):
-    assert smallest([99_000, 99_990, 101_475]) == LimitedStep(101_475, 100_475)
+    assert smallest([99_000, 99_990, 101_475]) == 101_475
     assert limits == [PLANNED, 101_475, 99_990]
 
 
 def test_a_limit_above_the_plan_is_not_tried(limits):
-    assert smallest([102_500, 101_000]) == LimitedStep(PLANNED, 100_900)
+    assert smallest([102_500, 101_000]) == PLANNED
     assert limits == [PLANNED, 101_000]
 
 
 def test_with_other_ranks_no_limit_is_below_the_planned_one(limits):
-    assert smallest([101_475], fails_alone=False) == LimitedStep(PLANNED, 100_900)
+    assert smallest([101_475], fails_alone=False) == PLANNED
     assert limits == [PLANNED]
 
 
