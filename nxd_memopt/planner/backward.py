@@ -20,6 +20,8 @@ from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
 """Largest gradient of a gated activation; each further tile adds one pass over dW."""
+_LARGEST_SHARE = 8
+"""An expert may have three of so many parts of all rows (two measured in random routers of eight experts)."""
 _FLASH4_BLOCK = 128
 """Tokens to whose multiple FlashAttention-4's buffers are rounded."""
 
@@ -396,11 +398,19 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
 def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
     """Return the moments of experts that are computed one after the other, on GPUs without ``has_expert_kernels``.
 
-    The gradients of the experts' weights, and of their rows, exist in parts before they are joined.
+    The gradients of the experts' weights, and of their rows, exist in parts before they are joined: that of the rows of
+    all experts but one is zero in each part, so that there are two of full size, and one expert's.
     """
     stream = {"gradients of the stream": b.stream}
-    after_down = frozenset({"activation of the rows", "outputs of the rows", "weighted rows"})
+    in_down = frozenset({"outputs of the rows", "weighted rows"})
+    after_down = in_down | {"activation of the rows"}
     after_up = after_down | {"rows", "gate, up of the rows", "activated gate of the rows", "expanded rows"}
+    parts_of_down = {
+        "gradients of the outputs": b.rows,
+        "dA": 2 * b.width,
+        "dA of one expert": 3 * b.width // _LARGEST_SHARE,
+        "parts of dW": b.width_weight,
+    }
     down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
     activation = {"dA": b.width, "gradients of the columns": columns * b.width}
     weights = columns * b.width_weight
@@ -408,8 +418,9 @@ def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
     # Experts have different numbers of rows, and the last one may have many (a quarter of all rows measured).
     more = {"rows beyond the mean": b.rows // 2}
     return [
-        Moment("MLP, last projection", stream | down | more, after_down),
-        Moment("activation", stream | activation | more, after_down, b.width_weight),
+        Moment("MLP, last projection of each expert", stream | parts_of_down, in_down),
+        Moment("MLP, last projection", stream | down, after_down),
+        Moment("activation", stream | activation, after_down, b.width_weight),
         Moment("MLP, first projections", up | more, after_up, b.width_weight),
     ]
 

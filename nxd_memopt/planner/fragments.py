@@ -25,12 +25,15 @@ _LARGER_STREAM_BYTES = 32 << 20
 _BESIDES_GRAPH_BYTES = 128 << 20
 _BESIDES_GRAPH_AND_MASTERS_BYTES = 48 << 20
 _PAGE_BYTES = 20 << 20
+_HOLE_OF_GRADIENTS_BYTES = 28 << 20
 _SMALL_IN_POOL_BYTES = 8 << 20
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
 
 
-def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, stream_bytes: int = 0) -> int:
+def fragment_bytes(
+    tensors: int, memory: MemoryConfig, *, layers: int = 1, stream_bytes: int = 0, layer_gradient_bytes: int = 0
+) -> int:
     """Return what the allocator needs besides ``tensors`` bytes: 1.9 % of them, and at least a few pages.
 
     Few pages are free in parts after a backward that recomputes nothing (0 to 87 MiB measured, of 1 to 8 GiB of
@@ -44,6 +47,8 @@ def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, strea
         memory: memory techniques.
         layers: decoder layers.
         stream_bytes: hidden states between two layers.
+        layer_gradient_bytes: gradients of a layer's weights, of which each layer leaves a hole before the
+            embedding's backward (20 MiB measured).
     """
     fewest = _FEWEST_BYTES
     if memory.cpu_offloading_weights and stream_bytes >= _LARGER_STREAM_BYTES:
@@ -57,7 +62,8 @@ def fragment_bytes(tensors: int, memory: MemoryConfig, *, layers: int = 1, strea
         fraction = _FRACTION_OF_HEAD_GROUPS
     elif memory.recompute_keep_core_attn_num_layers is not None:
         fraction = _FRACTION_OF_UNEQUAL_LAYERS
-    return max(fewest, int(tensors * fraction))
+    holes = layers * min(_HOLE_OF_GRADIENTS_BYTES, layer_gradient_bytes // 8)
+    return max(fewest, holes, int(tensors * fraction))
 
 
 def _keeps_all_tensors(memory: MemoryConfig, layers: int) -> bool:
@@ -93,6 +99,7 @@ def graph_pool_bytes(
     recomputed_width_bytes: int = 0,
     captures: int = 1,
     recomputes: bool = False,
+    shards: int = 1,
 ) -> int:
     """Return the memory pool of a CUDA graph of forward and backward.
 
@@ -110,9 +117,12 @@ def graph_pool_bytes(
             Its tensors do not fill the memory that the loss has freed: less than one of them, and a page, stay free.
         captures: graphs that share the pool: a second one adds to the gradients of the first.
         recomputes: all layers are recomputed.
+        shards: tensor-parallel ranks; two of them left five quarters of a recomputed layer free.
     """
     hole = recomputed_width_bytes + _PAGE_BYTES if recomputed_width_bytes else 0
     # A second capture of layers that keep their tensors leaves as much free as the first one.
-    fragments = 3 * layer // 4 * (1 if recomputes else captures)
+    fragments = 3 * layer // 4 * captures
+    if recomputes:
+        fragments = (3 if shards == 1 else 5) * layer // 4
     others = captures * (CUBLAS_WORKSPACE_BYTES + _SMALL_IN_POOL_BYTES)
     return max(peak_bytes, gradients + largest) + hole + fragments + others

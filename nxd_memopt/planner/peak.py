@@ -151,6 +151,7 @@ def step_memory(
             memory,
             layers=sizes.num_layers,
             stream_bytes=hidden_states,
+            layer_gradient_bytes=gradient_bytes(model.layer_shapes, layout),
         )
     return StepMemory(moment, device, host, total + before_update, fragments)
 
@@ -207,6 +208,7 @@ def _with_graph(
         recomputed_width_bytes=width,
         captures=2 if standing else 1,
         recomputes=_recomputes_all_layers(model.sizes, memory),
+        shards=model.sizes.tensor_model_parallel_size,
     )
     if model.sizes.is_fp16:
         # 23 and 37 MiB more were measured: a workspace for the head's gradients, which backward computes.

@@ -122,12 +122,27 @@ def test_peaks_are_recorded_ones_but_for_small_tensors(step, options, recorded):
         (("mixtral-8x7b", 5, 3328, SELECTIVE), {"sequences": 2}, 118443.1),
         (("mixtral-8x7b", 3, 6400, CORE_ATTENTION), {}, 74378.3),
         (("mixtral-8x7b", 4, 3584, KEPT), {}, 96187.2),
+        (("mixtral-8x7b", 2, 22528, FULL), {"ranks": 2}, 33066.6),
+        (
+            (
+                "mixtral-8x7b",
+                5,
+                4608,
+                MemoryConfig(
+                    recompute_granularity="full",
+                    recompute_keep_core_attn=True,
+                    recompute_keep_core_attn_num_layers=2,
+                ),
+            ),
+            {"sequences": 3},
+            120931.2,
+        ),
     ],
 )
 def test_experts_one_after_the_other_have_gradients_in_parts(step, options, recorded):
     # How many rows the last expert has differs from run to run.
     planned = allocated(*step, **options, precision="32-true")
-    assert 0 <= planned - recorded <= 0.002 * recorded
+    assert 0 <= planned - recorded <= 0.006 * recorded
 
 
 # Before 262 and 212 MiB of attention's output were freed when the next layer had read them.
@@ -268,6 +283,29 @@ GRAPHS = [
     ),
     (("gpt-neox-20b", 20, 2816, FULL), {}, 74872.2, None),
     (("llama-3-8b", 32, 11520, SELECTIVE), {"sequences": 2}, 111323.3, None),
+    # Two GPUs.
+    (
+        (
+            "llama-3-8b",
+            18,
+            30208,
+            MemoryConfig(recompute_granularity="full", mlp_tile_tokens=32768),
+        ),
+        {"micro_batches": 2, "precision": "bf16-mixed", "ranks": 2},
+        51110.0,
+        None,
+    ),
+    (
+        (
+            "llama-3-8b",
+            32,
+            7936,
+            MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
+        ),
+        {"micro_batches": 2, "ranks": 2},
+        44429.7,
+        None,
+    ),
 ]
 
 
@@ -354,3 +392,9 @@ def test_a_plan_has_room_for_the_holes_of_its_own_techniques():
     # 2.5 instead of 1.9 % of what is allocated, and not of the whole device.
     fragments = int(0.025 * groups.memory.device_bytes) - int(0.019 * problem.placed_device.memory_bytes)
     assert groups.usable_bytes == problem.usable_bytes - fragments < problem.usable_bytes
+
+
+def test_each_layers_gradients_leave_a_hole_before_the_embeddings():
+    """On two H200s 275 MiB did not suffice for the embedding's gradient of 501 MiB."""
+    memory = step_memory("llama-3-8b", 12, 3328, ranks=2)
+    assert memory.fragment_bytes >= 12 * 24 * MIB > 0.019 * memory.device_bytes
