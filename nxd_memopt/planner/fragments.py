@@ -18,7 +18,7 @@ _FRACTION_WITH_GRAPH_AND_MASTERS = 0.012
 _FEWEST_BYTES_WITHOUT_RECOMPUTE = 104 << 20
 _FEWEST_BYTES = 130 << 20
 _FEWEST_BYTES_OF_MANY_LAYERS = 192 << 20
-_FEWEST_BYTES_OF_OFFLOADED_WEIGHTS = 208 << 20
+_FEWEST_BYTES_OF_STREAMS = 208 << 20
 _MANY_LAYERS = 12
 _LARGE_STREAM_BYTES = 8 << 20
 _LARGER_STREAM_BYTES = 32 << 20
@@ -32,15 +32,21 @@ CUBLAS_WORKSPACE_BYTES = 64 << 20
 
 
 def fragment_bytes(
-    tensors: int, memory: MemoryConfig, *, layers: int = 1, stream_bytes: int = 0, layer_gradient_bytes: int = 0
+    tensors: int,
+    memory: MemoryConfig,
+    *,
+    layers: int = 1,
+    stream_bytes: int = 0,
+    layer_gradient_bytes: int = 0,
+    streams_states: bool = False,
 ) -> int:
     """Return what the allocator needs besides ``tensors`` bytes: 1.9 % of them, and at least a few pages.
 
     Few pages are free in parts after a backward that recomputes nothing (0 to 87 MiB measured, of 1 to 8 GiB of
-    tensors) or few layers or tokens (to 112 MiB), more with at least 12 recomputed layers whose hidden states have
-    8 MiB (to 169 MiB), and if weights return between larger ones (208 MiB). Layers of which some keep their attention
-    leave holes of two sizes (1.75 to 2 % measured), and attention by groups of heads has more tensors between those
-    of the layers (1.5 and 2.3 %).
+    tensors) or few layers or tokens (to 112 MiB), more with at least 12 recomputed layers whose hidden states have 8
+    MiB (to 169 MiB), and if weights or states come and go between larger ones (208 MiB). Layers of which some keep
+    their attention leave holes of two sizes (1.75 to 2 % measured), and attention by groups of heads has more tensors
+    between those of the layers (1.5 and 2.3 %).
 
     Args:
         tensors: allocated bytes.
@@ -49,10 +55,11 @@ def fragment_bytes(
         stream_bytes: hidden states between two layers.
         layer_gradient_bytes: gradients of a layer's weights, of which each layer leaves a hole before the
             embedding's backward (20 MiB measured).
+        streams_states: optimizer states in host memory pass through the device.
     """
     fewest = _FEWEST_BYTES
-    if memory.cpu_offloading_weights and stream_bytes >= _LARGER_STREAM_BYTES:
-        fewest = _FEWEST_BYTES_OF_OFFLOADED_WEIGHTS + stream_bytes
+    if (memory.cpu_offloading_weights or streams_states) and stream_bytes >= _LARGER_STREAM_BYTES:
+        fewest = _FEWEST_BYTES_OF_STREAMS + stream_bytes
     elif _keeps_all_tensors(memory, layers):
         fewest = _FEWEST_BYTES_WITHOUT_RECOMPUTE
     elif layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES:
@@ -98,6 +105,7 @@ def graph_pool_bytes(
     layer: int,
     recomputed_width_bytes: int = 0,
     captures: int = 1,
+    micro_batches: int = 1,
     recomputes: bool = False,
     shards: int = 1,
 ) -> int:
@@ -116,12 +124,13 @@ def graph_pool_bytes(
         recomputed_width_bytes: the widest activation, if the peak is in the last layer and this layer is recomputed.
             Its tensors do not fill the memory that the loss has freed: less than one of them, and a page, stay free.
         captures: graphs that share the pool: a second one adds to the gradients of the first.
+        micro_batches: micro-batches of a step; more than one have two graphs.
         recomputes: all layers are recomputed.
         shards: tensor-parallel ranks; two of them left five quarters of a recomputed layer free.
     """
     hole = recomputed_width_bytes + _PAGE_BYTES if recomputed_width_bytes else 0
-    # A second capture of layers that keep their tensors leaves as much free as the first one.
-    fragments = 3 * layer // 4 * captures
+    # A second graph of layers that keep their tensors leaves as much free as the first one.
+    fragments = 3 * layer // 4 * min(micro_batches, 2)
     if recomputes:
         fragments = (3 if shards == 1 else 5) * layer // 4
     others = captures * (CUBLAS_WORKSPACE_BYTES + _SMALL_IN_POOL_BYTES)

@@ -152,6 +152,7 @@ def step_memory(
             layers=sizes.num_layers,
             stream_bytes=hidden_states,
             layer_gradient_bytes=gradient_bytes(model.layer_shapes, layout),
+            streams_states=on_host > 0,
         )
     return StepMemory(moment, device, host, total + before_update, fragments)
 
@@ -207,6 +208,7 @@ def _with_graph(
         layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
         recomputed_width_bytes=width,
         captures=2 if standing else 1,
+        micro_batches=accumulation_steps,
         recomputes=_recomputes_all_layers(model.sizes, memory),
         shards=model.sizes.tensor_model_parallel_size,
     )

@@ -283,6 +283,8 @@ GRAPHS = [
     ),
     (("gpt-neox-20b", 20, 2816, FULL), {}, 74872.2, None),
     (("llama-3-8b", 32, 11520, SELECTIVE), {"sequences": 2}, 111323.3, None),
+    # Sums in fp32 besides the graphs of two micro-batches.
+    (("gpt-neox-20b", 10, 4608), {"micro_batches": 2, "precision": "16-mixed"}, 100084.3, None),
     # Two GPUs.
     (
         (
