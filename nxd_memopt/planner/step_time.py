@@ -20,6 +20,7 @@ from nxd_memopt.planner.step_work import (
     attention_flops,
     elementwise_bytes,
     expert_parallel_bytes,
+    expert_passes,
     matmul_flops,
     model_flops,
     tensor_parallel_bytes,
@@ -44,6 +45,7 @@ class Rates:
         attention_fp32: part of attention's rate in fp32.
         power: how much faster matmuls are while other kernels leave them power, times the part of the others.
         latency_s: seconds of a layer's forward and backward besides its work: gaps between kernels.
+        routing_s: besides, of each pass of a layer with experts: small kernels of router and dispatch.
         step_s: seconds between two steps in which the device waits.
         is_calibrated: whether the parts come from measurements.
     """
@@ -60,6 +62,7 @@ class Rates:
     attention_fp32: float = 1.0
     power: float = 0.0
     latency_s: float = 0.0
+    routing_s: float = 0.0
     step_s: float = 0.0
     is_calibrated: bool = False
 
@@ -80,6 +83,7 @@ RATES = {
         attention_fp32=0.928,
         power=0.256,
         latency_s=2.15e-4,
+        routing_s=6e-4,
         step_s=8.4e-3,
         is_calibrated=True,
     ),
@@ -250,6 +254,8 @@ def _compute_terms(
     attention_s = attention_flops(sizes, memory) / (peak * attention_rate)
     elementwise_s = elementwise_bytes(sizes, memory) / (device.memory_bytes_per_s * rates.memory)
     elementwise_s += sizes.num_layers * rates.latency_s
+    if sizes.moe is not None:
+        elementwise_s += expert_passes(sizes, memory) * rates.routing_s
     # Power limits the clock of matmuls and attention.
     others = elementwise_s / (matmul_s + attention_s + elementwise_s)
     return {
@@ -281,7 +287,13 @@ def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int
         count = memory.recompute_num_layers if memory.recompute_method == "block" else None
         times = 2 if memory.recompute_method == "nested" else 1
         recomputed = count or layers
-        passes_s += recomputed * times * HOST.recomputed
+        # Forward's part of the launches of collectives and experts, taken as a half.
+        again_s = HOST.recomputed
+        if sizes.tensor_model_parallel_size > 1:
+            again_s += HOST.collectives / 2
+        if sizes.moe is not None:
+            again_s += HOST.experts / 2
+        passes_s += recomputed * times * again_s
         if memory.recompute_keep_core_attn:
             passes_s += min(recomputed, memory.recompute_keep_core_attn_num_layers or layers) * HOST.kept
     elif memory.recompute_granularity == "selective":

@@ -168,6 +168,18 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     return float(elements * sizes.element_bytes)
 
 
+def expert_passes(sizes: RankSizes, memory: MemoryConfig) -> int:
+    """Return how many times a micro-batch passes a layer with experts: forward, backward, and what is recomputed."""
+    layers = sizes.num_layers
+    passes = 2 * layers
+    if memory.recompute_granularity == "full":
+        recomputed = memory.recompute_num_layers if memory.recompute_method == "block" else None
+        passes += (recomputed or layers) * (2 if memory.recompute_method == "nested" else 1)
+    elif "moe" in (memory.recompute_modules or ()):
+        passes += memory.num_selective_layers(layers)
+    return passes
+
+
 def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int) -> float:
     """Return the bytes that clipping and AdamW read and write in a step, of the states on the device.
 
