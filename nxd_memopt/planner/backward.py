@@ -1,4 +1,4 @@
-"""The temporary tensors of a layer's backward pass and of the loss, moment by moment.
+"""The temporary tensors of a layer's backward pass, moment by moment.
 
 Each moment lists what exists besides the tensors that forward kept: gradients of activations, gathered
 inputs, and the gradient of the weights that is being computed. Sizes are those of the code in
@@ -15,7 +15,6 @@ from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
-from nxd_memopt.planner.peer_slots import holds_loss, longest_loss_chunk
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
@@ -79,6 +78,7 @@ _FREED_WITH_NODE = frozenset(
         "gathered gradient",
         "copied rows",
         "dA",
+        "dA of the rows",
         "gradients of the columns",
         "gradients of the rows",
         "dQ, dK, dV",
@@ -154,7 +154,7 @@ class _Bytes:
         if sizes.moe is not None:
             rows, width, num_weights = sizes.moe.rows(sizes.tokens), sizes.moe.width, sizes.moe.local_experts
             self.rows = rows * sizes.hidden * element
-            self.router = 2 * sizes.shard_tokens * sizes.moe.num_experts * sizes.moe.number_bytes
+            self.router = 3 * sizes.shard_tokens * sizes.moe.num_experts * sizes.moe.number_bytes
             # The gradient of the tokens of all expert-parallel ranks, before it is reduced.
             if sizes.moe.gathers_tokens:
                 self.expert_tokens = sizes.moe.expert_ranks * self.full
@@ -377,13 +377,14 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
     # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
     copied_gradients = b.rows if copies_rows(moe.width) else 0
     copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
-    # Two numbers for each token and expert, of the router: gradients of scores and logits.
+    # Three numbers for each token and expert, of the router: scores, and the gradients of scores and logits.
     stream = {"gradients of the stream": b.stream, "gradients of the router": b.router}
     gradients = stream | {"gradient of the tokens": b.expert_tokens}
     down = stream | {
         "gathered gradient": b.gathered_gradient,
         "copied rows": copied_gradients,
-        "dA": b.width,
+        # The kernel's own: what it returns has the memory of gate and up.
+        "dA of the rows": b.width,
         "dW": b.width_weight,
     }
     tokens = gradients | {"gradients of the rows": b.rows}
@@ -501,39 +502,3 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
             row_weights,
         ),
     ]
-
-
-def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tensors:
-    """Return what exists while the loss is computed, besides what forward keeps for backward.
-
-    Args:
-        sizes: sizes of the rank.
-        kernels: plain operations have four fp32 tensors of a chunk: the logits, their
-            softmax, the one-hot labels and the difference (``ops/cross_entropy.py``).
-        fused: ``fused_linear_cross_entropy``.
-    """
-    b = _Bytes(sizes)
-    if not fused:
-        # The logits, and their fp32 copy, which becomes the gradient in place.
-        logits = sizes.tokens * sizes.vocab
-        return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": b.gathered}
-    longest = longest_loss_chunk(sizes)
-    hidden = longest * sizes.hidden * sizes.element_bytes
-    # dX of all tokens, into which a chunk without collectives writes its rows, counts with what is kept.
-    chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes}
-    if not kernels.fused:
-        # Compiled, one of them: the exponentials, of which the sum and the gradient are computed.
-        count = 1 if kernels.compiles_steps else 4
-        chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
-    if sizes.tensor_model_parallel_size > 1:
-        # The next chunk's input arrives in a slot of peer memory or in a tensor.
-        gathered = hidden if kernels.fused and holds_loss(sizes) else 2 * hidden
-        chunk |= {"dX of a chunk": hidden, "gathered input of a chunk": gathered}
-        if sizes.shards > 1:
-            chunk["reduced dX of a chunk"] = hidden // sizes.shards
-        if sizes.reduces_in_fp32:
-            chunk["dX of a chunk in fp32"] = hidden // sizes.element_bytes * FP32_BYTES
-    # The parts of dX are joined where views have memory of their own.
-    if kernels.compiles_steps and sum(chunk.values()) < b.stream:
-        chunk = {"parts of dX": b.stream}
-    return {"input of the head": b.stream} | chunk

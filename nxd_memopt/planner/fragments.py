@@ -67,10 +67,20 @@ def fragment_bytes(
     fraction = FRAGMENT_FRACTION
     if isinstance(memory.attention_head_groups, int):
         fraction = _FRACTION_OF_HEAD_GROUPS
-    elif memory.recompute_keep_core_attn_num_layers is not None:
+    elif _has_unequal_layers(memory, layers):
         fraction = _FRACTION_OF_UNEQUAL_LAYERS
+        fewest = max(fewest, _FEWEST_BYTES_OF_STREAMS) if stream_bytes >= _LARGE_STREAM_BYTES else fewest
     holes = layers * min(_HOLE_OF_GRADIENTS_BYTES, layer_gradient_bytes // 8)
     return max(fewest, holes, int(tensors * fraction))
+
+
+def _has_unequal_layers(memory: MemoryConfig, layers: int) -> bool:
+    """Return whether some recomputed layers keep attention's results, or have their checkpoints in host memory."""
+    if memory.recompute_granularity != "full":
+        return False
+    keeping = len(memory.layers_keeping_attention(layers))
+    offloaded = memory.num_offloaded_layers(layers) if memory.cpu_offloading_activations else 0
+    return 0 < keeping < layers or 0 < offloaded < layers
 
 
 def _keeps_all_tensors(memory: MemoryConfig, layers: int) -> bool:

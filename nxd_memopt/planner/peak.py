@@ -10,7 +10,6 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner import peer_slots
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
-from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import stream_bytes
@@ -22,6 +21,7 @@ from nxd_memopt.planner.fragments import (
     graph_pool_bytes,
 )
 from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.loss import loss_temporaries
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes

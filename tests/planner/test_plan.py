@@ -18,11 +18,11 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe.gpt_neox_config import config_of
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.candidates import settings
 from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
 from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.loss import loss_temporaries
 from nxd_memopt.planner.model_configs import DEFAULTS, NAMED_CONFIGS, with_defaults
 from nxd_memopt.planner.moe_sizes import options_of
 from nxd_memopt.planner.peak import step_memory
@@ -471,18 +471,3 @@ def test_no_setting_that_fits_is_passed_over():
     for setting in settings(asked):
         if setting.optimizer_offload_fraction == 0:
             assert evaluate(asked, setting).fits == (setting in shown), setting
-
-
-def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
-    problem = Problem(
-        config=with_defaults(NAMED_CONFIGS["smollm2-135m"]),
-        device=device_named("h200"),
-        devices=1,
-        sequence_length=2048,
-        global_batch_size=1,
-    )
-    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=2)
-    with pytest.raises(ValueError, match="attention_head_groups 2 does not divide a rank's 9 query heads and 3 KV"):
-        evaluate(problem, Setting(1, "none", 1, memory))
-    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=3)
-    assert evaluate(problem, Setting(1, "none", 1, memory)).fits
