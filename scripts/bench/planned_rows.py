@@ -1,0 +1,130 @@
+"""Plans recorded steps again: the errors of today's formulas, without a GPU.
+
+    python -m scripts.bench.planned_rows
+    python -m scripts.bench.planned_rows --formulas b3d160d 0cffe7e --csv docs/benchmarks/planned_memory.csv
+    python -m scripts.bench.planned_rows --beyond
+
+Each row of ``planned_memory`` names its step in full. Printed are the errors of its allocated and reserved
+bytes and of its time, ``planned / measured - 1``; ``--beyond`` prints the rows beyond the bounds of ``planned_memory``
+alone. A row that code after it has changed, for example a fused kernel that keeps fewer tensors, is off for
+that reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.planned_cells import DEVICE, Cell, plan_of
+from scripts.bench.planned_memory import BOUNDS, CSV, WAITING_PART
+
+_OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
+_OPTIMIZER = ("optimizer_", "store_param_remainders")
+
+
+def cell_of(row: Mapping[str, str]) -> Cell:
+    """Return the step of a row."""
+    options = {name: _value(text) for name, text in _OPTION.findall(row["options"])}
+    own = {name: options.pop(name) for name in ("T", "D", "sharding", "compile") if name in options}
+    return Cell(
+        name=row["cell"],
+        model=row["model"],
+        layers=int(row["layers"]),
+        tokens=int(row["tokens"]),
+        precision=row["precision"],
+        memory={name: value for name, value in options.items() if not name.startswith(_OPTIMIZER)},
+        optimizer={name: value for name, value in options.items() if name.startswith(_OPTIMIZER)},
+        cuda_graph="cuda_graph" in row["options"].split(),
+        micro_batch=int(row["micro_batch"]),
+        accumulation=int(row["accumulation"]),
+        compile=own.get("compile"),
+        tensor_parallel=own.get("T", 1),
+        data_parallel=own.get("D", 1),
+        sharding=own.get("sharding", "none"),
+        seed=int(row["seed"]) if row["seed"] else None,
+    )
+
+
+def _value(text: str) -> Any:
+    """Return a number, a boolean or a tuple of a row's options, or the word."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def errors_of(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the errors of today's plan in percent, by the columns of ``planned_memory``."""
+    from nxd_memopt.planner.hardware import device_named
+
+    cell = cell_of(row)
+    # The plan is that of a run with as many processes.
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(cell.tensor_parallel * cell.data_parallel)
+    try:
+        plan = plan_of(cell, device_named(DEVICE))
+    finally:
+        os.environ.pop("WORLD_SIZE")
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+    planned = {
+        "allocated": plan.memory.device_bytes,
+        "reserved": plan.memory.reserved_bytes,
+        "host": plan.memory.host_bytes,
+    }
+    found = {
+        f"{name}_error": 100 * (size / float(row[f"{name}_bytes"]) - 1)
+        for name, size in planned.items()
+        if float(row[f"{name}_bytes"] or 0)
+    }
+    waits = plan.time.terms.get("waiting for the host", 0.0) / plan.time.step_s > WAITING_PART
+    found["host_limited_step_error" if waits else "step_error"] = 100 * (plan.time.step_s / float(row["step_s"]) - 1)
+    return found
+
+
+def beyond(row: Mapping[str, str], errors: Mapping[str, float]) -> list[str]:
+    """Return the errors that are beyond the bounds, or, of bytes on the device, below 0."""
+    found: list[str] = []
+    for name, (percent, least_bytes) in BOUNDS.items():
+        error = errors.get(f"{name}_error")
+        if error is None:
+            continue
+        bound = max(percent, 100 * least_bytes / float(row[f"{name}_bytes"])) if least_bytes else percent
+        if abs(error) > bound or (least_bytes and error < 0):
+            found.append(f"{name} {error:+.2f} %")
+    return found
+
+
+def recorded(path: Path, formulas: list[str] | None = None) -> list[dict[str, str]]:
+    """Return the rows of steps that ran, of H200s and, if given, of these formulas."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if not row["failure"] and row["device"] == "NVIDIA H200"]
+    return [row for row in rows if formulas is None or row["formulas"] in formulas]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--formulas", nargs="+", help="commits of the rows, by default all")
+    parser.add_argument("--beyond", action="store_true", help="print only the rows beyond the bounds")
+    args = parser.parse_args()
+    rows = recorded(args.csv, args.formulas)
+    number = 0
+    for row in rows:
+        errors = errors_of(row)
+        outside = beyond(row, errors)
+        number += bool(outside)
+        if outside or not args.beyond:
+            shown = ", ".join(f"{name} {value:+.2f} %" for name, value in errors.items())
+            print(f"{row['formulas']} {row['cell']} {row['seed']}: {shown}{'  BEYOND' if outside else ''}")
+    print(f"{number} of {len(rows)} rows are beyond the bounds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Recorded steps that are planned again: rows name them in full, and today's formulas are near what was measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from scripts.bench.planned_cells import NAMED_ON, drawn
+from scripts.bench.planned_memory import CSV, waits_for_memory
+from scripts.bench.planned_rows import beyond, cell_of, errors_of, main, recorded
+
+# Formulas of the steps that were measured as the code is now.
+FORMULAS = ["5799b86", "aba393a", "0cffe7e", "b3d160d"]
+COMPARED = ("allocated_error", "host_error")
+# Graphs of which gradients find no room between the tensors of layers (docs/planner.md).
+TOO_LOW = {("drawn 14", "5606"), ("drawn 32", "5606")}
+
+
+def row_of(cell) -> dict[str, str]:
+    """The columns of a cell, as ``planned_memory`` writes them."""
+    numbers = {name: str(getattr(cell, name)) for name in ("layers", "tokens", "micro_batch", "accumulation")}
+    seed = "" if cell.seed is None else str(cell.seed)
+    return {
+        "cell": cell.name,
+        "model": cell.model,
+        "precision": cell.precision,
+        "options": cell.options(),
+        "seed": seed,
+    } | numbers
+
+
+def test_a_row_names_its_step_in_full():
+    cells = [cell for ranks in NAMED_ON for cell in NAMED_ON[ranks]]
+    for cell in (*cells, *drawn(40, 31, 8.0)):
+        # Options that a row leaves out are the defaults.
+        assert cell_of(row_of(cell)).config() == replace(cell).config()
+        assert cell_of(row_of(cell)) == cell
+
+
+@pytest.mark.parametrize("formulas", FORMULAS)
+def test_recorded_peaks_are_within_the_bounds_of_todays_formulas(formulas):
+    rows = recorded(CSV, [formulas])
+    assert len(rows) > 10
+    before = os.environ.get("WORLD_SIZE")
+    found = {}
+    for row in rows:
+        if waits_for_memory(cell_of(row).config().memory):
+            continue
+        errors = {name: error for name, error in errors_of(row).items() if name in COMPARED}
+        outside = beyond(row, errors)
+        if outside:
+            found[row["cell"], row["seed"]] = outside
+    assert os.environ.get("WORLD_SIZE") == before
+    assert found.keys() <= TOO_LOW, found
+
+
+def test_the_rows_beyond_the_bounds_are_printed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["planned_rows", "--formulas", "b3d160d", "--beyond"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("b3d160d drawn 14 5606: allocated_error -") for line in lines[:-1])
+    assert lines[-1].endswith("of 44 rows are beyond the bounds") and all("BEYOND" in line for line in lines[:-1])
