@@ -19,6 +19,7 @@ from nxd_memopt.planner.fragments import (
     fragment_bytes,
     fragment_bytes_with_graph,
     graph_pool_bytes,
+    unplaced_bytes,
 )
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.loss import loss_temporaries
@@ -217,6 +218,10 @@ def _with_graph(
         pool += CUBLAS_WORKSPACE_BYTES // 2
     if not standing:
         pool = max(pool, _grown_pool(model, memory, kernels, kept, in_graph, offloaded))
+        if not model.sizes.is_gated and memory.recompute_granularity != "full":
+            before = sum(passes[1][1].values())
+            layer = gradient_bytes(model.layer_shapes, in_graph)
+            pool = max(pool, before + sum(unplaced_bytes(layer, sum(own.values())) for own in kept.layers))
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
     return {"gradients": gradients + sums, **buffers, GRAPH_POOL: pool - gradients}
 

@@ -295,6 +295,8 @@ GRAPHS = [
     ),
     (("gpt-neox-20b", 20, 2816, FULL), {}, 74872.2, None),
     (("llama-3-8b", 32, 11520, SELECTIVE), {"sequences": 2}, 111323.3, None),
+    # Gradients of 216 and 288 MiB between the tensors of layers.
+    (("gpt-neox-20b", 32, 4864), {}, 121581.4, None),
     # Sums in fp32 besides the graphs of two micro-batches.
     (("gpt-neox-20b", 10, 4608), {"micro_batches": 2, "precision": "16-mixed"}, 100084.3, None),
     # Two GPUs.
