@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.memory import apply_memory, is_recomputed
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
     AttentionMask,
     CoreAttention,
@@ -33,6 +33,7 @@ from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.wrapping import is_only_wrapped
 from nxd_memopt.planner.architectures import require_shardable
 
 
@@ -181,7 +182,7 @@ class GPTNeoXLayer(FusibleModule):
 
 def _is_recomputed_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a norm under recompute, which the merged branches recompute anyway."""
-    return isinstance(module, LayerNorm) and is_recomputed(module)
+    return isinstance(module, LayerNorm) and is_only_wrapped(module, "recompute", "traced_recompute")
 
 
 def rotary_dim(config: GPTNeoXConfig) -> int:

@@ -18,7 +18,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
-from nxd_memopt.parallel_layers.wrapping import is_wrapped
+from nxd_memopt.parallel_layers.wrapping import is_only_wrapped
 
 
 class Activation(nn.Module):
@@ -84,7 +84,7 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
 
 def _is_recomputed_activation(module: nn.Module) -> bool:
     """Return whether ``module`` is an activation under recompute, which the fused path computes again anyway."""
-    return isinstance(module, GatedActivation) and is_wrapped(module, "recompute")
+    return isinstance(module, GatedActivation) and is_only_wrapped(module, "recompute")
 
 
 class GatedMLP(PackedWeights):

@@ -56,6 +56,14 @@ def is_wrapped(module: nn.Module, technique: Technique) -> bool:
     return technique in _wrappers(module)
 
 
+def is_only_wrapped(module: nn.Module, *techniques: Technique) -> bool:
+    """Return whether the forward of ``module`` is its class's, under one or more of ``techniques`` and no others."""
+    if _STATE not in module.__dict__:
+        return False
+    original, wrappers = module.__dict__[_STATE]
+    return original is None and set(wrappers) <= set(techniques)
+
+
 def wrapper_of(module: nn.Module, technique: Technique) -> Wrapper | None:
     """Return the wrapper of ``technique`` on ``module``, or None."""
     return _wrappers(module).get(technique)

@@ -19,8 +19,8 @@ from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 ACTIVATION_TILE_BYTES = 256 << 20
 """Largest gradient of a gated activation; each further tile adds one pass over dW."""
-_LARGEST_SHARE = 8
-"""An expert may have three of so many parts of all rows (two measured in random routers of eight experts)."""
+_ROWS_OF_ONE_EXPERT = 3
+"""An expert may have so many times the mean of rows (twice measured, in random routers of eight experts)."""
 _FLASH4_BLOCK = 128
 """Tokens to whose multiple FlashAttention-4's buffers are rounded."""
 
@@ -311,7 +311,7 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
         return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     if sizes.moe is not None and kernels.fused and sizes.moe.options.moe_expert_block_size is None:
-        return [*_shared_expert_moments(sizes, b, columns), *_expert_loop_moments(b, columns)]
+        return [*_shared_expert_moments(sizes, b, columns), *_expert_loop_moments(b, columns, sizes.moe.local_experts)]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
@@ -396,7 +396,7 @@ def _expert_kernel_moments(b: _Bytes, hidden: int, moe: MoESizes) -> list[Moment
     ]
 
 
-def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
+def _expert_loop_moments(b: _Bytes, columns: int, local_experts: int) -> list[Moment]:
     """Return the moments of experts that are computed one after the other, on GPUs without ``has_expert_kernels``.
 
     The gradients of the experts' weights, and of their rows, exist in parts before they are joined: that of the rows of
@@ -409,15 +409,15 @@ def _expert_loop_moments(b: _Bytes, columns: int) -> list[Moment]:
     parts_of_down = {
         "gradients of the outputs": b.rows,
         "dA": 2 * b.width,
-        "dA of one expert": 3 * b.width // _LARGEST_SHARE,
+        "dA of one expert": min(b.width, _ROWS_OF_ONE_EXPERT * b.width // local_experts),
         "parts of dW": b.width_weight,
     }
     down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
     activation = {"dA": b.width, "gradients of the columns": columns * b.width}
     weights = columns * b.width_weight
     up = {"gradients of the stream": b.stream + b.reduced, "dX": b.rows, "parts of dW": weights, "dW": weights}
-    # Experts have different numbers of rows, and the last one may have many (a quarter of all rows measured).
-    more = {"rows beyond the mean": b.rows // 2}
+    # The last expert's part of dX, with a guard of one more mean.
+    more = {"dX of one expert": min(b.rows, (_ROWS_OF_ONE_EXPERT + 1) * b.rows // local_experts)}
     return [
         Moment("MLP, last projection of each expert", stream | parts_of_down, in_down),
         Moment("MLP, last projection", stream | down, after_down),

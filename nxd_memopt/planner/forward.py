@@ -20,8 +20,9 @@ def forward_temporaries(
 ) -> Tensors:
     """Return what exists at the end of the last layer's MLP besides ``kept``.
 
-    Nothing where another moment always has more: under recompute of the whole layer, whose backward has the same
-    tensors and gradients, with tiles, without a gate, and with plain operations.
+    Nothing where other moments were found to have more: under recompute of the whole layer, whose backward has the
+    same tensors and gradients, with tiles, without a gate, with plain operations and experts one after the other,
+    with adapters, and where rows are sent to the ranks of their experts.
 
     Args:
         sizes: sizes of the rank.
@@ -30,12 +31,12 @@ def forward_temporaries(
         kept: storages that the layer keeps for backward.
         has_slots: partial sums lie in the slots of peer memory.
     """
-    if not kernels.fused or not sizes.is_gated or memory.mlp_tile_tokens is not None:
+    if not kernels.fused or not sizes.is_gated or memory.mlp_tile_tokens is not None or sizes.adapters is not None:
         return {}
     if sizes.moe is None:
         tensors = _mlp(sizes, has_slots=has_slots)
         saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
-    elif has_expert_kernels(sizes, sizes.moe):
+    elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)
         # The shared expert follows the routed ones.
         found = expert_tensors(sizes, sizes.moe, fused=True)
@@ -62,12 +63,11 @@ def _mlp(sizes: RankSizes, *, has_slots: bool) -> Tensors:
 
 
 def _experts(sizes: RankSizes, moe: MoESizes) -> Tensors:
-    """Return the activation and the outputs of all rows, and their sums: of each token, or of each row that arrived."""
+    """Return the activation and the outputs of all rows, and their sums over each token's experts."""
     rows = moe.rows(sizes.tokens)
     row_bytes = sizes.hidden * sizes.element_bytes
-    sums = rows if moe.sends_rows else moe.gathered_tokens(sizes.tokens)
     return {
         "activation of the rows": rows * moe.width * sizes.element_bytes,
         "outputs of the rows": rows * row_bytes,
-        "sums of the rows": sums * row_bytes,
+        "sums of the rows": moe.gathered_tokens(sizes.tokens) * row_bytes,
     }

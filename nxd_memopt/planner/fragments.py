@@ -57,25 +57,31 @@ def fragment_bytes(
             embedding's backward (20 MiB measured).
         streams_states: optimizer states in host memory pass through the device.
     """
+    is_large = stream_bytes >= _LARGE_STREAM_BYTES
     fewest = _FEWEST_BYTES
     if (memory.cpu_offloading_weights or streams_states) and stream_bytes >= _LARGER_STREAM_BYTES:
         fewest = _FEWEST_BYTES_OF_STREAMS + stream_bytes
-    elif _keeps_all_tensors(memory, layers):
+    elif _keeps_all_tensors(memory, layers) and not streams_states:
         fewest = _FEWEST_BYTES_WITHOUT_RECOMPUTE
-    elif layers >= _MANY_LAYERS and stream_bytes >= _LARGE_STREAM_BYTES:
+    elif is_large and layers >= _MANY_LAYERS:
         fewest = _FEWEST_BYTES_OF_MANY_LAYERS
+    has_two_kinds = _has_unequal_layers(memory, layers)
+    if is_large and has_two_kinds:
+        fewest = max(fewest, _FEWEST_BYTES_OF_STREAMS)
     fraction = FRAGMENT_FRACTION
     if isinstance(memory.attention_head_groups, int):
         fraction = _FRACTION_OF_HEAD_GROUPS
-    elif _has_unequal_layers(memory, layers):
+    elif has_two_kinds:
         fraction = _FRACTION_OF_UNEQUAL_LAYERS
-        fewest = max(fewest, _FEWEST_BYTES_OF_STREAMS) if stream_bytes >= _LARGE_STREAM_BYTES else fewest
     holes = layers * min(_HOLE_OF_GRADIENTS_BYTES, layer_gradient_bytes // 8)
     return max(fewest, holes, int(tensors * fraction))
 
 
 def _has_unequal_layers(memory: MemoryConfig, layers: int) -> bool:
-    """Return whether some recomputed layers keep attention's results, or have their checkpoints in host memory."""
+    """Return whether some recomputed layers keep attention's results or have their checkpoints in host memory.
+
+    Layers of which ``block`` recomputes the first ones did not need more (measured).
+    """
     if memory.recompute_granularity != "full":
         return False
     keeping = len(memory.layers_keeping_attention(layers))
@@ -84,7 +90,7 @@ def _has_unequal_layers(memory: MemoryConfig, layers: int) -> bool:
 
 
 def _keeps_all_tensors(memory: MemoryConfig, layers: int) -> bool:
-    """Return whether no layer computes tensors again, of GPUs' attention kernels, or has them in host memory."""
+    """Return whether no layer is recomputed or offloaded; that of ``core_attn`` changes nothing under GPUs' kernels."""
     recomputed = set(memory.recompute_modules or ()) - {"core_attn"}
     is_full = memory.recompute_granularity == "full"
     return not (is_full or recomputed or memory.num_offloaded_layers(layers) or memory.cpu_offloading_weights)
@@ -117,14 +123,14 @@ def graph_pool_bytes(
     captures: int = 1,
     micro_batches: int = 1,
     recomputes: bool = False,
-    shards: int = 1,
+    tensor_model_parallel_size: int = 1,
 ) -> int:
     """Return the memory pool of a CUDA graph of forward and backward.
 
     The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
-    room between the others, and cuBLAS workspaces and fragments of each capture. The fragments are fitted to steps of
-    LLaMA-3-8B, GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: at most three quarters of a layer's gradients, of
-    all ranks.
+    room between the others, and cuBLAS workspaces and fragments. The fragments are fitted to steps of LLaMA-3-8B,
+    GPT-NeoX-20B and SmolLM2 on H200s with T=1 and 2: three quarters of a layer's gradients for each of at most two
+    graphs, or, if all layers are recomputed, in all, with T above 1 five quarters.
 
     Args:
         peak_bytes: peak of activations, gradients and temporary tensors without a graph.
@@ -133,16 +139,16 @@ def graph_pool_bytes(
         layer: the gradients of a layer, of all tensor-parallel ranks.
         recomputed_width_bytes: the widest activation, if the peak is in the last layer and this layer is recomputed.
             Its tensors do not fill the memory that the loss has freed: less than one of them, and a page, stay free.
-        captures: graphs that share the pool: a second one adds to the gradients of the first.
+        captures: graphs whose cuBLAS workspaces exist: two if the second one adds to the gradients of the first.
         micro_batches: micro-batches of a step; more than one have two graphs.
         recomputes: all layers are recomputed.
-        shards: tensor-parallel ranks; two of them left five quarters of a recomputed layer free.
+        tensor_model_parallel_size: T.
     """
     hole = recomputed_width_bytes + _PAGE_BYTES if recomputed_width_bytes else 0
     # A second graph of layers that keep their tensors leaves as much free as the first one.
     fragments = 3 * layer // 4 * min(micro_batches, 2)
     if recomputes:
-        fragments = (3 if shards == 1 else 5) * layer // 4
+        fragments = (3 if tensor_model_parallel_size == 1 else 5) * layer // 4
     others = captures * (CUBLAS_WORKSPACE_BYTES + _SMALL_IN_POOL_BYTES)
     return max(peak_bytes, gradients + largest) + hole + fragments + others
 
@@ -151,13 +157,14 @@ def unplaced_bytes(gradients: int, kept: int) -> int:
     """Return how many bytes of a layer's gradients find no room in a graph's pool, of GPT-NeoX without recompute.
 
     They are a third and a quarter of their sum each, and fill 0.9 - 0.2 r of the memory of the layer's tensors,
-    r = kept / gradients: fitted to four steps of GPT-NeoX-20B, with 2,048 to 4,864 tokens and T=1 and 2. Longer
-    sequences have room for all, and LLaMA's gradients have the sizes of its tensors.
+    r = kept / gradients: fitted to four steps of GPT-NeoX-20B, with 2,048 to 4,864 tokens, T=1 and 2 and r up to 0.9.
+    What is left falls to nothing at r = 1.5, which is not measured. LLaMA's gradients have the sizes of its tensors.
 
     Args:
         gradients: bytes of the layer's gradients.
         kept: bytes that the layer keeps for backward.
     """
-    if kept > gradients:
-        return 0
+    # At r = 1 three tenths are left.
+    if kept >= gradients:
+        return max(0, 3 * (3 * gradients - 2 * kept) // 10)
     return gradients - kept * (9 * gradients - 2 * kept) // (10 * gradients)

@@ -188,16 +188,14 @@ def _with_graph(
     # From the second micro-batch on, the graph adds to the gradients in its pool, unless hooks have moved them
     # to sums besides it.
     standing = gradients if accumulation_steps > 1 and not sums else 0
-    passes = (
-        _in_forward(model, memory, kernels, kept, standing, offloaded, has_slots=has_slots),
-        _in_loss(model, memory, kernels, kept, in_graph, standing, offloaded),
-        in_backward(model, memory, kernels, kept, in_graph, standing, offloaded, has_slots=has_slots),
-    )
+    forward = _in_forward(model, memory, kernels, kept, standing, offloaded, has_slots=has_slots)
+    loss = _in_loss(model, memory, kernels, kept, in_graph, standing, offloaded)
+    backward = in_backward(model, memory, kernels, kept, in_graph, standing, offloaded, has_slots=has_slots)
     in_embedding = gradients + _embedding_temporaries(model, memory, kernels, in_graph)
-    peak = max(in_embedding, *(sum(terms.values()) for _, terms in passes))
+    peak = max(in_embedding, *(sum(terms.values()) for _, terms in (forward, loss, backward)))
     # The gradients of a large model leave room for it elsewhere.
     is_wide = peak - standing > 2 * gradients
-    is_last = passes[-1][0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
+    is_last = backward[0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
     width = _recomputed_width_bytes(model.sizes, memory) if is_wide else 0
     if not is_last:
         # Of a chunk of layers, which exist again at the same time, half of it (the only one measured).
@@ -211,7 +209,7 @@ def _with_graph(
         captures=2 if standing else 1,
         micro_batches=accumulation_steps,
         recomputes=_recomputes_all_layers(model.sizes, memory),
-        shards=model.sizes.tensor_model_parallel_size,
+        tensor_model_parallel_size=model.sizes.tensor_model_parallel_size,
     )
     if model.sizes.is_fp16:
         # 23 and 37 MiB more were measured: a workspace for the head's gradients, which backward computes.
@@ -219,7 +217,7 @@ def _with_graph(
     if not standing:
         pool = max(pool, _grown_pool(model, memory, kernels, kept, in_graph, offloaded))
         if not model.sizes.is_gated and memory.recompute_granularity != "full":
-            before = sum(passes[1][1].values())
+            before = sum(loss[1].values())
             layer = gradient_bytes(model.layer_shapes, in_graph)
             pool = max(pool, before + sum(unplaced_bytes(layer, sum(own.values())) for own in kept.layers))
     buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
@@ -329,14 +327,14 @@ def _in_forward(
     *,
     has_slots: bool,
 ) -> tuple[str, dict[str, int]]:
-    """Return the terms at the end of the last layer's MLP in forward; without any where another moment has more."""
+    """Return the terms at the end of the last layer's MLP in forward; no terms if another moment always has more."""
     own = {**kept.layers[-1], **kept.offloaded[-1]}
     temporaries = forward_temporaries(model.sizes, memory, kernels, own, has_slots=has_slots)
     if not temporaries:
         return "forward", {}
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {
-        ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
+        ABSENT: -offloaded.absent_bytes(model.sizes.num_layers, model.sizes.num_layers - 1),
         "gradients": gradients,
         "activations": sum(sum(layer.values()) for layer in kept.layers) + sum(kept.offloaded[-1].values()) + shared,
         "temporary tensors": sum(temporaries.values()),

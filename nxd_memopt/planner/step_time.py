@@ -23,6 +23,7 @@ from nxd_memopt.planner.step_work import (
     expert_passes,
     matmul_flops,
     model_flops,
+    recomputed_layers,
     tensor_parallel_bytes,
     update_bytes,
 )
@@ -45,7 +46,7 @@ class Rates:
         attention_fp32: part of attention's rate in fp32.
         power: how much faster matmuls are while other kernels leave them power, times the part of the others.
         latency_s: seconds of a layer's forward and backward besides its work: gaps between kernels.
-        routing_s: besides, of each pass of a layer with experts: small kernels of router and dispatch.
+        routing_s: seconds of the small kernels of router and dispatch, for each pass of a layer with experts.
         step_s: seconds between two steps in which the device waits.
         is_calibrated: whether the parts come from measurements.
     """
@@ -284,20 +285,20 @@ def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int
     if sizes.tensor_model_parallel_size > 1:
         passes_s += layers * HOST.collectives
     if memory.recompute_granularity == "full":
-        count = memory.recompute_num_layers if memory.recompute_method == "block" else None
-        times = 2 if memory.recompute_method == "nested" else 1
-        recomputed = count or layers
+        recomputed = recomputed_layers(sizes, memory)
         # Forward's part of the launches of collectives and experts, taken as a half.
         again_s = HOST.recomputed
         if sizes.tensor_model_parallel_size > 1:
             again_s += HOST.collectives / 2
         if sizes.moe is not None:
             again_s += HOST.experts / 2
-        passes_s += recomputed * times * again_s
+        passes_s += recomputed * again_s
         if memory.recompute_keep_core_attn:
             passes_s += min(recomputed, memory.recompute_keep_core_attn_num_layers or layers) * HOST.kept
     elif memory.recompute_granularity == "selective":
         passes_s += memory.num_selective_layers(layers) * HOST.selective
+        if "moe" in (memory.recompute_modules or ()):
+            passes_s += memory.num_selective_layers(layers) * HOST.experts / 2
     if memory.cpu_offloading_activations or memory.cpu_offloading_num_layers:
         passes_s += layers * HOST.offloaded
     if isinstance(memory.attention_head_groups, int):

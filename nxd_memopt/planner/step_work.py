@@ -168,15 +168,25 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     return float(elements * sizes.element_bytes)
 
 
+def recomputed_layers(sizes: RankSizes, memory: MemoryConfig) -> int:
+    """Return how many layers' forwards full recompute runs again: with ``nested`` a layer counts up to twice."""
+    if memory.recompute_granularity != "full":
+        return 0
+    resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
+    depth = sizes.num_layers - resident
+    if memory.recompute_method == "block":
+        return memory.recompute_num_layers or depth
+    if memory.recompute_method == "nested":
+        chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
+        return 2 * depth - -(-depth // chunk)
+    return depth
+
+
 def expert_passes(sizes: RankSizes, memory: MemoryConfig) -> int:
     """Return how many times a micro-batch passes a layer with experts: forward, backward, and what is recomputed."""
-    layers = sizes.num_layers
-    passes = 2 * layers
-    if memory.recompute_granularity == "full":
-        recomputed = memory.recompute_num_layers if memory.recompute_method == "block" else None
-        passes += (recomputed or layers) * (2 if memory.recompute_method == "nested" else 1)
-    elif "moe" in (memory.recompute_modules or ()):
-        passes += memory.num_selective_layers(layers)
+    passes = 2 * sizes.num_layers + recomputed_layers(sizes, memory)
+    if "moe" in (memory.recompute_modules or ()):
+        passes += memory.num_selective_layers(sizes.num_layers)
     return passes
 
 

@@ -17,11 +17,11 @@ FRACTIONS_OF_OFFLOAD = (0.01, 0.0, -0.01)
 PAGE_BYTES = 20 << 20
 """PyTorch's allocator maps pages of this size, and compares a limit with what it was asked for: it may exceed it."""
 QUICK_S = 1.0
-"""Steps that are longer run with the planned limit only."""
+"""Steps that are longer run with the planned limit only, unless their offload takes what is left."""
 
 
 def least_reserved(run: Callable[[], object], *, limits: Iterable[int], planned: int, fails_alone: bool = True) -> int:
-    """Return what the allocator reserves in the step with the smallest limit with which it runs.
+    """Return what the allocator reserves in the step with the smallest of the limits with which it runs.
 
     The limits fall from the planned one on, because nothing is run after a step that was out of memory. Peer memory
     counts in every figure. Returns 0 without an allocator that has limits.
@@ -60,7 +60,9 @@ def limited_step(run: Callable[[], object], limit_bytes: int) -> int:
     total = torch.cuda.get_device_properties(backend.device).total_memory
     clean()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes - peers - PAGE_BYTES) / total), backend.device)
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, max(0, limit_bytes - peers - PAGE_BYTES) / total), backend.device
+    )
     try:
         run()
         backend.synchronize()

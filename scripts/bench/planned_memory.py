@@ -387,12 +387,10 @@ def totals(rows: Sequence[Row]) -> list[str]:
             f"{error}: {len(values)} rows, {drawn_cells} of them drawn, median {median:.2f} %, "
             f"{min(values):+.2f} to {max(values):+.2f} %, {sum(value < 0 for value in values)} below 0"
         )
-        # A time has no bound in bytes. A plan of too little memory is always beyond the bounds.
         beyond = [
             f"{row['cell']} {row[error]:+.2f} %"
             for row in rows
-            if error in row
-            and (("step" not in name and row[error] < 0) or abs(row[error]) > _bound(row, name, percent, least_bytes))
+            if error in row and is_beyond(name, row[error], row.get(f"{name}_bytes") or 0)
         ]
         if beyond:
             lines.append(f"  beyond {percent:g} % or {least_bytes >> 20} MiB, or below 0: {', '.join(beyond)}")
@@ -400,9 +398,17 @@ def totals(rows: Sequence[Row]) -> list[str]:
     return [*lines, *([f"failed: {', '.join(failed)}"] if failed else [])]
 
 
-def _bound(row: Row, name: str, percent: float, least_bytes: int) -> float:
-    """Return the largest error of a column in percent."""
-    return max(percent, 100 * least_bytes / row[f"{name}_bytes"]) if least_bytes else percent
+def is_beyond(name: str, error: float, measured_bytes: float) -> bool:
+    """Return whether an error is beyond the bounds of its column, or promises too little memory of the device.
+
+    Args:
+        name: a key of ``BOUNDS``.
+        error: in percent.
+        measured_bytes: what was measured, of a column of bytes.
+    """
+    percent, least_bytes = BOUNDS[name]
+    bound = max(percent, 100 * least_bytes / measured_bytes) if least_bytes else percent
+    return abs(error) > bound or (least_bytes > 0 and error < 0)
 
 
 def show(cells: Mapping[int, Cell]) -> None:

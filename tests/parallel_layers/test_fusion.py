@@ -233,6 +233,20 @@ def test_a_recomputed_activation_keeps_the_gated_kernel_which_computes_it_again(
     assert not path.is_active
 
 
+def test_a_recomputed_activation_with_another_forward_is_called():
+    model = build("llama")
+    layer, calls = model.decoder_layers()[0], []
+    activation = layer.mlp.act.forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer.mlp.act.forward = lambda *tensors: calls.append(1) or activation(*tensors)
+        apply_memory(model, MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp_act",)))
+    layer.mlp.fused.unavailable = None
+    assert not layer.mlp.fused.is_active
+    loss_and_gradients(model)
+    assert calls
+
+
 def test_describe_lists_every_path_with_the_reason_why_it_is_off():
     lines = build("llama", fused_linear_cross_entropy=False).fusions.describe()
     assert lines == [

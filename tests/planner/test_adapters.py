@@ -18,8 +18,11 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.planner.activations import activations
+from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.planner.plan import evaluate
+from nxd_memopt.planner.problem import Problem, Setting
 from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from nxd_memopt.planner.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
@@ -183,3 +186,18 @@ def test_the_section_is_planned_and_written(tmp_path, capsys):
     assert not any(plan["setting"]["cuda_graph"] or plan["setting"]["memory"]["mlp_tile_tokens"] for plan in plans)
     (tmp_path / "written.yaml").unlink()
     assert plans[0]["device_bytes"]["optimizer moments"] < planned_of()[0]["device_bytes"]["optimizer moments"] / 100
+
+
+def test_the_peak_is_never_in_forward():
+    """Gate and up are kept under the adapters' names, and would count twice."""
+    problem = Problem(
+        config=with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8}),
+        device=device_named("h200"),
+        devices=1,
+        sequence_length=65536,
+        global_batch_size=1,
+        precision="bf16-true",
+        stages=("none",),
+        lora=lora_of(("gate_proj", "up_proj")),
+    )
+    assert not evaluate(problem, Setting(1, "none", 1, MemoryConfig())).memory.moment.startswith("forward")
