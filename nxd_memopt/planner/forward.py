@@ -20,9 +20,8 @@ def forward_temporaries(
 ) -> Tensors:
     """Return what exists at the end of the last layer's MLP besides ``kept``.
 
-    Nothing where other moments were found to have more: under recompute of the whole layer, whose backward has the
-    same tensors and gradients, with tiles, without a gate, with plain operations and experts one after the other,
-    with adapters, and where rows are sent to the ranks of their experts.
+    Empty for cases whose peak is in the loss or in backward: recompute of the whole layer, tiles, MLPs without a gate,
+    plain operations, experts that run in a loop, adapters, and rows that are sent to the ranks of their experts.
 
     Args:
         sizes: sizes of the rank.

@@ -159,7 +159,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
 
 
 def _run_steps(step: Callable[[], float], warm_up: int, timed: int) -> tuple[list[float], list[float], int | None]:
-    """Return the seconds and the losses of all steps, and the peak of memory of the warm-up; the peak then counts anew.
+    """Return the seconds and the losses of all steps, and the peak of memory of the warm-up; then reset the peak.
 
     Args:
         step: runs a step and returns its loss.
