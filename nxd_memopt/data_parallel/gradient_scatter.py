@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -18,8 +17,7 @@ from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT, is_sequence_parallel, record_addition, state_of
 from nxd_memopt.parallel_layers.grads import bucket_indices
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, padded_size
-
-_MAX_IN_PROGRESS = 2  # buckets: one is reduced while the next one is filled
+from nxd_memopt.planner.gradient_reduction import SCATTERED_BUCKETS
 
 
 class GradientScatter:
@@ -27,8 +25,9 @@ class GradientScatter:
 
     A bucket is started when the next gradient after its last one arrives, so that all hooks of its
     parameters have run, and always in the order of buckets, on which all ranks agree
-    (arXiv:2006.15704). At the end of each backward pass the remaining buckets follow; a parameter
-    that the pass did not reach counts as zero, because other ranks may have reached it.
+    (arXiv:2006.15704): from the second backward pass on, that of the first rank's gradients in the
+    first one. At the end of each backward pass the remaining buckets follow; a parameter that the
+    pass did not reach counts as zero, because other ranks may have reached it.
 
     Args:
         params: trained parameters, each with its shard, 1-D of ceil(n / D) elements.
@@ -53,24 +52,50 @@ class GradientScatter:
     ) -> None:
         self._num_ranks = backend.group_size(group)
         self._reduce_dtype = reduce_dtype
-        # From the last parameter to the first, the usual order of backward. Buckets are sorted by
-        # the parameter that backward reaches last.
-        reverse = list(reversed(params))
-        found: list[tuple[list[int], ProcessGroup | None]] = []
-        for is_expert, over in ((False, group), (True, expert_group)):
-            numbers = [i for i, (param, _) in enumerate(reverse) if is_expert_parallel(param) == is_expert]
-            same_group = [reverse[i][0] for i in numbers]
-            found += [([numbers[i] for i in part], over) for part in bucket_indices(same_group, bucket_bytes) if part]
-        found.sort(key=lambda each: max(each[0]))
-        self._buckets = [_Bucket([reverse[i] for i in indices], over) for indices, over in found]
+        self._params = list(params)
+        self._group = group
+        self._expert_group = expert_group
+        self._bucket_bytes = bucket_bytes
         self._in_progress: deque[_Pending] = deque()
         self._backward = -1  # graph task of the backward pass that the arrivals belong to
+        self._arrived: list[int] | None = []  # numbers of parameters, until the order is known
         self.is_finished = False
+        # From the last parameter to the first, the usual order of backward, and then the norms, of which the first
+        # layer's comes last.
+        numbers = reversed(range(len(self._params)))
+        self._fill_buckets(sorted(numbers, key=lambda number: self._params[number][0].dim() < 2))
         self._hooks = []
-        for bucket in self._buckets:
-            for param, _ in bucket.params:
-                hook = _hook(weakref.ref(self), weakref.ref(bucket))
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        for number, (param, _) in enumerate(self._params):
+            self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number)))
+
+    def _fill_buckets(self, order: Sequence[int]) -> None:
+        """Divide the parameters into buckets; ``order`` has their numbers in the order in which gradients arrive."""
+        place = {number: index for index, number in enumerate(order)}
+        found: list[tuple[list[int], ProcessGroup | None]] = []
+        for is_expert, over in ((False, self._group), (True, self._expert_group)):
+            numbers = [number for number in order if is_expert_parallel(self._params[number][0]) == is_expert]
+            same_group = [self._params[number][0] for number in numbers]
+            parts = bucket_indices(same_group, self._bucket_bytes)
+            found += [([numbers[i] for i in part], over) for part in parts if part]
+        # Sorted by the parameter that backward reaches last.
+        found.sort(key=lambda each: max(place[number] for number in each[0]))
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        for numbers, over in found:
+            bucket = _Bucket([self._params[number] for number in numbers], over)
+            self._buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(numbers, bucket)
+
+    def _use_order_of_arrival(self, arrived: list[int]) -> None:
+        """Fill the buckets again in the order of the first rank's gradients.
+
+        A bucket that waits for a late gradient holds up all buckets after it, and so their gradients: an optimizer
+        may have its parameters in another order than the model, by groups of weight decay.
+        """
+        unreached = set(range(len(self._params))) - set(arrived)
+        order = torch.tensor([*arrived, *sorted(unreached)], device=backend.device)
+        first = backend.all_gather_async(order, self._group).wait()[: len(self._params)]
+        self._fill_buckets(first.tolist())
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -96,7 +121,7 @@ class GradientScatter:
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
 
-    def _on_gradient(self, bucket: _Bucket, param: Tensor) -> None:
+    def _on_gradient(self, number: int, param: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task < 0:
             raise RuntimeError(
@@ -112,12 +137,16 @@ class GradientScatter:
             self._begin(task)
         # The leading complete buckets only; that of ``param`` itself waits for its other hooks.
         self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
-        bucket.missing.discard(id(param))
+        self._bucket_of[number].missing.discard(id(param))
+        if self._arrived is not None and number not in self._arrived:
+            self._arrived.append(number)
 
     def _begin(self, task: int) -> None:
         """Expect all gradients again. What a backward pass that failed has left is dropped."""
         self._backward = task
         self._in_progress.clear()
+        if self._arrived is not None:
+            self._arrived.clear()
         for bucket in self._buckets:
             bucket.reset()
         # Runs when all gradients of this pass have been accumulated, before backward() returns.
@@ -129,6 +158,9 @@ class GradientScatter:
         while self._in_progress:
             self._in_progress.popleft().finish()
         self._backward = -1
+        if self._arrived is not None:
+            self._use_order_of_arrival(self._arrived)
+            self._arrived = None
 
     @torch.no_grad()
     def _start(self, buckets: Iterable[_Bucket]) -> None:
@@ -136,19 +168,19 @@ class GradientScatter:
             if bucket.is_started:
                 continue
             bucket.is_started = True
-            self._in_progress.append(_Pending(bucket, self._num_ranks, self._reduce_dtype))
-            if len(self._in_progress) > _MAX_IN_PROGRESS:
+            # Before the next bucket is copied, so that no third one exists.
+            if len(self._in_progress) == SCATTERED_BUCKETS:
                 self._in_progress.popleft().finish()
+            self._in_progress.append(_Pending(bucket, self._num_ranks, self._reduce_dtype))
 
 
-def _hook(owner: weakref.ref[GradientScatter], bucket: weakref.ref[_Bucket]) -> Callable[[Tensor], None]:
-    """Return a hook with weak references: a cycle through autograd hooks is never collected."""
+def _hook(owner: weakref.ref[GradientScatter], number: int) -> Callable[[Tensor], None]:
+    """Return a hook with a weak reference: a cycle through autograd hooks is never collected."""
 
     def arrived(param: Tensor) -> None:
         scatter = owner()
-        own = bucket()
-        if scatter is not None and own is not None:
-            scatter._on_gradient(own, param)
+        if scatter is not None:
+            scatter._on_gradient(number, param)
 
     return arrived
 
@@ -167,6 +199,16 @@ class _Bucket:
         self.is_started = False
 
 
+def copy_to_rows(flat: Tensor, rows: Tensor) -> None:
+    """Copy ``flat`` to the first elements of ``rows``, row by row; the other elements stay as they are."""
+    width = rows.size(1)
+    full = flat.numel() // width
+    rows[:full].copy_(flat[: full * width].view(full, width))
+    rest = flat.numel() - full * width
+    if rest:
+        rows[full, :rest].copy_(flat[full * width :])
+
+
 class _Pending:
     """A reduce-scatter in progress: ``[D, sum of ceil(n / D)]``, of which rank i gets row i."""
 
@@ -176,20 +218,20 @@ class _Pending:
         self._shards = [shard for _, shard in params]
         # The state of a sequence-parallel gradient: this rank's part, or a sum that a hook took.
         self._states: list[str | None] = []
-        rows = []
-        for param, _ in params:
+        widths = [padded_size(param.numel(), size) // size for param, _ in params]
+        # Each gradient is freed when it is copied: besides this matrix there is no other copy of the bucket.
+        matrix = torch.zeros(size, sum(widths), dtype=reduce_dtype or params[0][0].dtype, device=params[0][0].device)
+        for (param, _), columns in zip(params, matrix.split(widths, dim=1), strict=True):
             grad = param.grad
             self._states.append(None)
             if grad is None:
-                grad = torch.zeros_like(param)
-            elif is_sequence_parallel(param):
+                continue
+            if is_sequence_parallel(param):
                 self._states[-1] = state_of(param, grad)
-            flat = grad.reshape(-1).to(reduce_dtype or param.dtype)
-            rows.append(F.pad(flat, (0, padded_size(flat.numel(), size) - flat.numel())).view(size, -1))
+            copy_to_rows(grad.reshape(-1), columns)
             param.grad = None
         # Division before the sum keeps a sum of many ranks in the range of half precision.
-        matrix = torch.cat(rows, dim=1).div_(divisor)
-        self._pending = backend.reduce_scatter_async(matrix.view(-1), bucket.group)
+        self._pending = backend.reduce_scatter_async(matrix.div_(divisor).view(-1), bucket.group)
 
     @torch.no_grad()
     def finish(self) -> None:

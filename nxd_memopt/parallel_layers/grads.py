@@ -165,17 +165,22 @@ def _all_reduce_in_buckets(
                 grad.detach().div_(divisor)
         return
     for indices in bucket_indices(grads, bucket_bytes):
-        # Flat copy of the bucket, one collective, copy back: one collective for many small
-        # gradients (norm weights have H elements each).
-        bucket = [grads[i] for i in indices]
-        flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
-        # Divided before the sum, so that a sum over many ranks stays within the range of fp16.
-        if divisor > 1:
-            flat.div_(divisor)
-        flat = backend.all_reduce(flat, group)
-        reduced_grads = split_sizes(flat, [grad.numel() for grad in bucket])
-        for grad, reduced in zip(bucket, reduced_grads, strict=True):
-            grad.detach().copy_(reduced.view_as(grad))
+        # In a function of its own, so that no copy of this bucket exists while the next one is copied.
+        _all_reduce_bucket([grads[i] for i in indices], group, divisor)
+
+
+def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup | None, divisor: int) -> None:
+    """Replace each gradient by its sum over ``group``, divided by ``divisor``, in one collective."""
+    # Flat copy of the bucket, one collective, copy back: one collective for many small
+    # gradients (norm weights have H elements each).
+    flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
+    # Divided before the sum, so that a sum over many ranks stays within the range of fp16.
+    if divisor > 1:
+        flat.div_(divisor)
+    flat = backend.all_reduce(flat, group)
+    reduced_grads = split_sizes(flat, [grad.numel() for grad in bucket])
+    for grad, reduced in zip(bucket, reduced_grads, strict=True):
+        grad.detach().copy_(reduced.view_as(grad))
 
 
 def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:

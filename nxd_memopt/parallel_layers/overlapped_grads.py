@@ -25,10 +25,9 @@ from nxd_memopt.parallel_layers.grads import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
-from nxd_memopt.planner.backward_peak import OVERLAPPED_BUCKETS
+from nxd_memopt.planner.gradient_reduction import OVERLAPPED_BUCKETS
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
-_MAX_IN_PROGRESS = OVERLAPPED_BUCKETS  # each needs two flat copies of its gradients, input and result
 
 
 class OverlappedGradientReduction:
@@ -144,11 +143,13 @@ class OverlappedGradientReduction:
         for bucket in self._in_progress:
             bucket.start_next()
         for bucket in buckets:
-            if not bucket.is_started:
-                bucket.start()
-                self._in_progress.append(bucket)
-        while len(self._in_progress) > _MAX_IN_PROGRESS:
-            self._in_progress.popleft().finish()
+            if bucket.is_started:
+                continue
+            # Each needs two flat copies of its gradients, input and result.
+            if len(self._in_progress) == OVERLAPPED_BUCKETS:
+                self._in_progress.popleft().finish()
+            bucket.start()
+            self._in_progress.append(bucket)
 
 
 def _hook(owner: weakref.ref[OverlappedGradientReduction], index: int) -> Callable[[Tensor], None]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.data_parallel.gradient_scatter import copy_to_rows
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.ops.parts import packed_view
@@ -170,6 +171,36 @@ def test_gradients_exist_in_shards_only(stage):
     assert kept == elements / 2
     if stage == "zero3":
         assert run.stored_bytes() == 4 * elements / 2
+
+
+@pytest.mark.parametrize(("elements", "ranks"), [(8, 4), (7, 2), (5, 4), (1, 3)])
+def test_a_gradient_is_copied_to_the_rows_of_the_ranks(elements, ranks):
+    width = -(-elements // ranks)
+    rows = torch.zeros(ranks, width + 1)
+    gradient = torch.arange(1.0, elements + 1)
+    copy_to_rows(gradient, rows[:, :width])
+    assert rows[:, :width].flatten().tolist() == [*gradient.tolist(), *[0.0] * (ranks * width - elements)]
+    assert not rows[:, width:].any()
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("name", MODELS)
+def test_zero2_frees_gradients_while_backward_runs(name):
+    """Buckets are those of the order of backward: groups of the optimizer have the norms after all matrices."""
+    initialize(2)
+    run = Run.of(build(name, num_hidden_layers=4), "zero2")
+    present: list[int] = []
+
+    def count(*_: object) -> None:
+        present.append(sum(param.grad is not None for param in run.model.parameters()))
+
+    # The embedding's gradient is the last one.
+    next(iter(run.model.parameters())).register_post_accumulate_grad_hook(count)
+    for _ in range(2):
+        run.backward([batch_of(0)])
+    # The first pass finds the order. In the second one those of a layer at most wait for others of their bucket.
+    one_layer = len(list(run.model.decoder_layers()[0].parameters()))
+    assert present[1] <= one_layer < len(list(run.model.parameters())) / 3
 
 
 @distributed(world_size=4)
