@@ -8,9 +8,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
-from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.layer_tensors import (
     SINGLE_KERNELS,
     Kernels,
@@ -22,6 +21,7 @@ from nxd_memopt.planner.layer_tensors import (
     rms_norm_tensors,
 )
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes, rank_sizes
+from nxd_memopt.planner.recomputation import Recomputation
 
 OFFLOADED_STORAGE_BYTES = 1 << 20
 """Smallest storage that is moved to the host: smaller ones would be many transfers for little memory."""
@@ -78,7 +78,7 @@ def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int
     depth = len(kept.offloaded)
     chunk = 1
     if memory.cpu_offloading_activations:
-        _, chunk = _recomputed_layers(memory, depth)
+        chunk = Recomputation.of(memory, depth).chunk
     by_layer = [sum(layer.values()) for layer in kept.offloaded]
     offloaded = memory.num_offloaded_layers(depth)
     together = [sum(by_layer[start : start + chunk]) for start in range(0, offloaded, chunk)]
@@ -165,24 +165,22 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         return [(kept, i < memory.num_offloaded_layers(depth)) for i, kept in enumerate(by_layer)]
     _require_kept_attention(sizes, memory, kernels)
     layer = layer_parts(sizes, memory, kernels)
-    # Offloaded layers are not recomputed as well, unless it is their checkpoints that are moved.
-    resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(depth)
-    recomputed, chunk = _recomputed_layers(memory, depth - resident)
-    moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
-    layers = [(layer_parts(sizes, memory, kernels, i).kept(), True) for i in range(resident)]
+    recomputation = Recomputation.of(memory, depth)
+    offloaded = memory.num_offloaded_layers(depth)
     keeping = memory.layers_keeping_attention(depth)
-    for i in range(depth - resident):
-        if i >= recomputed:
-            layers.append((layer_parts(sizes, memory, kernels, resident + i).kept(), False))
+    layers: list[tuple[Tensors, bool]] = []
+    for index in range(depth):
+        if not recomputation.is_recomputed(index):
+            layers.append((layer_parts(sizes, memory, kernels, index).kept(), index < recomputation.first))
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all.
         kept: Tensors = {}
-        if i % chunk == 0:
-            kept = dict(layer_parts(sizes, memory, kernels, resident + i).inputs if sizes.moe else layer.inputs)
-        if resident + i in keeping:
+        if recomputation.position(index) == 0:
+            kept = dict(layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs)
+        if index in keeping:
             kept |= layer.kept_results()
-        # A chunk belongs to its first layer.
-        layers.append((kept, i // chunk * chunk < moved))
+        # A chunk belongs to its first layer. Layers in host memory are no part of one.
+        layers.append((kept, recomputation.unit(index).start < offloaded))
     return layers
 
 
@@ -195,23 +193,6 @@ def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Ker
                 f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
                 f"{name!r} in layer {index}: leave it out, or choose another attention_backend"
             )
-
-
-def _recomputed_layers(memory: MemoryConfig, depth: int) -> tuple[int, int]:
-    """Return how many layers are recomputed, and how many share a checkpoint."""
-    if depth < 1:
-        raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
-    number = memory.recompute_num_layers
-    if (number or 1) > depth:
-        raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers: lower it")
-    if memory.recompute_method == "block":
-        return number or depth, 1
-    if memory.recompute_method == "nested":
-        return depth, number or nested_chunk_layers(depth)
-    require_divisible(
-        "layers", depth, "recompute_num_layers", number or 1, "use a divisor, or recompute_method 'block'"
-    )
-    return depth, number or 1
 
 
 def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
 from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
+from nxd_memopt.planner.gpu_attention import COPIES_KV_GRADIENTS
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
@@ -188,13 +189,16 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
 
     Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. FlashAttention-4 also stores a copy
     of the log-sum-exps and accumulates dK and dV of grouped heads in fp32; it rounds the sequence length up to
-    a multiple of its block size (``flash_attn/cute/interface.py``). Attention with S x S scores has the
-    gradients of softmax and scores.
+    a multiple of its block size (``flash_attn/cute/interface.py``). cuDNN and PyTorch's flash kernel write the
+    gradients of grouped keys and values for each query head. Attention with S x S scores has the gradients of
+    softmax and scores.
     """
     if kernels.attention == "math":
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
     if kernels.attention != "flash4":
-        return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES
+        copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
+        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes if copies_gradients else 0
+        return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
     columns = sizes.query + 2 * sizes.heads + (2 * sizes.kv if sizes.kv < sizes.query else 0)
     return sizes.micro_batch_size * blocks * _FLASH4_BLOCK * columns * FP32_BYTES

@@ -17,18 +17,16 @@ from nxd_memopt.planner.backward import (
     precedes_attention,
     with_fp32_sums,
 )
-from nxd_memopt.planner.formulas import nested_chunk_layers
+from nxd_memopt.planner.gradient_reduction import BackwardReduction
 from nxd_memopt.planner.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import RankSizes
+from nxd_memopt.planner.recomputation import Recomputation
 from nxd_memopt.planner.states import StateLayout, gradient_bytes
 
 ABSENT = "weights in host memory"
 """Term of a moment that is subtracted from the weights."""
-_BUCKET_BYTES = 25 << 20
-OVERLAPPED_BUCKETS = 4
-"""Buckets of ``parallel_layers/overlapped_grads.py`` that are reduced at the same time."""
 
 
 def is_tied(model: RankModel) -> bool:
@@ -70,34 +68,38 @@ def in_backward(
     layers = _layer_backwards(sizes, memory, kernels, with_sums=casts)
     per_layer = gradient_bytes(model.layer_shapes, layout)
     # The head's gradient comes first. A tied one waits for the embedding's, in the dtype of the weights.
-    finished = gradient_bytes(model.other_shapes[-1:], layout)
+    # Stage 3 reduces it with the embedding's, and those of a layer after its backward.
+    reduction = BackwardReduction.of(model, memory, layout, accumulates=standing_gradients > 0)
+    finished = 0 if reduction.reduces_units else gradient_bytes(model.other_shapes[-1:], layout)
     waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if is_tied(model) else 0
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
-    highest = -1
-    found: tuple[str, dict[str, int]] = ("", {})
+    found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)
+    highest = sum(found[1].values())
     for index in reversed(range(sizes.num_layers)):
         own = kept.layers[index]
         own_bytes = sum(own.values())
-        if not _is_decisive(kept.layers, index, memory, sizes):
+        if not (reduction.is_an_end(index) or _is_decisive(kept.layers, index, memory, sizes)):
             remaining -= own_bytes
             finished += per_layer
             continue
         layer = layers[index]
         # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
         live = remaining - own_bytes + max(own_bytes, layer.all_bytes)
-        live += _restored(kept, memory, index, layer.all_bytes, layer.input_bytes)
-        live += waiting + _prefetched(kept, memory, index)
+        live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
+        live += waiting + _prefetched(kept, reduction.recomputation, index)
         absent = -offloaded.absent_bytes(sizes.num_layers, index)
+        gathered = reduction.gathered_bytes(index)
         for moment, freed, temporary, in_slots in layer.moments:
-            gradients = standing_gradients
-            if not standing_gradients:
+            gradients = standing_gradients or finished
+            if not standing_gradients and not reduction.reduces_units:
                 own_gradients = min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
                 # Those of adapters are small: at each moment all of them count.
                 gradients = finished + (per_layer if sizes.adapters is not None else own_gradients)
             if has_slots:
                 temporary -= in_slots
-            total = absent + gradients + live - freed + temporary
+            buckets = reduction.bucket_bytes(index, moment.finished_gradients)
+            total = absent + gradients + live - freed + temporary + buckets + gathered
             # Of equal moments the first one; the terms are of the highest one only, because a search asks often.
             if total > highest:
                 highest = total
@@ -106,24 +108,28 @@ def in_backward(
                     "gradients": gradients,
                     "activations": live - freed,
                     "temporary tensors": temporary,
+                    "gradient buckets": buckets,
+                    "gathered weights": gathered,
                 }
                 found = (f"backward of layer {index}: {moment.name}", terms)
         remaining -= own_bytes
         finished += per_layer
-    found[1]["gradient buckets"] = _reduction_buckets(model, layout)
     return found
 
 
-def _reduction_buckets(model: RankModel, layout: StateLayout) -> int:
-    """Return the bytes of the buckets in which gradients are reduced during backward."""
-    if layout.sharding in ("zero2", "zero3") and layout.shards > 1:
-        # A bucket that is filled, and one on its way.
-        return 2 * max(_BUCKET_BYTES, largest_elements(model.layer_shapes) * model.sizes.element_bytes) * 2
-    if layout.overlaps_reduction and layout.data_parallel_size > 1:
-        # A copy of each bucket's gradients, and its sum over the ranks.
-        bucket = max(_BUCKET_BYTES, largest_elements(model.layer_shapes) * layout.gradient_element_bytes)
-        return 2 * OVERLAPPED_BUCKETS * bucket
-    return 0
+def _in_reduction_of_head(
+    sizes: RankSizes, reduction: BackwardReduction, offloaded: OffloadedWeights, gradients: int, activations: int
+) -> tuple[str, dict[str, int]]:
+    """Return the terms while the head's gradient is reduced, before any layer's backward; none if it waits."""
+    if not reduction.buckets.head:
+        return "", {}
+    return "reduction of the head's gradient", {
+        ABSENT: -offloaded.absent_bytes(sizes.num_layers),
+        "gradients": gradients,
+        "activations": activations,
+        "temporary tensors": sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+        "gradient buckets": reduction.buckets.head,
+    }
 
 
 def _finished_bytes(moment: Moment, layout: StateLayout, element_bytes: int) -> int:
@@ -235,34 +241,25 @@ def _keep_alike(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     )
 
 
-def largest_elements(shapes: Sequence[Sequence[int]]) -> int:
-    """Return the elements of the largest parameter."""
-    return max(math.prod(shape) for shape in shapes)
-
-
-def _restored(kept: Activations, memory: MemoryConfig, index: int, layer_bytes: int, input_bytes: int) -> int:
+def _restored(kept: Activations, recomputation: Recomputation, index: int, layer_bytes: int, input_bytes: int) -> int:
     """Return what recomputation of a chunk of layers restores besides this layer's own tensors.
 
     ``uniform`` restores all layers of a chunk, of which those before this layer still exist;
     ``nested`` the inputs of the chunk's layers.
     """
-    if memory.recompute_granularity != "full" or memory.recompute_method in (None, "block"):
-        return 0
-    chunk = memory.recompute_num_layers or nested_chunk_layers(len(kept.layers))
-    before = index % chunk
+    before = recomputation.position(index)
     if not before:
         return 0
     # The input of the first layer is the checkpoint, which counts already unless it was in host memory.
     checkpoint = 0 if kept.offloaded[index - before] else input_bytes
-    if memory.recompute_method == "nested":
+    if recomputation.is_nested:
         return before * input_bytes - checkpoint
     return before * layer_bytes - checkpoint
 
 
-def _prefetched(kept: Activations, memory: MemoryConfig, index: int) -> int:
+def _prefetched(kept: Activations, recomputation: Recomputation, index: int) -> int:
     """Return what is fetched from host memory while layer ``index`` runs, for the layer or the chunk before it."""
-    chunk = 1
-    if memory.cpu_offloading_activations and memory.recompute_method in ("uniform", "nested"):
-        chunk = memory.recompute_num_layers or nested_chunk_layers(len(kept.layers))
-    start = index // chunk * chunk
-    return sum(sum(layer.values()) for layer in kept.offloaded[max(0, start - chunk) : start])
+    start = recomputation.unit(index)[0]
+    if start == 0:
+        return 0
+    return sum(sum(layer.values()) for layer in kept.offloaded[recomputation.unit(start - 1)[0] : start])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nxd_memopt.planner.candidates import memories
-from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Models, Plan, evaluate
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.problem import Problem, Setting, Shortage, shortages
 
 
 def choose_memory(problem: Problem, setting: Setting) -> Plan:
@@ -19,16 +18,11 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
             kind of loss in its ``memory`` stay.
 
     Raises:
-        ValueError: nothing fits; the message has the smallest setting.
+        ValueError: nothing fits; the message has the setting that exceeds the memory least, and where.
     """
     models: Models = {}
     chosen: list[Plan] = []
-    for each in memories(problem):
-        memory = replace(
-            each,
-            attention_backend=setting.memory.attention_backend,
-            fused_linear_cross_entropy=setting.memory.fused_linear_cross_entropy,
-        )
+    for memory in memories(problem, setting.memory):
         # A graph has no host code between its kernels, which copies to the host need.
         offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
         as_graph = setting.cuda_graph and not offloads
@@ -36,9 +30,16 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     fitting = [plan for plan in chosen if plan.fits]
     if fitting:
         return max(fitting, key=lambda plan: plan.tokens_per_s)
-    smallest = min(chosen, key=lambda plan: plan.memory.device_bytes)
+    smallest = min(chosen, key=lambda plan: sum(each.missing_bytes for each in shortages_of(plan)))
+    needs = " and ".join(each.describe() for each in shortages_of(smallest))
     raise ValueError(
-        f"memory: auto finds nothing that fits: the smallest setting, {smallest.setting.describe()}, needs "
-        f"{smallest.memory.device_bytes / GIB:.2f} GiB of {smallest.usable_bytes / GIB:.2f} GiB: use more ranks, a "
-        "smaller micro-batch or shorter sequences; nxd-memopt plan shows which"
+        f"memory: auto finds nothing that fits: the smallest setting, {smallest.setting.describe()}, needs {needs}: "
+        "use more ranks, a smaller micro-batch or shorter sequences; nxd-memopt plan shows which"
+    )
+
+
+def shortages_of(plan: Plan) -> list[Shortage]:
+    """Return where a plan exceeds the memory of device and host; an empty list if it fits."""
+    return shortages(
+        device=(plan.memory.device_bytes, plan.usable_bytes), host=(plan.memory.host_bytes, plan.usable_host_bytes)
     )

@@ -42,7 +42,9 @@ Here C is the capacity of an expert, N is S B, and the group's size in the last 
 
 Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops
 at the last tensor that backward needs, so a region that ends in a row-parallel layer omits the last
-reduction; on XLA collectives are chained and the reduction stays. ``reduce_dtype="float32"`` widens
+reduction; on XLA collectives are chained and the reduction stays. ``nested`` runs all layers of a chunk
+but the last one more time, to the end. Each group of heads is a block of its own, whose backward
+gathers its input once more. ``reduce_dtype="float32"`` widens
 the reductions of linear layers, not the all-gathers, and not those of experts.
 """
 
@@ -53,6 +55,7 @@ from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.moe_sizes import expert_capacity
+from nxd_memopt.planner.recomputation import Recomputation
 
 GRADIENT_BUCKET_BYTES = 128 << 20
 """Bytes of a bucket of ``parallel_layers.grads``.
@@ -93,6 +96,7 @@ class RouterShape:
         expert_ranks: EP, ranks over which the experts are divided.
         sends_rows: rows are sent to the ranks of their experts, instead of all tokens to all ranks.
         capacity_factor: rows of an expert, if they are padded to its capacity; None for blocks.
+        sent_rows: rows that a rank sends, if they are not those of all experts' capacities.
         counted_bytes: numbers of choices that the ranks add up for ``global_aux_loss``; 0 for other losses.
     """
 
@@ -106,6 +110,7 @@ class RouterShape:
     sends_rows: bool = False
     capacity_factor: float | None = None
     counted_bytes: int = 0
+    sent_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class StepShape:
 
     Args:
         blocks: for each decoder layer, its blocks with one column input and one row output: 2, or 1
-            if attention and MLP of the layer are merged.
+            if attention and MLP of the layer are merged; each group of heads is a block.
         hidden_size: H.
         sequence_length: S.
         micro_batch_size: B.
@@ -131,6 +136,9 @@ class StepShape:
         loss_in_backward: the fused loss runs again in backward, where its gradients are computed: in
             fp16, whose loss scale must enter before rounding.
         router: of every layer, whose last block is then a mixture of experts; None for dense layers.
+        head_groups: groups of heads of a layer, which are recomputed one by one; 0 without groups.
+        tiles_mlp: the MLP is computed by tiles. It saves its input before the all-gather, at which a
+            recomputation that stops early then stops.
     """
 
     blocks: tuple[int, ...]
@@ -148,6 +156,8 @@ class StepShape:
     row_output_dropout: bool
     loss_in_backward: bool = False
     router: RouterShape | None = None
+    head_groups: int = 0
+    tiles_mlp: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -234,11 +244,48 @@ def expected_collectives(
         memory: regions that are recomputed.
         stops_early: whether a recomputation ends with the last tensor that backward needs, as in
             PyTorch's eager checkpoint.
+
+    Raises:
+        ValueError: ``nested`` on XLA, or recompute does not fit the number of layers.
     """
-    total = _around_layers(shape) + _gradient_hook(shape)
-    for blocks in shape.blocks:
-        total += per_layer(shape, blocks)
+    if memory.recompute_method == "nested" and not stops_early:
+        raise ValueError(
+            "the collectives of recompute_method 'nested' were not compared with XLA's: use 'uniform', which has "
+            "one recomputation instead of two"
+        )
+    return micro_batch_collectives(shape, memory, stops_early=stops_early) + _issued(_gradient_hook(shape))
+
+
+def micro_batch_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+    """Return the collectives of one micro-batch's forward and backward; arguments as ``expected_collectives``.
+
+    Raises:
+        ValueError: recompute does not fit the number of layers.
+    """
+    total = _around_layers(shape)
+    for blocks, layers in Counter(shape.blocks).items():
+        total += _times(per_layer(shape, blocks), layers)
     return _issued(total + _recomputed(shape, memory, stops_early=stops_early))
+
+
+def sent_bytes(collectives: Counter[Collective]) -> float:
+    """Return the bytes that a rank sends in ``collectives``, over rings.
+
+    Of n ranks each sends (n - 1) / n of the full tensor, and twice that in an all-reduce. In an
+    all-to-all a rank sends all of its tensor but its own part.
+    """
+    total = 0.0
+    for each, count in collectives.items():
+        share = (each.group_size - 1) / each.group_size
+        if each.kind == "all_reduce":
+            share *= 2
+        total += count * share * each.full_bytes
+    return total
+
+
+def _times(collectives: Counter[Collective], count: int) -> Counter[Collective]:
+    """Return each of ``collectives`` ``count`` times."""
+    return Counter({each: count * number for each, number in collectives.items() if count * number})
 
 
 def _issued(collectives: Counter[Collective]) -> Counter[Collective]:
@@ -257,6 +304,8 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     for _ in range(dense):
         total += shape.column_forward() + shape.reduction()
         total += shape.column_backward() + shape.row_backward()
+    # The backward of each group of heads runs the group again up to its output projection.
+    total += _times(shape.column_forward(), shape.head_groups)
     # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
     # partial sums on each rank, all-reduced as one tensor of 2 * 2 * H * 4 bytes.
     if blocks == 1 and not shape.sequence_parallel_enabled:
@@ -308,6 +357,8 @@ def _dispatch(shape: StepShape, router: RouterShape) -> Counter[Collective]:
 
 def _sent_bytes(shape: StepShape, router: RouterShape) -> int:
     """Return the bytes of the rows of all experts, each padded to its capacity."""
+    if router.sent_rows is not None:
+        return router.sent_rows * shape.hidden_size * shape.element_bytes
     assert router.capacity_factor is not None, "rows are sent in the padded form alone"
     capacity = expert_capacity(shape.tokens, router.top_k, router.num_experts, router.capacity_factor)
     return router.num_experts * capacity * shape.hidden_size * shape.element_bytes
@@ -394,10 +445,8 @@ def _recomputed(
         parts += [(_experts_forward(shape, shape.router), experts[0]), (output, experts[1])]
     total: Counter[Collective] = Counter()
     for part, count in parts:
-        for collective, number in part.items():
-            total[collective] += count * number
-    # Unary plus drops entries with count 0, such as a reduction that every region omits.
-    return +total
+        total += _times(part, count)
+    return total
 
 
 def _recomputed_parts(
@@ -410,35 +459,8 @@ def _recomputed_parts(
 
     The first pair counts dense blocks, the second one mixtures of experts.
     """
-    # Full recomputation: uniform checkpoints all layers in chunks of recompute_num_layers, block
-    # checkpoints the first recompute_num_layers layers one by one. Each region that stops early
-    # omits its last row output, unless dropout saves a mask after it.
     if memory.recompute_granularity == "full":
-        if memory.recompute_method == "nested":
-            raise ValueError(
-                "the collectives of recompute_method 'nested' are not planned: use 'uniform', which has "
-                "one recomputation instead of two"
-            )
-        recomputed_layers = shape.num_layers
-        layers_per_region = memory.recompute_num_layers or 1
-        if memory.recompute_method == "block":
-            recomputed_layers = layers_per_region
-            layers_per_region = 1
-        blocks = sum(shape.blocks[:recomputed_layers])
-        # The last block of a region omits its reduction, in layers with experts that of the experts.
-        omitted = 0
-        if stops_early and not shape.row_output_dropout:
-            omitted = recomputed_layers // layers_per_region
-        if shape.router is None:
-            return (blocks, blocks - omitted), (0, 0)
-        dense = blocks - recomputed_layers
-        shared = shape.router.shared_blocks * recomputed_layers
-        if not shared:
-            return (dense, dense), (recomputed_layers, recomputed_layers - omitted)
-        # The shared expert comes last. A gate saves its output.
-        if shape.router.saves_shared_output:
-            omitted = 0
-        return (dense + shared, dense + shared - omitted), (recomputed_layers, recomputed_layers)
+        return _fully_recomputed_parts(shape, memory, stops_early=stops_early)
     # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
     # mlp_act run without communication.
     named = set(memory.recompute_modules or ())
@@ -455,3 +477,38 @@ def _recomputed_parts(
     if stops_early:
         return (regions, 0), (expert_regions, 0)
     return (regions, regions), (expert_regions, expert_regions)
+
+
+def _fully_recomputed_parts(
+    shape: StepShape,
+    memory: MemoryConfig,
+    *,
+    stops_early: bool,
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the parts of ``_recomputed_parts`` under full recompute.
+
+    A forward that stops early omits its last row output, in layers with experts that of the experts,
+    unless dropout saves a mask after it.
+    """
+    recomputation = Recomputation.of(memory, shape.num_layers)
+    forwards = 0
+    blocks = 0
+    for index in range(recomputation.first, recomputation.stop):
+        runs = recomputation.forwards_of(index, stops_early=stops_early)
+        forwards += runs
+        blocks += runs * shape.blocks[index]
+    omitted = 0
+    if stops_early and not shape.row_output_dropout:
+        omitted = recomputation.stopped
+    if shape.router is None:
+        # A tiled MLP needs no collective at all to restore what it saves, which is its input.
+        omitted_inputs = omitted if shape.tiles_mlp else 0
+        return (blocks - omitted_inputs, blocks - omitted), (0, 0)
+    dense = blocks - forwards
+    shared = shape.router.shared_blocks * forwards
+    if not shared:
+        return (dense, dense), (forwards, forwards - omitted)
+    # The shared expert comes last. A gate saves its output.
+    if shape.router.saves_shared_output:
+        omitted = 0
+    return (dense + shared, dense + shared - omitted), (forwards, forwards)

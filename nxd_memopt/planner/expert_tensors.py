@@ -106,7 +106,7 @@ def _losses(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     number = moe.number_bytes
     experts = moe.num_experts
     tensors: dict[str, int] = {}
-    if moe.options.moe_z_loss_coeff is not None:
+    if moe.options.moe_z_loss_coeff:
         tensors["z-loss"] = 3 * number
     if not moe.options.has_aux_loss:
         return tensors

@@ -13,10 +13,10 @@ FRAGMENT_FRACTION = 0.019
 """Part of the tensors' bytes that is free in pages of many tensors: 1.8 % measured at most."""
 _FRACTION_OF_UNEQUAL_LAYERS = 0.0215
 _FRACTION_OF_HEAD_GROUPS = 0.025
+_FRACTION_OF_OFFLOADED_WEIGHTS = 0.023
 _FRACTION_WITH_GRAPH = 0.015
 _FRACTION_WITH_GRAPH_AND_MASTERS = 0.012
-_FEWEST_BYTES_WITHOUT_RECOMPUTE = 104 << 20
-_FEWEST_BYTES = 130 << 20
+_FEWEST_BYTES = 136 << 20
 _FEWEST_BYTES_OF_MANY_LAYERS = 192 << 20
 _FEWEST_BYTES_OF_STREAMS = 208 << 20
 _MANY_LAYERS = 12
@@ -42,11 +42,12 @@ def fragment_bytes(
 ) -> int:
     """Return what the allocator needs besides ``tensors`` bytes: 1.9 % of them, and at least a few pages.
 
-    Few pages are free in parts after a backward that recomputes nothing (0 to 87 MiB measured, of 1 to 8 GiB of
+    Few pages are free in parts after a backward that recomputes nothing (0 to 124 MiB measured, of 1 to 8 GiB of
     tensors) or few layers or tokens (to 112 MiB), more with at least 12 recomputed layers whose hidden states have 8
-    MiB (to 169 MiB), and if weights or states come and go between larger ones (208 MiB). Layers of which some keep
-    their attention leave holes of two sizes (1.75 to 2 % measured), and attention by groups of heads has more tensors
-    between those of the layers (1.5 and 2.3 %).
+    MiB (to 176 MiB), or whose activations go to the host (to 156 MiB), and if weights or states come and go between
+    larger ones (208 MiB, and of 60 GiB of tensors more than 1.9 %). Layers of which some keep their attention leave
+    holes of two sizes (1.75 to 2 % measured), and attention by groups of heads has more tensors between those of the
+    layers (1.5 and 2.3 %).
 
     Args:
         tensors: allocated bytes.
@@ -61,10 +62,9 @@ def fragment_bytes(
     fewest = _FEWEST_BYTES
     if (memory.cpu_offloading_weights or streams_states) and stream_bytes >= _LARGER_STREAM_BYTES:
         fewest = _FEWEST_BYTES_OF_STREAMS + stream_bytes
-    elif _keeps_all_tensors(memory, layers) and not streams_states:
-        fewest = _FEWEST_BYTES_WITHOUT_RECOMPUTE
-    elif is_large and layers >= _MANY_LAYERS:
-        fewest = _FEWEST_BYTES_OF_MANY_LAYERS
+    elif layers >= _MANY_LAYERS and (streams_states or not _keeps_all_tensors(memory, layers)):
+        is_copied = memory.num_offloaded_layers(layers) > 0
+        fewest = _FEWEST_BYTES_OF_MANY_LAYERS if is_large or is_copied else _FEWEST_BYTES
     has_two_kinds = _has_unequal_layers(memory, layers)
     if is_large and has_two_kinds:
         fewest = max(fewest, _FEWEST_BYTES_OF_STREAMS)
@@ -73,6 +73,8 @@ def fragment_bytes(
         fraction = _FRACTION_OF_HEAD_GROUPS
     elif has_two_kinds:
         fraction = _FRACTION_OF_UNEQUAL_LAYERS
+    elif memory.cpu_offloading_weights:
+        fraction = _FRACTION_OF_OFFLOADED_WEIGHTS
     holes = layers * min(_HOLE_OF_GRADIENTS_BYTES, layer_gradient_bytes // 8)
     return max(fewest, holes, int(tensors * fraction))
 

@@ -1,11 +1,12 @@
 """Devices: memory, rates and links of one rank, and the part of its memory that tensors cannot use.
 
-Published rates are peaks; ``planner/rates.py`` has what this library reaches of them. Sources:
+Published rates are peaks; ``step_time.RATES`` has the parts that a step of this library reaches. Sources:
 
 - [trn1] awsdocs-neuron, "AWS Trn1/Trn1n Architecture" and "Trainium Architecture".
 - [trn2] awsdocs-neuron, "Trainium2 Architecture", "NeuronCore-v3 Architecture" and the EC2 page of Trn2.
 - [trn3] awsdocs-neuron, "Trainium3 Architecture".
 - [a100], [h100], [h200], [b200] NVIDIA's data sheets of A100, H100, H200 and HGX B200 (SXM, dense).
+- [cc] NVIDIA's table of compute capabilities, developer.nvidia.com/cuda-gpus.
 - [torch] the total capacity in PyTorch's out-of-memory errors.
 - [rows] ``docs/benchmarks``; [measured] on this project's H200 with 128 GiB of host memory.
 - [estimate] no published figure.
@@ -40,7 +41,7 @@ ONLY_HARDWARE_SHOWS = {
     "cuda": (),
     "cpu": (),
 }
-"""What no plan knows, by kind of device: no Trainium was there to measure."""
+"""Effects that no plan models, by kind of device. No Trainium was available to measure them."""
 
 LAUNCH_S = 3.3e-5
 """``Device.launch_s`` on the hosts of the steps to which ``step_time.HostRates`` is fitted (3.2e-5 and 3.4e-5)."""
@@ -65,6 +66,10 @@ class Device:
         source: where the figures are from.
         measured: the rates are what this machine reaches, not what is published.
         launch_s: seconds of the host for a small operation's forward and backward.
+        compute_capability: of an NVIDIA GPU, such as 9.0 for Hopper; 0.0 for other devices.
+
+    Raises:
+        ValueError: a GPU without a compute capability, or another device with one.
     """
 
     name: str
@@ -81,6 +86,14 @@ class Device:
     source: str
     measured: bool = False
     launch_s: float = LAUNCH_S
+    compute_capability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.kind == "cuda") != (self.compute_capability > 0):
+            wanted = "above 0, such as 9.0" if self.kind == "cuda" else "0.0"
+            raise ValueError(
+                f"compute_capability of a device of kind {self.kind} must be {wanted}, got {self.compute_capability}"
+            )
 
     @property
     def memory_bytes(self) -> int:
@@ -146,6 +159,7 @@ def _gpu(
     nvlink_gb_s: float,
     copy_gb_s: float,
     host_gib: float,
+    compute_capability: float,
     source: str,
 ) -> Device:
     """Return a GPU of a host with eight; its network has 400 Gbit/s per GPU (DGX; A100: 200)."""
@@ -162,7 +176,8 @@ def _gpu(
         host_link_bytes_per_s=network_gbps / 8 * 1e9,
         host_copy_bytes_per_s=copy_gb_s * 1e9,
         host_memory_gib=host_gib / 8,
-        source=source,
+        source=f"{source}; compute capability [cc]",
+        compute_capability=compute_capability,
     )
 
 
@@ -253,6 +268,7 @@ _TABLE = (
         nvlink_gb_s=300,
         copy_gb_s=25,
         host_gib=1024,
+        compute_capability=8.0,
         source="[a100], memory [torch], copies over PCIe gen 4 [estimate], host of DGX A100",
     ),
     _gpu(
@@ -264,6 +280,7 @@ _TABLE = (
         nvlink_gb_s=300,
         copy_gb_s=25,
         host_gib=2048,
+        compute_capability=8.0,
         source="[a100], memory [torch], copies over PCIe gen 4 [estimate], host of DGX A100",
     ),
     _gpu(
@@ -275,6 +292,7 @@ _TABLE = (
         nvlink_gb_s=450,
         copy_gb_s=50,
         host_gib=2048,
+        compute_capability=9.0,
         source="[h100] SXM, memory [torch], copies as H200's [estimate], host of DGX H100",
     ),
     _gpu(
@@ -286,6 +304,7 @@ _TABLE = (
         nvlink_gb_s=450,
         copy_gb_s=50,
         host_gib=2048,
+        compute_capability=9.0,
         source="[h200] SXM, memory [rows], copies [measured] (50 GB/s each way at once), host of DGX H200",
     ),
     _gpu(
@@ -297,6 +316,7 @@ _TABLE = (
         nvlink_gb_s=900,
         copy_gb_s=50,
         host_gib=2048,
+        compute_capability=10.0,
         source="[b200], 180 GB in GiB; copies as H200's [estimate], host of DGX B200",
     ),
 )

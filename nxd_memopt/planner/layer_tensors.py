@@ -146,6 +146,10 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         raise ValueError("cpu_offloading_weights True has no units of experts: leave it out")
     if sizes.moe is not None and memory.mlp_tile_tokens is not None:
         raise ValueError(f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of experts: leave it out")
+    if sizes.moe is not None and memory.attention_head_groups is not None:
+        raise ValueError(
+            f"attention_head_groups {memory.attention_head_groups!r} has no groups in layers with experts: leave it out"
+        )
     if memory.attention_head_groups == "auto":
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"

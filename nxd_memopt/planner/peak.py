@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,11 +21,13 @@ from nxd_memopt.planner.fragments import (
     graph_pool_bytes,
     unplaced_bytes,
 )
+from nxd_memopt.planner.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.loss import loss_temporaries
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.recomputation import Recomputation
 from nxd_memopt.planner.states import (
     ADAM_MOMENTS,
     CHUNK_ELEMENTS,
@@ -122,9 +124,10 @@ def step_memory(
         _in_forward(model, memory, kernels, kept, start, offloaded, has_slots=has_slots),
         _in_loss(model, memory, kernels, kept, layout, start, offloaded),
         in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
-        ("backward of the embedding", _in_embedding(model, memory, kernels, layout, gradients)),
+        *_in_embedding(model, memory, kernels, layout, gradients, start),
         ("update", _in_update(model, layout, gradients)),
     ]
+    _add_gathered_weights(candidates, model, memory, layout)
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
     before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
     # Of the weights, which a moment has without those that wait in host memory.
@@ -301,10 +304,6 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
         states["inputs of the all-gather"] = (
             model.total(shard_bytes, layout) // layout.optimizer_bytes * layout.element_bytes
         )
-    if layout.sharding == "zero3" and layout.shards > 1:
-        # The root's unit is gathered throughout; of the layers, the running and the next one, or all.
-        count = model.sizes.num_layers if layout.keeps_gathered else min(2, model.sizes.num_layers)
-        states["gathered weights"] = model.gathered_elements(count) * layout.element_bytes
     return states
 
 
@@ -379,10 +378,11 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[st
         copies = 2 if any(count % layout.shards for count in elements) else 1
         update["reduced gradients"] = model.total(shard_bytes, layout)
         # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
-        weights = max(elements) * layout.element_bytes
-        gathered = max(_STAGE1_BUCKET_BYTES, weights)
+        weights = model.total(weight_bytes, layout)
+        gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(elements) * layout.element_bytes)
         gathered += 2 * gathered // layout.shards
-        update["gradient buckets"] = max(copies * max(_STAGE1_BUCKET_BYTES, largest), gathered)
+        bucket = max(min(_STAGE1_BUCKET_BYTES, gradients), largest)
+        update["gradient buckets"] = max(copies * bucket, gathered)
     elif layout.sharding == "none" and layout.data_parallel_size > 1 and not layout.overlaps_reduction:
         # A copy of a bucket's gradients, and its sum over the ranks.
         update["gradient buckets"] = 2 * min(max(GRADIENT_BUCKET_BYTES, largest), gradients)
@@ -394,11 +394,29 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[st
     return update
 
 
+def _add_gathered_weights(
+    candidates: Sequence[tuple[str, dict[str, int]]], model: RankModel, memory: MemoryConfig, layout: StateLayout
+) -> None:
+    """Add the weights that stage 3 has gathered to the terms of forward, loss and the embedding's backward."""
+    if layout.sharding != "zero3" or layout.shards == 1:
+        return
+    forward, loss, _, embedding, *_ = candidates
+    depth = model.sizes.num_layers
+    unit = Recomputation.of(memory, depth).unit(depth - 1)
+    for _, terms in (forward, loss):
+        terms["gathered weights"] = gathered_bytes(model, layout, depth if layout.keeps_gathered else len(unit))
+    embedding[1]["gathered weights"] = gathered_bytes(model, layout, 0)
+
+
 def _in_embedding(
-    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int
-) -> dict[str, int]:
-    """Return the terms in the embedding's backward, which computes the last gradient."""
-    return {"gradients": gradients, "temporary tensors": _embedding_temporaries(model, memory, kernels, layout)}
+    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int, start: int
+) -> list[tuple[str, dict[str, int]]]:
+    """Return the terms in the embedding's backward, which computes the last gradient, and while this is reduced."""
+    reduction = BackwardReduction.of(model, memory, layout, accumulates=start > 0).buckets
+    temporary = _embedding_temporaries(model, memory, kernels, layout)
+    backward = {"gradients": gradients, "temporary tensors": temporary, "gradient buckets": reduction.in_embedding}
+    reduced = {"gradients": gradients, "gradient buckets": reduction.after_embedding}
+    return [("backward of the embedding", backward), ("reduction of the embedding's gradient", reduced)]
 
 
 def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout) -> int:

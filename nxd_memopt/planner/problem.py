@@ -9,6 +9,7 @@ from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import attention_windows, sizes
+from nxd_memopt.planner.gpu_attention import PACKAGES, supported
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.layer_tensors import WINDOWED_KERNELS, Kernels
 from nxd_memopt.planner.states import STAGING_BYTES
@@ -45,6 +46,8 @@ class Problem:
         moe: options of experts; None: those of ``config``.
         lora: options of adapters, which are trained instead of the weights; None trains the weights.
         tensor_model_parallel_size: T of all settings; None tries every size.
+        attention: implementation that ``attention_backend: auto`` takes in this process; None: the first of the
+            device's that supports the model.
 
     Raises:
         ValueError: a number is below 1, or the precision is unknown.
@@ -65,6 +68,7 @@ class Problem:
     moe: MoEConfig | None = None
     lora: LoraConfig | None = None
     tensor_model_parallel_size: int | None = None
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         require_one_of("precision", self.precision, tuple(PRECISIONS))
@@ -80,6 +84,11 @@ class Problem:
                 raise ValueError(f"{name} must be above 0, got {value}")
         if self.precision == "16-mixed" and self.device.kind == "neuron":
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
+
+    @property
+    def attention_dropout(self) -> float:
+        """Probability of dropping an attention weight."""
+        return float(self.config.get("attention_dropout") or 0.0)
 
     @property
     def placed_device(self) -> Device:
@@ -194,32 +203,110 @@ def _describe_recompute(memory: MemoryConfig) -> str:
 def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     """Return the kernels that the training program will use on the device.
 
-    CPUs: plain operations and PyTorch's SDPA. GPUs: the Triton kernels, and a flash kernel. trn1:
-    NKI's flash kernel, trn2 and trn3: the one of PyTorch's SDPA, which need certain lengths and take
-    no bounds of documents; else tiles.
+    CPUs: plain operations and PyTorch's SDPA. GPUs: the Triton kernels, and the first attention of
+    ``gpu_attention`` that supports the model. trn1: NKI's flash kernel, trn2 and trn3: the one of PyTorch's
+    SDPA, which need certain lengths and take no bounds of documents; else tiles.
+
+    Raises:
+        ValueError: the named attention has no windows, or windows and dropout occur together on a GPU.
     """
-    fused = problem.device.kind == "cuda"
-    if memory.attention_backend != "auto":
-        if has_windows(problem) and memory.attention_backend not in WINDOWED_KERNELS:
+    kind = problem.device.kind
+    name = memory.attention_backend
+    if name != "auto":
+        if has_windows(problem) and name not in WINDOWED_KERNELS:
             raise ValueError(
-                f"attention_backend {memory.attention_backend!r} has no attention windows, and the model's are below "
+                f"attention_backend {name!r} has no attention windows, and the model's are below "
                 f"the sequence length {problem.sequence_length}: use one of {['auto', *WINDOWED_KERNELS]}, or set "
                 "sliding_window to null"
             )
-        return Kernels(fused, memory.attention_backend, compiles_steps=problem.device.kind == "neuron")
-    if fused:
-        if PRECISIONS[problem.precision][0] == "float32":
-            return Kernels(fused, "efficient")
-        return Kernels(fused, "flash4")
-    if problem.device.kind == "cpu":
-        return Kernels(fused, "sdpa")
-    head_dim = sizes(problem.config)["d"]
-    name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
-    suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    elif problem.attention is not None:
+        name = problem.attention
+    elif kind == "cuda":
+        name = _gpu_kernels(problem)[0]
+    elif kind == "cpu":
+        name = "sdpa"
+    else:
+        name = _neuron_kernel(problem)
+    if kind == "cuda" and name != "math" and has_windows(problem) and problem.attention_dropout > 0:
+        raise ValueError(
+            f"attention_dropout {problem.attention_dropout} with attention windows is planned with attention_backend "
+            "'math' only, the one implementation of both: name it, or set attention_dropout to 0"
+        )
     # On TorchNeuron too: with compiled layers, and because no device was there to measure.
-    return Kernels(fused, name if suits and not problem.isolate_documents else "tiled", compiles_steps=True)
+    return Kernels(kind == "cuda", name, compiles_steps=kind == "neuron")
+
+
+def _gpu_kernels(problem: Problem) -> list[str]:
+    """Return the attention implementations of the GPU that support the model, in order of preference."""
+    return supported(
+        int(problem.device.compute_capability),
+        dtype=PRECISIONS[problem.precision][0],
+        head_dim=sizes(problem.config)["d"],
+        packed=problem.isolate_documents,
+        dropout_p=problem.attention_dropout,
+    )
+
+
+def _neuron_kernel(problem: Problem) -> str:
+    """Return the attention implementation of a NeuronCore."""
+    name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
+    suits = problem.sequence_length % multiple == 0 and sizes(problem.config)["d"] <= _LARGEST_FLASH_HEAD
+    return name if suits and not problem.isolate_documents else "tiled"
+
+
+def attention_notes(problem: Problem, setting: Setting) -> list[str]:
+    """Return what a plan assumes about a GPU's attention, and the temporary tensors that it does not count."""
+    if problem.device.kind != "cuda":
+        return []
+    found: list[str] = []
+    name = kernels_of(problem, setting.memory).attention
+    if setting.memory.attention_backend == "auto" and problem.attention is None and name in PACKAGES:
+        instead = next(each for each in _gpu_kernels(problem) if each not in PACKAGES)
+        found.append(
+            f"attention is planned as {name}, of the package {PACKAGES[name]}; where it is not installed, {instead} "
+            "runs, with other temporary tensors"
+        )
+    if name == "tiled" or (has_windows(problem) and name != "math"):
+        found.append("the tiles of attention have temporary tensors that the plan does not count on GPUs")
+    return found
 
 
 def has_windows(problem: Problem) -> bool:
     """Return whether a query of some layer sees fewer keys than the sequence has."""
     return any(each is not None and each < problem.sequence_length for each in attention_windows(problem.config))
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that a plan needs beyond what there is.
+
+    Args:
+        place: ``device`` or ``host``.
+        planned_bytes: what the plan needs there.
+        usable_bytes: what a rank can use there.
+    """
+
+    place: Literal["device", "host"]
+    planned_bytes: int
+    usable_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the plan exceeds the memory."""
+        return self.planned_bytes - self.usable_bytes
+
+    def describe(self) -> str:
+        """Return both figures in words."""
+        what = "that tensors can use on each device" if self.place == "device" else "of host memory for each rank"
+        return f"{self.planned_bytes / GIB:.2f} GiB of {self.usable_bytes / GIB:.2f} GiB {what}"
+
+
+def shortages(*, device: tuple[int, int], host: tuple[int, int]) -> list[Shortage]:
+    """Return where a plan exceeds the memory; an empty list if it fits.
+
+    Args:
+        device: planned and usable bytes of a device.
+        host: planned and usable bytes of a rank's host memory.
+    """
+    found = [Shortage("device", *device), Shortage("host", *host)]
+    return [each for each in found if each.missing_bytes > 0]

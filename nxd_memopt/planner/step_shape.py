@@ -1,8 +1,9 @@
-"""Reads from a Hugging Face config the sizes that the formulas of a training step need."""
+"""Sizes that determine the collectives of a training step, from a Hugging Face config or from a rank's sizes."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -11,6 +12,7 @@ from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, num_kv_heads, param
 from nxd_memopt.planner.collectives import RouterShape, StepShape
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
 
 def step_shape(
@@ -79,6 +81,53 @@ def step_shape(
         row_output_dropout=has_dropout,
         loss_in_backward=loss_in_backward,
         router=None if moe is None else _router_shape(moe, parallel.expert_model_parallel_size),
+    )
+
+
+def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
+    """Return the sizes of a micro-batch of one rank, of which a planned time needs the bytes of collectives.
+
+    The gradients of norms and of replicated KV heads are left out: they are a thousandth of the
+    activations, and those of norms are summed once a step.
+
+    Args:
+        sizes: sizes of the rank's tensors.
+        memory: recompute, tiles and groups of heads.
+
+    Raises:
+        ValueError: recompute does not fit the number of layers.
+    """
+    groups = memory.attention_head_groups
+    num_groups = groups if isinstance(groups, int) else 0
+    blocks: list[int] = []
+    for count, techniques in layer_runs(memory, sizes.num_layers):
+        merged = merges_branches(sizes.model_type, techniques, parallel_residual=sizes.mergeable)
+        blocks += [1 if merged else 1 + max(1, num_groups)] * count
+    router = None
+    if sizes.moe is not None:
+        router = _router_shape(sizes.moe.options, sizes.moe.expert_ranks)
+        # Without padding the rows that are sent depend on the routing, which is taken as balanced.
+        if sizes.moe.sends_rows:
+            router = replace(router, sent_rows=sizes.moe.rows(sizes.tokens))
+    return StepShape(
+        blocks=tuple(blocks),
+        hidden_size=sizes.hidden,
+        sequence_length=sizes.sequence_length,
+        micro_batch_size=sizes.micro_batch_size,
+        element_bytes=sizes.element_bytes,
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        sequence_parallel_enabled=sizes.shards > 1,
+        reduce_dtype_bytes=FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes,
+        kv_replicas=1,
+        kv_gradient_bytes=(),
+        tagged_gradient_bytes=(),
+        # The bytes of all chunks together are those of one.
+        head_chunks=(sizes.tokens,),
+        row_output_dropout=sizes.hidden_dropout,
+        loss_in_backward=sizes.is_fp16,
+        router=router,
+        head_groups=num_groups,
+        tiles_mlp=memory.mlp_tile_tokens is not None,
     )
 
 

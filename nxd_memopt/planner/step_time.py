@@ -18,6 +18,7 @@ from nxd_memopt.planner.state_copies import host_copy_rate, state_copies_s
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.planner.step_work import (
     attention_flops,
+    data_parallel_bytes,
     elementwise_bytes,
     expert_parallel_bytes,
     expert_passes,
@@ -44,7 +45,7 @@ class Rates:
         half_length: tokens of a sequence with which attention reaches half its rate.
         short_heads: part of attention's rate with heads of 64, which grows to 1 with heads of 128.
         attention_fp32: part of attention's rate in fp32.
-        power: how much faster matmuls are while other kernels leave them power, times the part of the others.
+        power: relative speed-up of matmuls when elementwise kernels take more of the step (power limit).
         latency_s: seconds of a layer's forward and backward besides its work: gaps between kernels.
         routing_s: seconds of the small kernels of router and dispatch, for each pass of a layer with experts.
         step_s: seconds between two steps in which the device waits.
@@ -70,7 +71,7 @@ class Rates:
 
 RATES = {
     # Fitted to 100 steps, 86 of docs/benchmarks/planned_memory.csv on H200s (formulas of b053a2f);
-    # all-gathers reach 305 of 450 GB/s.
+    # all-gathers reach 305 of 450 GB/s. The exposed part is fitted to the 34 of them with T=2 that the GPU limits.
     "cuda": Rates(
         matmul=0.677,
         matmul_fp32=0.703,
@@ -78,7 +79,7 @@ RATES = {
         memory=0.829,
         update=0.833,
         link=0.68,
-        exposed=0.407,
+        exposed=0.5,
         half_length=1288,
         short_heads=0.869,
         attention_fp32=0.928,
@@ -134,7 +135,11 @@ COPY_INTERFERENCE = 0.06
 
 
 def rates_of(device: Device) -> Rates:
-    """Return the parts of a device's rates that a step reaches; of measured rates, what was measured."""
+    """Return the parts of a device's rates that a step reaches; of measured rates, what was measured.
+
+    What a step reaches of measured rates is known of GPUs alone. On other devices the GPUs' parts stand for
+    theirs, which orders the settings, and the rates are not calibrated.
+    """
     rates = RATES[device.kind]
     if not device.measured:
         return rates
@@ -148,7 +153,7 @@ def rates_of(device: Device) -> Rates:
         memory=gpu.memory / memory,
         update=gpu.update / memory,
         link=1.0,
-        is_calibrated=True,
+        is_calibrated=device.kind == "cuda",
     )
 
 
@@ -205,11 +210,14 @@ def step_time(
     link_s = device.link_bytes_per_s
     if sizes.tensor_model_parallel_size > device.ranks_per_host:
         link_s = device.host_link_bytes_per_s
-    tensor_s = tensor_parallel_bytes(sizes, memory) / (link_s * rates.link) * rates.exposed
+    # On XLA a recomputation runs to its end.
+    stops_early = device.kind != "neuron"
+    tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
+    tensor_s = tensor_bytes / (link_s * rates.link) * rates.exposed
     # The experts wait for their rows, and the next layer for theirs.
     across_hosts = ranks > device.ranks_per_host
     expert_link_s = device.host_link_bytes_per_s if across_hosts else device.link_bytes_per_s
-    experts_s = expert_parallel_bytes(sizes, memory) / (expert_link_s * rates.link)
+    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link_s * rates.link)
     # Offloaded activations go out and come back while the layers compute.
     copy_rate = host_copy_rate(device, ranks)
     host_copy_s = 2 * used.host["activations"] / copy_rate
@@ -294,7 +302,7 @@ def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int
             again_s += HOST.experts / 2
         passes_s += recomputed * again_s
         if memory.recompute_keep_core_attn:
-            passes_s += min(recomputed, memory.recompute_keep_core_attn_num_layers or layers) * HOST.kept
+            passes_s += len(memory.layers_keeping_attention(layers)) * HOST.kept
     elif memory.recompute_granularity == "selective":
         passes_s += memory.num_selective_layers(layers) * HOST.selective
         if "moe" in (memory.recompute_modules or ()):
@@ -311,27 +319,24 @@ def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int
 def _data_parallel_s(
     model: RankModel, layout: StateLayout, device: Device, ranks: int, accumulation_steps: int
 ) -> float:
-    """Return the time of gradient reduction and parameter gathering over the data-parallel ranks."""
-    size = layout.data_parallel_size
-    if size == 1:
-        return 0.0
+    """Return the time of gradient reduction and parameter gathering over the data-parallel ranks.
+
+    Args:
+        model: the rank's share of the model.
+        layout: ZeRO stage, ranks over which it shards, and dtypes.
+        device: rates of the links.
+        ranks: ranks of the run.
+        accumulation_steps: micro-batches per step.
+    """
     rates = rates_of(device)
-    link = device.link_bytes_per_s
-    if ranks > device.ranks_per_host:
-        link = device.host_link_bytes_per_s
-    share = (size - 1) / size
-    gradients = model.num_parameters * layout.gradient_element_bytes
-    weights = model.num_parameters * layout.element_bytes
-    frozen = model.num_frozen * layout.element_bytes
-    # Reduce-scatter and all-gather of all gradients, or of gradients and then parameters.
-    sent = 2 * gradients
-    hidden = 0.0
-    if layout.sharding == "zero1":
-        sent = gradients + weights
-    elif layout.sharding == "zero2":
-        sent = gradients * accumulation_steps + weights
-        hidden = 1 - rates.exposed
-    elif layout.sharding == "zero3":
-        sent = (gradients + 2 * (weights + frozen)) * accumulation_steps
-        hidden = 1 - rates.exposed
-    return share * sent / (link * rates.link) * (1 - hidden)
+    tensor_ranks = model.sizes.tensor_model_parallel_size
+    instances = max(1, ranks // tensor_ranks // layout.data_parallel_size)
+    sent = data_parallel_bytes(model, layout, accumulation_steps, instances=instances)
+    # The instances of hybrid sharding are runs of consecutive ranks, such as those of a host.
+    across_link = device.link_bytes_per_s if ranks <= device.ranks_per_host else device.host_link_bytes_per_s
+    link = across_link
+    if instances > 1 and tensor_ranks * layout.data_parallel_size <= device.ranks_per_host:
+        link = device.link_bytes_per_s
+    seconds = (sent.after + rates.exposed * sent.during) / link
+    seconds += (sent.across_after + rates.exposed * sent.across_during) / across_link
+    return seconds / rates.link

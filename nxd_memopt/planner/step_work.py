@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import nested_chunk_layers
-from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
+from nxd_memopt.planner.architectures import ExpertShape
+from nxd_memopt.planner.collectives import micro_batch_collectives, sent_bytes
+from nxd_memopt.planner.layer_tensors import merges_branches
 from nxd_memopt.planner.rank_model import RankModel
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.recomputation import Recomputation
 from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.step_shape import micro_batch_shape
 
 # Attention's backward has 5 matmuls where forward has 2.
 _ATTENTION_BACKWARD = 2.5
@@ -74,21 +81,17 @@ def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[s
 
 def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product recompute and tiles compute again, over all layers."""
-    layer = sum(weights.values())
-    last = weights["mlp out"]
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
-        last += weights["attention output"]
+    # The backward of tiles recomputes the first projections of all layers.
+    tiles = 0 if memory.mlp_tile_tokens is None else sizes.num_layers * weights["mlp in"]
     if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
-        depth = sizes.num_layers - resident
-        if memory.recompute_method == "block":
-            return (memory.recompute_num_layers or depth) * (layer - last)
-        chunk = memory.recompute_num_layers or 1
-        if memory.recompute_method == "nested":
-            chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
-            # Each layer once more, and all but the last of a chunk twice.
-            return depth * (layer - last) + (depth - -(-depth // chunk)) * layer
-        return depth * layer - depth // chunk * last
+        last = weights["mlp out"]
+        if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
+            last += weights["attention output"]
+        # A tiled MLP saves its input alone: a recomputation that stops early does not run it.
+        if memory.mlp_tile_tokens is not None:
+            last += weights["mlp in"]
+        recomputation = Recomputation.of(memory, sizes.num_layers)
+        return recomputation.forwards * sum(weights.values()) - recomputation.stopped * last + tiles
     modules = set(memory.recompute_modules or ())
     recomputed = memory.num_selective_layers(sizes.num_layers)
     again = 0
@@ -96,9 +99,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
         again += recomputed * weights["qkv"]
     if modules & {"mlp", "moe"}:
         again += recomputed * weights["mlp in"]
-    if memory.mlp_tile_tokens is not None:
-        again += sizes.num_layers * weights["mlp in"]
-    return again
+    return again + tiles
 
 
 def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -111,15 +112,7 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     again = 0.0
     modules = set(memory.recompute_modules or ())
     if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
-        again = sizes.num_layers - resident
-        if memory.recompute_method == "block":
-            again = memory.recompute_num_layers or again
-        if memory.recompute_method == "nested":
-            # Each layer once more, and all but the last of a chunk twice.
-            chunk = memory.recompute_num_layers or nested_chunk_layers(sizes.num_layers)
-            again += sizes.num_layers - -(-sizes.num_layers // chunk)
-        again -= len(memory.layers_keeping_attention(sizes.num_layers))
+        again = recomputed_layers(sizes, memory) - len(memory.layers_keeping_attention(sizes.num_layers))
     elif modules & {"core_attn", "attn"}:
         again = memory.num_selective_layers(sizes.num_layers)
     if memory.attention_head_groups is not None:
@@ -139,7 +132,7 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
 
     Measured elements of a token and layer on an H200, forward and backward: 26 H of norms and residual stream
     (GPT-NeoX 45), 4 times the rotated columns, 9 of the MLP's width (GPT-NeoX 5), 18 H for each expert of a token;
-    again with full recompute 8 H (GPT-NeoX 20), and the activation if a chunk has several layers.
+    for each forward of full recompute 8 H (GPT-NeoX 20), and the activation if the forward runs to its end.
     """
     hidden = sizes.hidden
     width = _active_width(sizes)
@@ -153,12 +146,8 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     layers = sizes.num_layers
     recomputed = 0.0
     if memory.recompute_granularity == "full":
-        count = memory.recompute_num_layers if memory.recompute_method == "block" else None
-        recomputed = float((count or layers) * again)
-        if memory.recompute_method in ("uniform", "nested"):
-            recomputed += layers * 3 * width
-        if memory.recompute_method == "nested":
-            recomputed *= 2
+        recomputation = Recomputation.of(memory, layers)
+        recomputed = float(recomputation.forwards * again + recomputation.complete * 3 * width)
     elif memory.recompute_granularity == "selective":
         recomputed = float(memory.num_selective_layers(layers) * 6 * norms)
     if memory.attention_head_groups is not None:
@@ -170,16 +159,7 @@ def elementwise_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
 
 def recomputed_layers(sizes: RankSizes, memory: MemoryConfig) -> int:
     """Return how many layers' forwards full recompute runs again: with ``nested`` a layer counts up to twice."""
-    if memory.recompute_granularity != "full":
-        return 0
-    resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
-    depth = sizes.num_layers - resident
-    if memory.recompute_method == "block":
-        return memory.recompute_num_layers or depth
-    if memory.recompute_method == "nested":
-        chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
-        return 2 * depth - -(-depth // chunk)
-    return depth
+    return Recomputation.of(memory, sizes.num_layers).forwards
 
 
 def expert_passes(sizes: RankSizes, memory: MemoryConfig) -> int:
@@ -212,57 +192,105 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
     return moved
 
 
-def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return what a rank sends to the others in a micro-batch's forward and backward.
+def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
+    """Return what a rank sends to the other tensor-parallel ranks in a micro-batch's forward and backward.
 
-    A block has an all-gather and a reduce-scatter in forward and two and one in backward with
-    sequence parallelism, an all-reduce in each without it, which sends as much as two
-    (``planner/collectives.py``). Recomputation gathers again.
+    The collectives are those of ``planner/collectives.py``.
+
+    Args:
+        sizes: sizes of the rank's tensors.
+        memory: recompute, tiles and groups of heads.
+        stops_early: see ``Recomputation.forwards_of``.
     """
     if sizes.tensor_model_parallel_size == 1:
         return 0.0
-    # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
-    transfers = 4
-    for count, techniques in layer_runs(memory, sizes.num_layers):
-        transfers += count * _layer_transfers(sizes, techniques)
-    full = sizes.tokens * sizes.hidden * sizes.element_bytes
-    share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
-    return share * full * transfers
+    shape = micro_batch_shape(sizes, memory)
+    if shape.router is not None:
+        shape = replace(shape, router=replace(shape.router, expert_ranks=1))
+    return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
 
 
-def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
+def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
     """Return what a rank sends to the other expert-parallel ranks in a micro-batch's forward and backward.
 
-    Forward and backward exchange twice each: tokens or rows on their way to the experts, and back.
-    Recomputation does so as forward.
+    The collectives are those of ``planner/collectives.py``; arguments as ``tensor_parallel_bytes``.
     """
     if sizes.moe is None or sizes.moe.expert_ranks == 1:
         return 0.0
-    ranks = sizes.moe.expert_ranks
-    tokens = ranks * sizes.tokens if sizes.moe.gathers_tokens else sizes.moe.rows(sizes.tokens)
-    exchanges = 4 * sizes.num_layers
-    if memory.recompute_granularity == "full":
-        exchanges += 2 * sizes.num_layers
-    elif "moe" in (memory.recompute_modules or ()):
-        exchanges += 2 * memory.num_selective_layers(sizes.num_layers)
-    return (ranks - 1) / ranks * tokens * sizes.hidden * sizes.element_bytes * exchanges
+    shape = replace(micro_batch_shape(sizes, memory), tensor_model_parallel_size=1)
+    return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
 
 
-def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
-    """Return how many times a layer gathers or scatters a full activation, forward and backward."""
-    merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
-    blocks = 1 if merged else 2
-    if sizes.moe is not None and sizes.moe.shared_width:
-        blocks += 1
-    transfers = 5 if sizes.shards > 1 else 4
-    if memory.recompute_granularity == "full":
-        transfers += 2
-    per_layer = blocks * transfers
-    if sizes.shards > 1:
-        # The recompute of a block gathers its input and stops before its reduction.
-        per_layer += len({"attn", "mlp"} & set(memory.recompute_modules or ()))
-    groups = memory.attention_head_groups
-    if isinstance(groups, int):
-        # Each group gathers the input and reduces its output, and its backward gathers once more.
-        per_layer += (groups - 1) * transfers + 2 * groups
-    return per_layer
+@dataclass(frozen=True)
+class DataParallelBytes:
+    """Bytes that a rank sends to data-parallel ranks in a step.
+
+    Args:
+        during: overlapped with forward and backward.
+        after: between the last backward and the next forward.
+        across_during: to other instances of hybrid sharding, overlapped with backward.
+        across_after: to other instances, after backward.
+    """
+
+    during: float = 0.0
+    after: float = 0.0
+    across_during: float = 0.0
+    across_after: float = 0.0
+
+
+def data_parallel_bytes(
+    model: RankModel, layout: StateLayout, accumulation_steps: int, *, instances: int = 1
+) -> DataParallelBytes:
+    """Return what a rank sends to reduce gradients and to gather parameters, over rings.
+
+    An all-reduce of all gradients once a step, overlapped with the last backward if ``overlaps_reduction``
+    is set. zero1: a reduce-scatter of the gradients and an all-gather of the updated weights, zero2 the same
+    with a reduce-scatter in each micro-batch. zero3 gathers the weights of the layers in forward and, unless
+    they are kept, in backward, and those of embedding, final norm and head once. The gradients of experts
+    are reduced over the ranks that have the same ones.
+
+    Args:
+        model: the rank's share of the model.
+        layout: ZeRO stage, ranks over which it shards, and dtypes.
+        accumulation_steps: micro-batches per step.
+        instances: of hybrid sharding, over which the shards' gradients are reduced too: with zero2 once a
+            step, with zero3 in each micro-batch.
+    """
+    layers = model.sizes.num_layers
+    trained = layers * _sent_elements(model.layer_shapes, layout) + _sent_elements(model.other_shapes, layout)
+    gradient_bytes = layout.optimizer_bytes if layout.grad_reduce_in_fp32 else layout.element_bytes
+    gradients = trained * gradient_bytes
+    weights = trained * layout.element_bytes
+    if layout.sharding == "none":
+        if layout.overlaps_reduction:
+            return DataParallelBytes(during=2 * gradients)
+        return DataParallelBytes(after=2 * gradients)
+    if layout.sharding == "zero1":
+        return DataParallelBytes(after=gradients + weights)
+    # The all-reduce of a rank's shards over the instances.
+    across = 2 * (instances - 1) / instances * model.num_parameters / layout.shards
+    if layout.sharding == "zero2":
+        return DataParallelBytes(
+            during=gradients * accumulation_steps,
+            after=weights,
+            across_after=across * layout.optimizer_bytes,
+        )
+    in_layers = layers * _sent_elements((*model.layer_shapes, *model.frozen_layer_shapes), layout)
+    in_others = _sent_elements((*model.other_shapes, *model.frozen_other_shapes), layout)
+    gathers = 1 if layout.keeps_gathered else 2
+    gathered = (gathers * in_layers + in_others) * layout.element_bytes
+    return DataParallelBytes(
+        during=(gradients + gathered) * accumulation_steps,
+        across_during=across * gradient_bytes * accumulation_steps,
+    )
+
+
+def _sent_elements(shapes: Sequence[Sequence[int]], layout: StateLayout) -> float:
+    """Return the elements of parameters that a rank sends in one reduce-scatter or all-gather of them."""
+    total = 0.0
+    for shape in shapes:
+        ranks = layout.data_parallel_size
+        if isinstance(shape, ExpertShape):
+            ranks //= layout.expert_ranks
+        total += (ranks - 1) / ranks * math.prod(shape)
+    return total

@@ -12,13 +12,15 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_pool import available_host_bytes
 from nxd_memopt.modules.moe.causal_lm import moe_memory
+from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts
-from nxd_memopt.planner.choice import choose_memory
+from nxd_memopt.planner.architectures import sizes
+from nxd_memopt.planner.choice import choose_memory, shortages_of
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
 from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.problem import PRECISIONS, Problem, Setting, attention_notes
 from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
@@ -29,8 +31,9 @@ from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
 PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
-"""A plan above the available memory by this factor is an error. The recorded plans of steps with a CUDA
-graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller excess is a warning."""
+"""A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:
+recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner.md), and one of another
+model or shape may be further from its plan."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         result = MemoryPlan(None, None, before, (f"memory: not planned ({error})",))
     else:
         lines = [*(_chosen(plan) if is_auto else ()), *_lines(problem, plan)]
-        result = MemoryPlan(plan.memory.device_bytes, _known(problem), before, tuple(lines))
-        _require_fit(problem, plan)
+        result = MemoryPlan(plan.memory.device_bytes, _known(problem, plan), before, tuple(lines))
+        if result.available_bytes is not None:
+            _require_fit(plan)
         # The choice is made: from here on the run is one whose section names the techniques.
         trainer = replace(config.trainer, auto_memory=False)
         config = replace(config, memory=plan.setting.memory, trainer=trainer) if is_auto else config
@@ -93,22 +97,29 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
     return config, result
 
 
-def planned(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None) -> tuple[Problem, Plan]:
+def planned(
+    config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
+) -> tuple[Problem, Plan]:
     """Return what a run asks for, and its plan; with ``memory: auto`` the chosen one. Every rank calls.
 
     Args:
         config: configuration of the run.
         hf_config: the model's configuration.
-        device: what each rank has; default this rank's device, with the memory that is free now.
+        device: what each rank has; default this rank's device, with the memory that is free now and the attention
+            that runs in this process.
+        ranks: number of ranks of ``device``; default those of this run.
 
     Raises:
-        ValueError: on every rank, if an option is not planned, or ``memory: auto`` finds nothing.
+        ValueError: on every rank, if an option is not planned, ``memory: auto`` finds nothing, or the ranks of this
+            run take different attention implementations.
     """
     if device is None:
-        problem = _problem(config, hf_config, _device(), host_gib=_host_gib() or None)
+        assert ranks is None, "ranks are those of a device"
+        problem = _problem(config, hf_config, _device(), world_size(), host_gib=_least(_host_gib()) or None)
+        problem = replace(problem, attention=_attention(config, problem))
     else:
-        problem = _problem(config, hf_config, device, host_gib=None)
-    setting = setting_of(config, hf_config, device)
+        problem = _problem(config, hf_config, device, ranks or world_size(), host_gib=None)
+    setting = setting_of(config, hf_config, device, ranks=ranks)
     plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
     return problem, plan
 
@@ -119,13 +130,15 @@ def _counted_before() -> int:
     return (backend.memory_allocated() or 0) if backend.device.type != "cuda" else 0
 
 
-def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, *, host_gib: float | None) -> Problem:
+def _problem(
+    config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int, *, host_gib: float | None
+) -> Problem:
     """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
     content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
     return Problem(
         config=with_defaults(content),
         device=device,
-        devices=world_size(),
+        devices=ranks,
         sequence_length=config.data.seq_length,
         global_batch_size=config.data.global_batch_size,
         precision=str(config.trainer.precision),
@@ -135,6 +148,33 @@ def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, *
         moe=resolve_options(config.moe, hf_config),
         lora=config.lora.config(),
     )
+
+
+def _attention(config: TrainConfig, problem: Problem) -> str | None:
+    """Return the attention that ``auto`` takes in this process, None if another one is named. Every rank calls.
+
+    Layers with a window are planned as tiles, whatever the other layers take.
+
+    Raises:
+        ValueError: on every rank, if the ranks take different implementations.
+    """
+    if config.memory.attention_backend != "auto":
+        return None
+    letters = sizes(problem.config)
+    name, _ = attention_implementation(
+        (config.data.micro_batch_size, letters["h"], config.data.seq_length, letters["d"]),
+        letters["g"],
+        dtype=getattr(torch, PRECISIONS[problem.precision][0]),
+        packed=config.data.isolate_documents,
+        dropout_p=problem.attention_dropout,
+    )
+    names = set(share_texts(name))
+    if len(names) > 1:
+        raise ValueError(
+            f"ranks take different attention implementations, {sorted(names)}: install the same packages on each host, "
+            "or set memory.attention_backend"
+        )
+    return name
 
 
 def _device() -> Device:
@@ -160,10 +200,10 @@ def _least(value: float) -> float:
     return min(float(text) for text in share_texts(repr(value)))
 
 
-def _known(problem: Problem) -> int | None:
-    """Return the usable bytes; None where the device's memory is not the table's, because it is simulated."""
+def _known(problem: Problem, plan: Plan) -> int | None:
+    """Return the bytes that the plan can use; None where the device's memory is not the table's: it is simulated."""
     is_simulated = problem.device.kind == "neuron" and getattr(backend, "is_simulated", False)
-    return None if is_simulated else problem.usable_bytes
+    return None if is_simulated else plan.usable_bytes
 
 
 def _has_graph(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None) -> bool:
@@ -174,8 +214,18 @@ def _has_graph(config: TrainConfig, hf_config: PretrainedConfig, device: Device 
     return bool(config.trainer.enable_cuda_graph) and is_possible
 
 
-def setting_of(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None) -> Setting:
-    """Return the options of the run that memory depends on, on ``device`` or on this machine's backend."""
+def _shard_ranks(config: TrainConfig, device: Device | None, ranks: int | None) -> int:
+    """Return over how many data-parallel ranks zero2 and zero3 shard; ``device`` and ``ranks`` as ``planned``."""
+    if device is None or ranks is None:
+        return shard_ranks(config)
+    hosts = -(-ranks // device.ranks_per_host)
+    return config.data_parallel.ranks_per_instance(config.data_parallel_size(ranks), num_hosts=hosts)
+
+
+def setting_of(
+    config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
+) -> Setting:
+    """Return the options of the run that memory depends on; ``device`` and ``ranks`` as ``planned``."""
     stage = config.data_parallel.stage
     memory = config.memory
     _require_planned_graphs(config)
@@ -184,7 +234,7 @@ def setting_of(config: TrainConfig, hf_config: PretrainedConfig, device: Device 
         memory = moe_memory(memory, moe)
     options: dict[str, Any] = {}
     if stage in SHARDS_GRADIENTS:
-        options["shard_ranks"] = shard_ranks(config)
+        options["shard_ranks"] = _shard_ranks(config, device, ranks)
     return Setting(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         sharding=stage,
@@ -234,7 +284,7 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
     lines: list[str] = []
     terms = sorted(plan.memory.device.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms[:4] if size)
-    available = _known(problem)
+    available = _known(problem, plan)
     of = "" if available is None else f" of {available / GIB:.2f} available"
     lines.append(
         f"memory: planned {plan.memory.device_bytes / GIB:.2f} GiB{of} on each device ({largest}; peak in "
@@ -251,7 +301,7 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
             f"host memory: planned {host_gib:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} available for each "
             f"rank; page-locking it takes about {host_gib * PAGE_LOCKING_S_PER_GIB:.0f} s before the first step"
         )
-    return lines
+    return [*lines, *(f"memory: {note}" for note in attention_notes(problem, plan.setting))]
 
 
 def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -274,17 +324,22 @@ def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedC
         )
 
 
-def _require_fit(problem: Problem, plan: Plan) -> None:
-    """Raise ``ValueError`` if the plan is above the available memory by more than it may be wrong, else warn."""
-    available = _known(problem)
-    if available is None or plan.memory.device_bytes <= available:
+_REMEDIES = {
+    "device": "set memory: auto, use more ranks, or let nxd-memopt plan show settings that fit",
+    "host": "offload less, start fewer ranks on each host, or let nxd-memopt plan show settings that fit",
+}
+"""Place of a shortage -> what to change."""
+
+
+def _require_fit(plan: Plan) -> None:
+    """Raise ``ValueError`` if a memory is smaller than the plan by more than the plan may be wrong, else warn."""
+    found = shortages_of(plan)
+    if not found:
         return
-    text = (
-        f"the planned memory of a step, {plan.memory.device_bytes / GIB:.2f} GiB, exceeds the "
-        f"{available / GIB:.2f} GiB that tensors can use on each device ({plan.setting.describe()})"
-    )
-    remedy = "set memory: auto, use more ranks, or let nxd-memopt plan show settings that fit"
-    if plan.memory.device_bytes > CERTAIN * available:
-        raise ValueError(f"{text}: {remedy}")
+    needs = " and ".join(each.describe() for each in found)
+    text = f"the planned memory of a step exceeds the available memory: {needs} ({plan.setting.describe()})"
+    remedy = "; ".join(_REMEDIES[each.place] for each in found)
+    if any(each.planned_bytes > CERTAIN * each.usable_bytes for each in found):
+        raise ValueError(f"{text}; {remedy}")
     if is_rank_zero():
-        print(f"warning: {text}: it may end out of memory; {remedy}", flush=True)
+        print(f"warning: {text}; it may end out of memory: {remedy}", flush=True)

@@ -246,10 +246,29 @@ _ON_SEVERAL = (
     _mixtral("8k moe", 8192, 8, memory=selective("norm", "moe")),
 )
 _SHARDED = _llama("8k mixed D=2", 8192, 16, precision="bf16-mixed", data_parallel=2, sharding="zero1")
+_SHARDED_MORE = (
+    replace(_SHARDED, name="llama 8k mixed D=2 zero2", sharding="zero2"),
+    replace(_SHARDED, name="llama 8k mixed D=2 zero2 full", sharding="zero2", memory=FULL, accumulation=2),
+    replace(_SHARDED, name="llama 8k mixed D=2 zero3", sharding="zero3"),
+    replace(_SHARDED, name="llama 8k mixed D=2 zero3 full", sharding="zero3", memory=FULL, accumulation=2),
+    replace(_SHARDED, name="llama 8k mixed D=2 zero3 uniform", sharding="zero3", memory=chunks("uniform", 4)),
+    replace(
+        _SHARDED,
+        name="llama 8k mixed D=2 overlapped",
+        layers=12,
+        sharding="none",
+        memory=FULL,
+        optimizer={"overlap_grad_reduce": True},
+    ),
+)
 # SmolLM2's three heads of keys do not divide by two.
 NAMED_ON = {
     1: NAMED,
-    2: (*(replace(cell, name=f"{cell.name} T=2", tensor_parallel=2) for cell in _ON_SEVERAL), _SHARDED),
+    2: (
+        *(replace(cell, name=f"{cell.name} T=2", tensor_parallel=2) for cell in _ON_SEVERAL),
+        _SHARDED,
+        *_SHARDED_MORE,
+    ),
     4: (
         *(replace(cell, name=f"{cell.name} T=4", tensor_parallel=4) for cell in _ON_SEVERAL),
         replace(_SHARDED, name=f"{_SHARDED.name} T=2", tensor_parallel=2),

@@ -18,12 +18,10 @@ from pathlib import Path
 
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.planner.hardware import GIB, device_named
-from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import Problem
+from nxd_memopt.planner.plan import Plan
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.memory_plan import setting_of
+from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
 
 PLATFORM = "trn1"
@@ -34,16 +32,7 @@ RANKS = {"gpt_neox_20b": 128, "llama3_8b": 32, "llama2_7b": 32}
 def plan_of(config: TrainConfig, ranks: int) -> Plan:
     """Return the plan of a configuration on ``ranks`` ranks of trn1."""
     hf_config = load_hf_config(config.model, config.moe)
-    problem = Problem(
-        config=with_defaults(hf_config.to_dict()),
-        device=device_named(PLATFORM),
-        devices=ranks,
-        sequence_length=config.data.seq_length,
-        global_batch_size=config.data.global_batch_size,
-        precision=str(config.trainer.precision),
-        isolate_documents=config.data.isolate_documents,
-    )
-    return evaluate(problem, setting_of(config, hf_config))
+    return planned(config, hf_config, device_named(PLATFORM), ranks=ranks)[1]
 
 
 def certified_bytes(config: TrainConfig, ranks: int) -> int:
@@ -71,14 +60,14 @@ def main() -> None:
     for recipe in recipes:
         # A recipe names no tokenizer, which neither plan nor certificate reads.
         config = parse_config(["--recipe", recipe, "--model.tokenizer", "none"])
-        planned = plan_of(config, RANKS[recipe]).memory.forward_backward_bytes
+        planned_bytes = plan_of(config, RANKS[recipe]).memory.forward_backward_bytes
         try:
             certified = certified_bytes(config, RANKS[recipe])
         except ValueError as error:
             sys.exit(f"{recipe}: {error}")
         print(
-            f"| {recipe} | {RANKS[recipe]} | {planned / GIB:.2f} GiB | {certified / GIB:.2f} GiB | "
-            f"{100 * (planned / certified - 1):+.1f} % |",
+            f"| {recipe} | {RANKS[recipe]} | {planned_bytes / GIB:.2f} GiB | {certified / GIB:.2f} GiB | "
+            f"{100 * (planned_bytes / certified - 1):+.1f} % |",
             flush=True,
         )
 

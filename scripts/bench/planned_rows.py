@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.planner.hardware import device_named
-from scripts.bench.planned_cells import DEVICE, Cell, plan_of
+from nxd_memopt.training.memory_plan import planned
+from nxd_memopt.training.model import load_hf_config
+from scripts.bench.planned_cells import DEVICE, Cell
 from scripts.bench.planned_memory import CSV, WAITING_PART, is_beyond, waits_for_memory
 
 _OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
@@ -63,27 +64,22 @@ def _value(text: str) -> Any:
 def errors_of(row: Mapping[str, str]) -> dict[str, float]:
     """Return the errors of today's plan in percent, by the columns of ``planned_memory``."""
     cell = cell_of(row)
-    # The plan is that of a run with as many processes.
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(cell.tensor_parallel * cell.data_parallel)
-    try:
-        plan = plan_of(cell, device_named(DEVICE))
-    finally:
-        os.environ.pop("WORLD_SIZE")
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
-    planned = {
+    config = cell.config()
+    hf_config = load_hf_config(config.model, config.moe)
+    ranks = cell.tensor_parallel * cell.data_parallel
+    _, plan = planned(config, hf_config, device_named(DEVICE), ranks=ranks)
+    sizes = {
         "allocated": plan.memory.device_bytes,
         "reserved": plan.memory.reserved_bytes,
         "host": plan.memory.host_bytes,
     }
     found = {
         f"{name}_error": 100 * (size / float(row[f"{name}_bytes"]) - 1)
-        for name, size in planned.items()
+        for name, size in sizes.items()
         if float(row[f"{name}_bytes"] or 0)
     }
     # Rows from before they were left out have what such a step took of the memory that was left.
-    if waits_for_memory(cell.config().memory):
+    if waits_for_memory(config.memory):
         found.pop("allocated_error", None)
     waits = plan.time.terms.get("waiting for the host", 0.0) / plan.time.step_s > WAITING_PART
     found["host_limited_step_error" if waits else "step_error"] = 100 * (plan.time.step_s / float(row["step_s"]) - 1)

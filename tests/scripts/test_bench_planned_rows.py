@@ -51,6 +51,15 @@ def test_recorded_peaks_are_within_the_bounds_of_todays_formulas(formulas):
     assert found.keys() <= TOO_LOW, found
 
 
+def test_a_row_is_planned_for_its_own_ranks(monkeypatch):
+    row = next(row for row in rows_of(CSV, FORMULAS) if "T=2" in row["options"].split())
+    found = []
+    for world in ("1", "64"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        found.append(errors_of(row))
+    assert found[0] == found[1]
+
+
 def test_the_rows_beyond_the_bounds_are_printed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["planned_rows", "--formulas", "b3d160d", "--beyond"])
     main()

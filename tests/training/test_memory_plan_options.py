@@ -176,8 +176,9 @@ def test_weights_that_stay_gathered_are_all_layers(config):
     kept = changed(sharded, "data_parallel.reshard_after_forward", {"reshard_after_forward": False})
     layer = (4096 * (4096 + 1024 + 4096) + 3 * 4096 * 14336) // 8 * 2 + 2 * 4096 * 2
     terms = [plan_of(each).memory.device["gathered weights"] for each in (sharded, kept)]
-    # T = 8 has one KV head each for key and value.
-    assert terms[1] - terms[0] == 10 * (layer + 4096 * 1024 // 8 * 2)
+    # The peak is in the last layer but one, where the last one's weights are free. T = 8 has one KV head each for
+    # key and value.
+    assert terms[1] - terms[0] == 9 * (layer + 4096 * 1024 // 8 * 2)
 
 
 def test_sums_in_fp32_are_larger_copies(config):
@@ -202,7 +203,9 @@ def test_accumulation_and_averages_of_gradients(config):
     assert second.forward_backward_bytes > first.forward_backward_bytes
     overlapped = plan_of(changed(once, "optimizer.overlap_grad_reduce", {"overlap_grad_reduce": True})).memory
     largest = 4096 * 14336 // 8 * 4
-    assert overlapped.forward_backward_bytes - first.forward_backward_bytes == 8 * largest
+    # Of 25 MiB of bf16 parameters at most, in fp32.
+    bucket = 50 << 20
+    assert 8 * largest < overlapped.forward_backward_bytes - first.forward_backward_bytes <= 8 * bucket
     assert first.moment == "update" and first.device["gradient buckets"] == 2 * (128 << 20)
 
 

@@ -15,9 +15,11 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.parts import Layout
+from nxd_memopt.planner.gpu_attention import LIMITS, PACKAGES
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_DISTRIBUTION = "flash-attn-4"
+_LIMITS = LIMITS["flash4"]
+_DTYPES = tuple(getattr(torch, name) for name in _LIMITS.dtypes)
+_DISTRIBUTION = PACKAGES["flash4"]
 # Earlier betas lack features, which does not show in their signatures.
 _TESTED = "4.0.0b36"
 _KERNELS = "flash_attn.cute.interface"
@@ -46,14 +48,15 @@ def unavailable_reason() -> str | None:
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Return why ``flash4_attention`` cannot run ``call``, or None if it can.
-
-    The kernels accept other multiples of 8 as head size, but of the sizes that were tried 8, 16, 40
-    and 48 had wrong gradients on an H200 (4.0.0b36).
-    """
+    """Return why ``flash4_attention`` cannot run ``call``, or None if it can."""
     if call.dtype not in _DTYPES:
         return f"flash4 takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
-    return call.unsuited("flash4", max_head_dim=128, head_dim_multiple=32, packs=True)
+    return call.unsuited(
+        "flash4",
+        max_head_dim=_LIMITS.max_head_dim,
+        head_dim_multiple=_LIMITS.head_dim_multiple,
+        packs=_LIMITS.packed,
+    )
 
 
 def flash4_attention(

@@ -1,0 +1,129 @@
+"""Which layers full recompute runs again, in which chunks, and how often.
+
+The layers are assigned to chunks as in ``memory/recompute.py``: layers whose activations are in host memory are
+not recomputed, and the chunks start at the layer after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_memopt.config import MemoryConfig, require_divisible
+from nxd_memopt.planner.formulas import nested_chunk_layers
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The layers that full recompute runs again in backward.
+
+    A chunk is the layers of one checkpoint. ``nested`` runs a chunk twice: once to restore the inputs of its
+    layers, which stops before its last layer, and then layer by layer.
+
+    Args:
+        first: number of the first recomputed layer; the layers before it keep their activations in host memory.
+        recomputed: number of recomputed layers, 0 without full recompute.
+        chunk: layers of a chunk; the last chunk of ``nested`` may have fewer.
+        is_nested: whether each layer of a chunk has a checkpoint too.
+    """
+
+    first: int = 0
+    recomputed: int = 0
+    chunk: int = 1
+    is_nested: bool = False
+
+    @classmethod
+    def of(cls, memory: MemoryConfig, num_layers: int) -> Recomputation:
+        """Return the recomputation of a model of ``num_layers`` layers; of no layer without full recompute.
+
+        Raises:
+            ValueError: no layer is left to recompute, or ``recompute_num_layers`` exceeds the layers that are
+                left, or, for ``uniform``, does not divide them.
+        """
+        if memory.recompute_granularity != "full":
+            return cls()
+        # Layers in host memory are not recomputed as well, unless it is their checkpoints that are there.
+        first = 0
+        if not memory.cpu_offloading_activations:
+            first = memory.num_offloaded_layers(num_layers)
+        depth = num_layers - first
+        if depth < 1:
+            raise ValueError(
+                "recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out"
+            )
+        number = memory.recompute_num_layers
+        if (number or 1) > depth:
+            raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers: lower it")
+        if memory.recompute_method == "block":
+            return cls(first, number or depth)
+        if memory.recompute_method == "nested":
+            return cls(first, depth, number or nested_chunk_layers(depth), is_nested=True)
+        remedy = "use a divisor, or recompute_method 'block'"
+        require_divisible("layers", depth, "recompute_num_layers", number or 1, remedy)
+        return cls(first, depth, number or 1)
+
+    @property
+    def stop(self) -> int:
+        """Number of the layer after the last recomputed one."""
+        return self.first + self.recomputed
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.recomputed // self.chunk)
+
+    @property
+    def complete(self) -> int:
+        """Forwards that recomputation runs to the end, over all layers: their outputs are the next layers' inputs."""
+        return self.recomputed - self.chunks
+
+    @property
+    def stopped(self) -> int:
+        """Forwards that recomputation stops before their last projection, over all layers.
+
+        PyTorch's checkpoint stops at the last tensor that backward needs: in the last layer of a chunk, and with
+        ``nested`` in every layer.
+        """
+        return self.recomputed if self.is_nested else self.chunks
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of layers that recomputation runs: with ``nested`` two of every layer but the last of a chunk."""
+        return self.complete + self.stopped
+
+    def is_recomputed(self, index: int) -> bool:
+        """Return whether layer ``index`` is recomputed."""
+        return self.first <= index < self.stop
+
+    def position(self, index: int) -> int:
+        """Return the place of layer ``index`` in its chunk, from 0; 0 if it is not recomputed."""
+        if not self.is_recomputed(index):
+            return 0
+        return (index - self.first) % self.chunk
+
+    def unit(self, index: int) -> range:
+        """Return the layers of the chunk of layer ``index``; itself alone if it is not recomputed."""
+        if not self.is_recomputed(index):
+            return range(index, index + 1)
+        start = index - self.position(index)
+        return range(start, min(start + self.chunk, self.stop))
+
+    def complete_of(self, index: int) -> int:
+        """Return how many forwards of layer ``index`` recomputation runs to the end: 0 or 1."""
+        return int(self.is_recomputed(index) and index != self.unit(index)[-1])
+
+    def stopped_of(self, index: int) -> int:
+        """Return how many forwards of layer ``index`` recomputation stops before their last projection: 0 or 1."""
+        return int(self.is_recomputed(index) and (self.is_nested or index == self.unit(index)[-1]))
+
+    def forwards_of(self, index: int, *, stops_early: bool = True) -> int:
+        """Return how many forwards of layer ``index`` recomputation runs: 0, 1 or 2.
+
+        Args:
+            index: number of the layer.
+            stops_early: a recomputation ends with the last tensor that backward needs, as in PyTorch's eager
+                checkpoint. On XLA it runs to the end, with ``nested`` in the last layer of a chunk too.
+        """
+        forwards = self.complete_of(index) + self.stopped_of(index)
+        if self.is_nested and not stops_early and len(self.unit(index)) > 1:
+            forwards = 2
+        return forwards

@@ -1,0 +1,52 @@
+"""Devices of the planner: compute capabilities of GPUs, files of measured ones, and the sources that texts name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nxd_memopt.planner.hardware import DEVICES, device_named, host_device, read_device
+from tests.reference import assert_says, error_message
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANNER = ROOT / "nxd_memopt" / "planner"
+
+
+def test_gpus_have_a_compute_capability_with_a_source():
+    found = {name: device.compute_capability for name, device in DEVICES.items() if device.kind == "cuda"}
+    assert found == {"a100-40gb": 8.0, "a100-80gb": 8.0, "h100": 9.0, "h200": 9.0, "b200": 10.0}
+    assert all("[cc]" in DEVICES[name].source for name in found)
+    assert host_device(8.0, 1).compute_capability == device_named("trn1").compute_capability == 0.0
+
+
+@pytest.mark.parametrize(("name", "capability"), [("h200", 0.0), ("trn1", 9.0)])
+def test_a_compute_capability_is_that_of_a_gpu(name, capability):
+    message = error_message(lambda: dataclasses.replace(device_named(name), compute_capability=capability))
+    assert_says(message, "compute_capability", str(capability))
+
+
+def test_files_of_gpus_without_a_compute_capability_are_measured_again(tmp_path):
+    content = dataclasses.asdict(device_named("h200"))
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert read_device(file) == device_named("h200")
+    del content["compute_capability"]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert_says(error_message(lambda: read_device(file)), "compute_capability", "calibrate again")
+
+
+@pytest.mark.parametrize("path", sorted(PLANNER.glob("*.py")), ids=lambda path: path.name)
+def test_files_that_docstrings_name_exist(path):
+    folders = (ROOT, ROOT / "nxd_memopt", ROOT / "nxd_memopt" / "models", PLANNER)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    names = re.findall(r"``([\w/]+\.py)", "\n".join(texts))
+    missing = [name for name in names if not any((folder / name).is_file() for folder in folders)]
+    # Of other packages.
+    assert [name for name in missing if not name.startswith("flash_attn/")] == []

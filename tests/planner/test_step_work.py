@@ -1,0 +1,144 @@
+"""The work of a step: bytes of collectives against those that a step issues, and one count of recomputed layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from nxd_memopt.certify import worker
+from nxd_memopt.certify.report.judge import _shape
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.collectives import _gradient_hook, sent_bytes
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.step_work import (
+    attention_flops,
+    elementwise_bytes,
+    expert_parallel_bytes,
+    expert_passes,
+    matmul_flops,
+    recomputed_layers,
+    tensor_parallel_bytes,
+)
+from tests.certify_steps import GPT_NEOX, LLAMA, SIZES, parallel, request
+
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+TECHNIQUES = {
+    "none": {},
+    "full": FULL,
+    "block": {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
+    "uniform": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 3},
+    "nested": {**FULL, "recompute_method": "nested", "recompute_num_layers": 3},
+    "nested, last chunk shorter": {**FULL, "recompute_method": "nested", "recompute_num_layers": 4},
+    "attn and norm": {**SELECTIVE, "recompute_modules": ["attn", "norm"]},
+    "attn and mlp of two layers": {
+        **SELECTIVE,
+        "recompute_modules": ["attn", "mlp"],
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    },
+    "tiles": {"mlp_tile_tokens": 16},
+    "full, tiles": {**FULL, "mlp_tile_tokens": 16},
+    "one group of heads": {"attention_head_groups": 1},
+    "nested, groups": {
+        **FULL,
+        "recompute_method": "nested",
+        "recompute_num_layers": 3,
+        "attention_head_groups": 2,
+    },
+}
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+def tensor_parallel_case(config: dict, memory: dict, *, sequence: bool, dtype: str = "float32", **options):
+    """Return the bytes that a step of six layers sends over four ranks, and those that are planned."""
+    changes = {"overrides": EIGHT_HEADS, "sequence_length": 32, "dtype": dtype}
+    asked = request("cpu", config, memory, parallel=parallel(4, sequence=sequence, **options), **changes)
+    plain = request("cpu", config, {}, parallel=parallel(4, sequence=sequence, **options), **changes)
+    sent = Counter(worker.measure_variant(asked, 6).collectives)
+    # The sums of the gradients of norms, once a step.
+    sent.subtract(_gradient_hook(_shape(plain, 6)))
+    sizes = rank_sizes(
+        with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6}),
+        asked.parallel_config(),
+        sequence_length=32,
+        micro_batch_size=1,
+        dtype=dtype,
+    )
+    return sent_bytes(sent), tensor_parallel_bytes(sizes, asked.memory_config())
+
+
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("config", [LLAMA, pytest.param(GPT_NEOX, marks=pytest.mark.slow)], ids=["llama", "gpt_neox"])
+def test_tensor_parallel_bytes_are_those_of_the_step(config, technique, sequence):
+    measured, planned = tensor_parallel_case(config, TECHNIQUES[technique], sequence=sequence)
+    assert planned == measured
+
+
+@pytest.mark.parametrize("technique", ["none", "nested"])
+def test_reductions_in_fp32_send_twice_the_bytes(technique):
+    options = {"sequence": True, "dtype": "bfloat16"}
+    measured, planned = tensor_parallel_case(LLAMA, TECHNIQUES[technique], reduce_dtype="float32", **options)
+    assert planned == measured
+    assert planned > 1.2 * tensor_parallel_case(LLAMA, TECHNIQUES[technique], **options)[1]
+
+
+def sizes_of(model: str, layers: int, *, expert_ranks: int = 1, size: int = 8) -> RankSizes:
+    return rank_sizes(
+        with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers}),
+        ParallelConfig(size, sequence_parallel_enabled=size > 1, expert_model_parallel_size=expert_ranks),
+        sequence_length=4096,
+        micro_batch_size=1,
+        dtype="bfloat16",
+    )
+
+
+WORK = [matmul_flops, attention_flops, elementwise_bytes, tensor_parallel_bytes, recomputed_layers]
+
+
+def added(work: Callable[..., float], sizes: RankSizes, technique: dict) -> float:
+    return work(sizes, MemoryConfig(**technique)) - work(sizes, MemoryConfig())
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt-neox-20b"])
+@pytest.mark.parametrize("technique", ["full", "block", "uniform", "nested"])
+def test_layers_in_host_memory_are_not_recomputed(technique, model, work):
+    """What is recomputed of 32 layers of which 20 are in host memory is that of 12 layers."""
+    offloaded = TECHNIQUES[technique] | {"cpu_offloading_num_layers": 20}
+    found = added(work, sizes_of(model, 32), offloaded)
+    assert found == pytest.approx(added(work, sizes_of(model, 12), TECHNIQUES[technique]))
+    assert found > 0
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+def test_a_block_of_one_layer_adds_the_work_of_one_layer(work):
+    sizes = sizes_of("llama-3-8b", 32)
+    assert added(work, sizes, FULL) == pytest.approx(32 * added(work, sizes, TECHNIQUES["block"]))
+
+
+@pytest.mark.parametrize("work", [expert_parallel_bytes, expert_passes], ids=lambda work: work.__name__)
+def test_recomputed_experts_exchange_again(work):
+    sizes = sizes_of("mixtral-8x7b", 12, expert_ranks=4, size=1)
+    block = added(work, sizes, TECHNIQUES["block"])
+    assert block > 0
+    assert added(work, sizes, FULL) == pytest.approx(12 * block)
+    # Eight layers of chunks of three run once more, to the end.
+    assert added(work, sizes, TECHNIQUES["nested"]) >= 1.6 * added(work, sizes, FULL)
+    in_host_memory = FULL | {"cpu_offloading_num_layers": 5}
+    assert added(work, sizes, in_host_memory) == pytest.approx(7 * block)
+
+
+def test_tiles_recompute_their_first_projections_in_every_layer():
+    """A recomputed layer that stops early stops before its tiles, a layer before it in its chunk does not."""
+    sizes = sizes_of("llama-3-8b", 12)
+    tiles = {"mlp_tile_tokens": 1024}
+    first = added(matmul_flops, sizes, tiles)
+    assert added(matmul_flops, sizes, FULL | tiles) == pytest.approx(added(matmul_flops, sizes, FULL))
+    block = TECHNIQUES["block"]
+    expected = added(matmul_flops, sizes, block) + 11 / 12 * first
+    assert added(matmul_flops, sizes, block | tiles) == pytest.approx(expected)
