@@ -249,7 +249,9 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
         logits = sizes.tokens * sizes.vocab * sizes.element_bytes
         return {"loss": FP32_BYTES, "head input": stream, "labels": _INT64_BYTES, "gradient of the logits": logits}
     if sizes.is_fp16:
-        numbers = {"labels": sizes.tokens * _INT64_BYTES, "scale of the losses": sizes.tokens * FP32_BYTES}
+        # Of one sequence they are a view of the padded labels, of several rows a copy.
+        labels = sizes.tokens + (1 if sizes.micro_batch_size == 1 else 0)
+        numbers = {"labels": labels * _INT64_BYTES, "scale of the losses": sizes.tokens * FP32_BYTES}
         return {"loss": FP32_BYTES, "head input": stream} | numbers
     tensors = {"loss": FP32_BYTES, "gradient of the head's input": stream}
     if sizes.adapters is None:

@@ -331,11 +331,18 @@ def option(config: Any, name: str) -> Any:
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
-    """Raise ``ValueError`` unless T divides heads and MLP widths, and the heads fit the model type."""
+    """Raise ``ValueError`` unless T divides heads and MLP widths, and the heads fit T and the model type."""
     letters = sizes(config)
     size_name = "tensor_model_parallel_size"
     # The vocabulary is not checked: it is padded to a multiple of T.
     require_divisible("num_attention_heads", letters["h"], size_name, tensor_model_parallel_size)
+    groups = letters["g"]
+    # A rank has complete KV heads, or a copy of one that T/g ranks share.
+    if groups % tensor_model_parallel_size and tensor_model_parallel_size % groups:
+        raise ValueError(
+            f"{size_name} {tensor_model_parallel_size} neither divides num_key_value_heads {groups} nor is a multiple "
+            f"of it: use a {size_name} that divides {groups} or is a multiple of it"
+        )
     is_moe = moe_layers(config)
     if not all(is_moe):
         require_divisible("intermediate_size", letters["F"], size_name, tensor_model_parallel_size)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.architectures import moe_layers, require_shardable, sizes
+from nxd_memopt.planner.architectures import moe_layers, option, require_shardable, sizes
+from nxd_memopt.planner.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.formulas import head_group_counts
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.problem import Problem, Setting, has_windows, kernels_of
@@ -15,23 +16,62 @@ from nxd_memopt.planner.problem import Problem, Setting, has_windows, kernels_of
 TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
 MICRO_BATCHES = (1, 2, 4, 8)
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
 _HEAD_GROUPS = 4
+NOTHING_FIXED = FixedOptions()
+"""The search chooses every option that it can."""
+NO_TECHNIQUES = MemoryConfig()
 
 
-def settings(problem: Problem) -> Iterator[Setting]:
-    """Yield the settings that are tried."""
-    is_gpu = problem.device.kind == "cuda"
+def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[Setting]:
+    """Yield the settings that are tried.
+
+    Args:
+        problem: model, device and batch.
+        fixed: options that all of them have.
+    """
     for size in tensor_parallel_sizes(problem):
+        base = fixed.at(problem, size)
+        if base is None:
+            continue
         replicas = problem.devices // size
-        stages = problem.stages if replicas > 1 else ("none",)
-        if not is_gpu:
-            stages = tuple(stage for stage in stages if stage in ("none", "zero1"))
-        for batch in micro_batches(problem, replicas):
-            for memory in memories(problem):
-                for stage in stages:
-                    setting = Setting(size, stage, batch, memory, grad_reduce_in_fp32=problem.grad_reduce_in_fp32)
-                    for experts in expert_parallel_sizes(problem, replicas):
-                        yield from _variants(problem, replace(setting, expert_model_parallel_size=experts))
+        experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
+        for batch in micro_batches(problem, replicas, fixed):
+            for memory in memories(problem, fixed.setting.memory):
+                if not fixed.allows(memory):
+                    continue
+                for stage in _stages(problem, replicas, fixed):
+                    setting = replace(
+                        base,
+                        sharding=stage,
+                        micro_batch_size=batch,
+                        memory=memory,
+                        grad_reduce_in_fp32=problem.grad_reduce_in_fp32,
+                    )
+                    for count in experts:
+                        yield from _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
+
+
+def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> None:
+    """Raise ``ValueError`` if there is no setting to try; the message names the option that excludes all of them."""
+    require_batch(problem)
+    require_possible(problem, fixed)
+    if next(settings(problem, fixed), None) is not None:
+        return
+    where = f"which no setting of this model on {problem.devices} x {problem.device.name} has"
+    for need, without in fixed.exclusions():
+        if next(settings(problem, without), None) is not None:
+            raise ValueError(f"{need}, {where} together with the other options: leave it out, or use other --devices")
+    needs = "; ".join(need for need, _ in fixed.exclusions())
+    raise ValueError(f"{needs}, {where}: leave them out, or use other --devices")
+
+
+def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
+    """Return the ZeRO stages that are tried with D data-parallel ranks."""
+    tried = problem.stages if replicas > 1 else ("none",)
+    if problem.device.kind != "cuda":
+        tried = tuple(stage for stage in tried if stage in ("none", "zero1"))
+    return tuple(stage for stage in tried if stage in fixed.stages)
 
 
 def tensor_parallel_sizes(problem: Problem) -> list[int]:
@@ -50,9 +90,7 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
             continue
         try:
             require_shardable(problem.config, size)
-            groups = sizes(problem.config)["g"]
-            if max(size, groups) % min(size, groups) == 0:
-                found.append(size)
+            found.append(size)
         except ValueError as error:
             reason = str(error)
     if not found:
@@ -90,26 +128,33 @@ def require_batch(problem: Problem) -> None:
         )
 
 
-def micro_batches(problem: Problem, replicas: int) -> list[int]:
+def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING_FIXED) -> list[int]:
     """Return the micro-batch sizes that divide the global batch over the replicas."""
     if problem.global_batch_size is None:
         return [1]
+    # Updates in backward need all sequences of a step in one micro-batch.
+    if fixed.setting.optimizer_in_backward:
+        whole = problem.global_batch_size // replicas
+        return [whole] if whole * replicas == problem.global_batch_size else []
     return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
 
 
-def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
+def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterator[Setting]:
     """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
     if problem.device.kind != "cuda":
         yield setting
         return
     memory = setting.memory
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
-    # A graph has a fixed routing and no host code.
-    has_experts = any(moe_layers(problem.config))
-    # Graphs of adapters are not supported (``training/config.py``).
-    if not offloads and not has_experts and problem.lora is None and setting.sharding in ("none", "zero1"):
+    # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
+    # adapters are not supported (``training/config.py``).
+    is_fixed = not any(moe_layers(problem.config)) and not any(option(problem.config, name) for name in _DROPOUTS)
+    is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs
+    if not offloads and is_supported and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting
+    if setting.optimizer_in_backward:
+        return
     # Masters and moments are fp32 only with mixed precision.
     if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
         for fraction in (0.5, 1.0):
@@ -120,37 +165,49 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
                 yield replace(offloaded, optimizer_update_in_forward=True)
 
 
-def memories(problem: Problem) -> Iterator[MemoryConfig]:
-    """Yield the memory techniques that are tried, without those that cannot help on the device."""
+def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[MemoryConfig]:
+    """Yield the memory techniques that are tried, without those that cannot help on the device.
+
+    Args:
+        problem: model, device and batch.
+        given: attention's implementation and the kind of loss, which all of them have.
+    """
+    same = MemoryConfig(
+        attention_backend=given.attention_backend, fused_linear_cross_entropy=given.fused_linear_cross_entropy
+    )
     depth = problem.config["num_hidden_layers"]
     is_gpu = problem.device.kind == "cuda"
     full: dict[str, Any] = {"recompute_granularity": "full"}
-    yield MemoryConfig()
+    yield same
     has_experts = any(moe_layers(problem.config))
     modules = ("norm", "moe") if has_experts else ("norm", "mlp")
     selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
     for granularity in (selective, full):
-        yield MemoryConfig(**granularity)
+        yield replace(same, **granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
-            yield MemoryConfig(**granularity, recompute_method="block", recompute_num_layers=layers)
-    is_kernel = kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and not has_windows(problem)
+            yield replace(same, **granularity, recompute_method="block", recompute_num_layers=layers)
+    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not has_windows(problem)
     if is_kernel and is_gpu:
-        yield MemoryConfig(**full, recompute_keep_core_attn=True)
+        yield replace(same, **full, recompute_keep_core_attn=True)
     if depth > 3:
-        yield MemoryConfig(**full, recompute_method="nested")
+        yield replace(same, **full, recompute_method="nested")
     if not is_gpu:
         return
     for layers in sorted({depth // 4, depth // 2} - {0}):
-        yield MemoryConfig(cpu_offloading_num_layers=layers)
-    yield MemoryConfig(**full, cpu_offloading_activations=True)
+        yield replace(same, cpu_offloading_num_layers=layers)
+    yield replace(same, **full, cpu_offloading_activations=True)
     # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
     # Tiles compute layers without their adapters.
     if problem.sequence_length > 32768 and not has_experts and problem.lora is None:
-        yield MemoryConfig(**full, mlp_tile_tokens="auto")
-        yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
+        yield replace(same, **full, mlp_tile_tokens="auto")
+        yield replace(same, **full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
         if _has_head_groups(problem):
-            yield MemoryConfig(
-                **full, mlp_tile_tokens="auto", cpu_offloading_activations=True, attention_head_groups=_HEAD_GROUPS
+            yield replace(
+                same,
+                **full,
+                mlp_tile_tokens="auto",
+                cpu_offloading_activations=True,
+                attention_head_groups=_HEAD_GROUPS,
             )
 
 

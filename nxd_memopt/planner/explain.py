@@ -8,18 +8,24 @@ from nxd_memopt.planner.step_time import StepTime
 
 MEMORY_TERMS = {
     "weights": ("parameters of the rank x bytes; none with zero3", "states.weight_bytes"),
-    "master weights": ("shard of the rank x bytes of the optimizer's dtype, ceil(n / D)", "states.master_bytes"),
+    "master weights": ("shard of the rank, ceil(n / D), x bytes of a master or its remainder", "states.master_bytes"),
     "optimizer moments": ("2 x shard x bytes of the optimizer's dtype (arXiv:1910.02054)", "states.moment_bytes"),
     "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "formulas.stream_bytes"),
     "inputs of the all-gather": (
         "zero1 with offloaded states: updated shards, in the weights' dtype",
         "peak.step_memory",
     ),
-    "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
+    "gathered weights": (
+        "zero3: full weights of the layers that are gathered at the same time, embedding, norm and head",
+        "peak.step_memory",
+    ),
     "cuBLAS workspaces": ("2 threads x 32 MiB", "fragments.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
-    "gradients": ("of the layers whose backward is done; fp32 sums with master weights", "states.gradient_bytes"),
+    "gradients": (
+        "that exist at the peak, or their shards, in the dtype of their sums (data_parallel.grad_reduce_in_fp32)",
+        "states.gradient_bytes",
+    ),
     "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),

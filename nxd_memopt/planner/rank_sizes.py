@@ -185,4 +185,6 @@ def _rotary_dim(config: Any, head_dim: int, *, is_llama: bool) -> int:
     # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
     rope = option(config, "rope_parameters") or {}
     fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
-    return int(head_dim * (1.0 if fraction is None else fraction))
+    rotated = int(head_dim * (1.0 if fraction is None else fraction))
+    # Dimensions are rotated in pairs: of an odd number there is one more.
+    return rotated + rotated % 2

@@ -62,14 +62,14 @@ ON_RANKS = (
 )
 
 
-def check(config, dtype, attention, options, parallel=ONE_RANK):
+def check(config, dtype, attention, options, parallel=ONE_RANK, rows=ROWS):
     memory = MemoryConfig(attention_backend=attention, **options)
     net = model_class(config.model_type)(config, parallel=parallel, memory=memory, dtype=dtype)
-    inputs = batch(rows=ROWS, length=LENGTH)
+    inputs = batch(rows=rows, length=LENGTH)
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name)
+    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=rows, dtype=name)
     plan = activations(sizes, memory, Kernels(fused=False, attention="sdpa" if attention == "auto" else attention))
     assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
     assert plan.host_bytes == 0
@@ -94,8 +94,16 @@ def test_kept_attention(config, name, number):
 
 
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_fp16_keeps_the_inputs_of_the_loss(config):
-    check(config(), torch.float16, "sdpa", {})
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_fp16_keeps_the_inputs_of_the_loss(config, rows):
+    check(config(), torch.float16, "sdpa", {}, rows=rows)
+
+
+@pytest.mark.parametrize("fraction", [0.4, 0.9])
+def test_an_odd_number_of_rotated_dimensions(fraction):
+    """3 and 7 of 8 dimensions: RoPE rotates 4 and all 8."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": fraction}
+    check(gpt_neox_config(rope_parameters=rope), torch.float32, "sdpa", {})
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])

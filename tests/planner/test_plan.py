@@ -32,6 +32,8 @@ from nxd_memopt.planner.rank_model import rank_model
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.plan_source import read_source
+from nxd_memopt.training.planned_yaml import configuration
 from scripts.bench.configs import CONFIGS
 from tests.reference import assert_says, error_message, fake_world
 
@@ -181,7 +183,8 @@ def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys
     assert content["moe"] == {"moe_expert_capacity_factor": 1.25}
     asked = problem("mixtral-8x7b")
     for size in (1, 4):
-        parallel = plan_command.configuration(asked, Setting(expert_model_parallel_size=size), {})["parallel"]
+        content = configuration(asked, Setting(expert_model_parallel_size=size), read_source("mixtral-8x7b"))
+        parallel = content["parallel"]
         assert parallel.get("expert_model_parallel_size", 1) == size
     message = error_message(lambda: planned_of(moe_layer_recompute=True))
     assert_says(message, "moe_layer_recompute", "leave it out")
@@ -463,11 +466,3 @@ def test_the_plot_has_the_memory_of_the_shown_settings(tmp_path, monkeypatch, ca
     code, bars, lines = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")
     assert code == 1 and sum(widths[0] for widths in bars.values()) > lines[0]
     assert_says(error_message(lambda: plan_command.main([*arguments.split(), "--plot", "a.pdf"])), "a.pdf", ".png")
-
-
-def test_no_setting_that_fits_is_passed_over():
-    asked = problem("gpt-neox-20b", "h100", 8, 2048, global_batch_size=32)
-    shown = {plan.setting for plan in plans(asked)}
-    for setting in settings(asked):
-        if setting.optimizer_offload_fraction == 0:
-            assert evaluate(asked, setting).fits == (setting in shown), setting

@@ -48,15 +48,20 @@ def test_blocks_of_experts_with_exchanges_are_planned_without_expert_parallelism
 
 
 def test_the_written_file_has_the_planned_expert_parallel_size(tmp_path):
-    """One rank has no expert parallelism, whatever the run had before."""
+    """Those of the command, whatever the run had before."""
     config = {**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 2}
     file, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
     parallel = {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}
     file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "parallel": parallel}))
-    arguments = ["--model", str(file), "--device", "h200", "--devices", "1", "--seq-length", "2048"]
-    assert plan_command.main([*arguments, "--precision", "bf16-true", "--write", str(written)]) == 0
+    arguments = ["--model", str(file), "--device", "h200", "--seq-length", "2048", "--precision", "bf16-true"]
+    sizes = ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"]
+    assert plan_command.main([*arguments, "--devices", "1", *sizes, "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]
     assert content.get("expert_model_parallel_size", 1) == content["tensor_model_parallel_size"] == 1
+    written.unlink()
+    assert plan_command.main([*arguments, "--devices", "8", "--write", str(written)]) == 0
+    content = yaml.safe_load(written.read_text())["parallel"]
+    assert content["expert_model_parallel_size"] == 4 and content["tensor_model_parallel_size"] == 2
 
 
 def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):

@@ -1,0 +1,66 @@
+"""The search tries every setting that could fit, plans none that the model cannot have, and explains all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nxd_memopt.planner.candidates import settings
+from nxd_memopt.planner.explain import explanation
+from nxd_memopt.planner.hardware import device_named
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.planner.plan import evaluate, plans
+from nxd_memopt.planner.problem import Problem, Setting
+from tests.planner.test_plan import problem
+from tests.reference import assert_says, error_message
+
+
+def shallow(layers: int, **options) -> Problem:
+    """LLaMA-3-8B with few layers and short sequences, whose gradients need more than its activations."""
+    config = with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": layers})
+    return Problem(config, device_named("h100"), 1, 512, precision="bf16-true", **options)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem("gpt-neox-20b", "h100", 8, 2048, global_batch_size=32),
+        shallow(16, global_batch_size=2, device_gib=35.2),
+        shallow(32, global_batch_size=4, device_gib=65.0),
+        shallow(32, global_batch_size=8, device_gib=65.0),
+        shallow(16, global_batch_size=32, device_gib=42.0),
+        problem("llama-3.2-1b", "h200", 1, 4096, global_batch_size=16, device_gib=24.88),
+    ],
+    ids=["neox", "16-layers", "32-layers-4", "32-layers-8", "many-batches", "graphs"],
+)
+def test_no_setting_that_fits_is_passed_over(asked):
+    """Also where a step of one micro-batch fits, and a step of several smaller ones does not."""
+    shown = {plan.setting for plan in plans(asked)}
+    assert shown
+    for setting in settings(asked):
+        if setting.optimizer_offload_fraction == 0:
+            assert evaluate(asked, setting).fits == (setting in shown), setting
+
+
+@pytest.mark.parametrize("size", [6, 12])
+def test_ranks_have_complete_kv_heads(size):
+    """As in the model: T divides the KV heads or is a multiple of them."""
+    heads = {"hidden_size": 6144, "num_attention_heads": 48, "num_key_value_heads": 8, "intermediate_size": 12288}
+    asked = replace(problem(devices=size), config=with_defaults({**NAMED_CONFIGS["llama-3-8b"], **heads}))
+    message = error_message(lambda: evaluate(asked, Setting(size)))
+    assert_says(message, f"tensor_model_parallel_size {size}", "num_key_value_heads 8", "use a")
+    for possible in (4, 16):
+        assert evaluate(replace(asked, devices=possible), Setting(possible)).memory.device_bytes
+
+
+def test_the_explanation_is_true_of_every_setting():
+    """Of weights that stay gathered, and of sums of gradients in bf16."""
+    asked = problem(stages=("zero3",))
+    for setting in (Setting(sharding="zero3"), Setting(sharding="zero3", reshard_after_forward=False)):
+        plan = evaluate(asked, setting)
+        text = "\n".join(explanation(plan.memory, plan.time))
+        assert "gathered at the same time" in text and "two layers" not in text
+    plan = evaluate(asked, Setting(grad_reduce_in_fp32=False))
+    line = next(line for line in explanation(plan.memory, plan.time) if " gradients: " in line)
+    assert "fp32 sums" not in line and "grad_reduce_in_fp32" in line
