@@ -17,7 +17,7 @@ from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, devic
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
 from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
-from nxd_memopt.planner.problem import PRECISIONS, Problem
+from nxd_memopt.planner.problem import PRECISIONS, Problem, attention_notes
 from nxd_memopt.planner.states import STAGES
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.plan_source import Source, planned_moe, read_source
@@ -116,7 +116,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--expert-model-parallel-size", type=int, metavar="EP", help="EP; default as of T")
     parser.add_argument("--seq-length", type=int, help="tokens per sequence; default: the YAML's or the model's")
-    parser.add_argument("--global-batch", type=int, help="sequences per optimizer step; default: one per rank")
+    parser.add_argument("--global-batch", type=int, help="sequences per step; default: one per data-parallel rank")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16-mixed, fp32 master weights")
     parser.add_argument("--isolate-documents", action="store_true", help="documents do not attend to each other")
     parser.add_argument("--device-memory-gib", type=float, help="instead of the device's")
@@ -143,7 +143,8 @@ def _problem(options: argparse.Namespace, source: Source) -> Problem:
     moe = planned_moe(source, config, device)
     data = source.options.get("data", {})
     trainer = source.options.get("trainer", {})
-    length = options.seq_length or data.get("seq_length") or config.get("max_position_embeddings")
+    given = (options.seq_length, data.get("seq_length"), config.get("max_position_embeddings"))
+    length = next((each for each in given if each is not None), None)
     if length is None:
         raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
     size = options.tensor_model_parallel_size
@@ -179,7 +180,7 @@ def _print(
 ) -> None:
     """Print the settings as a table, or the smallest one and what to change if there is none."""
     device = problem.device
-    batch = problem.global_batch_size or "one sequence per rank"
+    batch = problem.global_batch_size or "one sequence per data-parallel rank"
     print(
         f"{options.model} on {problem.devices} x {device.name}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {problem.usable_bytes / GIB:.1f} of "
@@ -189,6 +190,8 @@ def _print(
         print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
     if ONLY_HARDWARE_SHOWS[device.kind]:
         print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
+    for note in attention_notes(problem, best.setting):
+        print(f"{note[0].upper()}{note[1:]}.")
     if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
         print(f"With EP above 1 the figures are those of {BALANCED_ROUTING}.")
     if problem.moe is not None and problem.moe.moe_expert_block_size is not None:

@@ -221,7 +221,7 @@ class _Pending:
         widths = [padded_size(param.numel(), size) // size for param, _ in params]
         # Each gradient is freed when it is copied: besides this matrix there is no other copy of the bucket.
         matrix = torch.zeros(size, sum(widths), dtype=reduce_dtype or params[0][0].dtype, device=params[0][0].device)
-        for (param, _), columns in zip(params, matrix.split(widths, dim=1), strict=True):
+        for (param, _), columns in zip(params, split_sizes(matrix, widths, dim=1), strict=True):
             grad = param.grad
             self._states.append(None)
             if grad is None:

@@ -220,6 +220,27 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     return complete
 
 
+_MOST_LAYERS = 10_000
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OTHER_SIZES = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def require_sizes(config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the sizes of a model are whole numbers above 0; some may be None or missing."""
+    for name in (*_SIZES, *_OTHER_SIZES):
+        value = config.get(name)
+        if value is None and name in _OTHER_SIZES:
+            continue
+        # type(), not isinstance(): a bool is an int too
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"{name} of the model must be a whole number above 0, got {value!r}: correct its config.json"
+            )
+    if config["num_hidden_layers"] > _MOST_LAYERS:
+        layers = config["num_hidden_layers"]
+        raise ValueError(f"num_hidden_layers of the model must be at most {_MOST_LAYERS}, got {layers}")
+
+
 def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config`` with the experts that the options ``moe`` add to it (``checkpoint/upcycling.py``).
 

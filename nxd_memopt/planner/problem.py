@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -80,8 +81,8 @@ class Problem:
             raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}: labels are next tokens")
         for name in ("device_gib", "host_gib"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
         if self.precision == "16-mixed" and self.device.kind == "neuron":
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
 

@@ -13,7 +13,13 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
 from nxd_memopt.planner.fixed_options import FixedOptions
 from nxd_memopt.planner.hardware import Device
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults, with_experts
+from nxd_memopt.planner.model_configs import (
+    NAMED_CONFIGS,
+    load_model_config,
+    require_sizes,
+    with_defaults,
+    with_experts,
+)
 from nxd_memopt.planner.problem import Setting
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.lora_options import LoraOptions
@@ -59,7 +65,9 @@ class Source:
         config = dict(section.get("config_overrides") or {})
         if section.get("pretrained"):
             config = load_model_config(section["pretrained"], ()) | config
-        return with_experts(with_defaults(config), self.given_moe)
+        config = with_experts(with_defaults(config), self.given_moe)
+        require_sizes(config)
+        return config
 
 
 def read_source(name: str) -> Source:
@@ -103,7 +111,10 @@ def _run(path: Path, stated: Collection[str]) -> Source:
     # As the training program reads it: names of NeMo, and an error for what it does not know.
     config = read_yaml(path)
     if config.model.pretrained is None and not config.model.config_overrides:
-        raise ValueError(f"{path} has no section model: pass a configuration of nxd-memopt train")
+        raise ValueError(
+            f"{path.name} names no model, which nxd-memopt train gets as --model.pretrained: pass the model's "
+            "directory as --model, or a YAML with model.pretrained"
+        )
     model, optimizer = config.model, config.optimizer
     precision, _, _ = resolve_precision(config.trainer.precision, model.dtype, optimizer.master_weights)
     options = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe", "lora")}

@@ -27,7 +27,7 @@ from scripts.bench.planned_cells import DEVICE, Cell
 from scripts.bench.planned_memory import CSV, WAITING_PART, is_beyond, waits_for_memory
 
 _OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
-_OPTIMIZER = ("optimizer_", "store_param_remainders")
+_OPTIMIZER = ("optimizer_", "store_param_remainders", "overlap_grad_reduce")
 
 
 def cell_of(row: Mapping[str, str]) -> Cell:

@@ -216,3 +216,41 @@ def test_attention_of_a_device_is_that_of_its_backend():
     assert_says(error_message(lambda: require_possible(problem("mixtral-8x7b"), with_compile)), "compile", "null")
     message = error_message(lambda: require_possible(problem(device="trn1", devices=32), with_compile))
     assert_says(message, "compile", "trn1", "null")
+
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "128"),
+        ("hidden_size", -128),
+        ("hidden_size", 128.5),
+        ("vocab_size", None),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", 1_000_000),
+        ("head_dim", 0),
+    ],
+)
+def test_a_model_of_impossible_sizes_has_no_plan(tmp_path, name, value):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SIZES | {name: value}))
+    arguments = ["--model", str(file), "--device", "h100", "--seq-length", "64"]
+    assert_says(error_message(lambda: plan_command.main(arguments)), name, repr(value))
+
+
+@pytest.mark.parametrize("options", [["--seq-length", "0"], ["--device-memory-gib", "inf"]])
+def test_impossible_numbers_are_refused(options):
+    assert_says(
+        error_message(lambda: plan_command.main(["--model", "smollm2-135m", "--device", "h100", *options])),
+        options[1].replace("inf", "finite"),
+    )
