@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.architectures import moe_layers, option, require_shardable, sizes
+from nxd_memopt.planner.architectures import attention_windows, moe_layers, option, require_shardable, sizes
 from nxd_memopt.planner.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.formulas import head_group_counts
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
-from nxd_memopt.planner.problem import Problem, Setting, has_windows, kernels_of
+from nxd_memopt.planner.problem import Problem, Setting, kernels_of
 
 TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
@@ -186,7 +186,9 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
         yield replace(same, **granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
             yield replace(same, **granularity, recompute_method="block", recompute_num_layers=layers)
-    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not has_windows(problem)
+    # A model with windows is built with tiles, also if the sequence fits its windows.
+    is_windowed = any(attention_windows(problem.config))
+    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not is_windowed
     if is_kernel and is_gpu:
         yield replace(same, **full, recompute_keep_core_attn=True)
     if depth > 3:

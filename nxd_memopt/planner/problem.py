@@ -214,11 +214,11 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     kind = problem.device.kind
     name = memory.attention_backend
     if name != "auto":
-        if has_windows(problem) and name not in WINDOWED_KERNELS:
+        # Models refuse it when they are built, whatever the length is.
+        if any(attention_windows(problem.config)) and name not in WINDOWED_KERNELS:
             raise ValueError(
-                f"attention_backend {name!r} has no attention windows, and the model's are below "
-                f"the sequence length {problem.sequence_length}: use one of {['auto', *WINDOWED_KERNELS]}, or set "
-                "sliding_window to null"
+                f"attention_backend {name!r} has no attention windows, and the model has some: use one of "
+                f"{['auto', *WINDOWED_KERNELS]}, or set sliding_window to null"
             )
     elif problem.attention is not None:
         name = problem.attention

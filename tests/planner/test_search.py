@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.candidates import settings
 from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import device_named
@@ -64,3 +65,12 @@ def test_the_explanation_is_true_of_every_setting():
     plan = evaluate(asked, Setting(grad_reduce_in_fp32=False))
     line = next(line for line in explanation(plan.memory, plan.time) if " gradients: " in line)
     assert "fp32 sums" not in line and "grad_reduce_in_fp32" in line
+
+
+def test_a_model_with_windows_keeps_no_attention():
+    """It is built with tiles of attention, also for sequences that its windows cover, and tiles cannot be kept."""
+    config = {**NAMED_CONFIGS["llama-3-8b"], "model_type": "mistral", "sliding_window": 4096}
+    asked = Problem(with_defaults(config), device_named("h200"), 1, 2048)
+    assert not any(setting.memory.recompute_keep_core_attn for setting in settings(asked))
+    refused = Setting(memory=MemoryConfig(attention_backend="sdpa"))
+    assert_says(error_message(lambda: evaluate(asked, refused)), "sdpa", "window")
