@@ -103,7 +103,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options."""
     parser = _Parser(
         prog="nxd-memopt plan",
-        description="Show which settings of a training run fit a device, and how fast they are. No hardware is needed.",
+        description="Show which settings of a training run fit a device, and how fast they are. No hardware is needed. "
+        "plan --calibrate FILE.json measures the rates of a machine, also under torchrun: torchrun --nproc_per_node 8 "
+        "-m nxd_memopt.cli plan --calibrate FILE.json",
         epilog=_OF_A_YAML,
     )
     models = ", ".join(NAMED_CONFIGS)

@@ -36,7 +36,8 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
     on_cpu = backend.device.type == "cpu"
     largest = largest or (1024 if on_cpu else 8192)
     copy_bytes = copy_bytes or (64 << 20 if on_cpu else 1 << 30)
-    dtypes = (torch.float32,) if on_cpu else (torch.bfloat16, torch.float32)
+    # GPUs have one rate for both half precisions, CPUs may have instructions for one of them.
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_cpu else (torch.bfloat16, torch.float32)
     found: dict[str, Any] = {"matmul_flops": {str(dtype)[6:]: _matmuls(dtype, largest) for dtype in dtypes}}
     found["memory_bytes_per_s"] = _memory(copy_bytes)
     found["launch_s"] = _launch_seconds()
@@ -60,9 +61,7 @@ def _described(found: dict[str, Any]) -> Device:
         if backend.device.type != "cuda":
             device = device_named(backend.hardware_name())
     matmuls = {dtype: max(by_size.values()) for dtype, by_size in found["matmul_flops"].items()}
-    # fp16 has the rate of bf16 on all devices; a CPU's rates are those of fp32.
-    half = matmuls.get("bfloat16", matmuls["float32"])
-    rates: dict[str, Any] = {"matmul_flops": {"float16": half, "bfloat16": half, **matmuls}}
+    rates: dict[str, Any] = {"matmul_flops": {"float16": matmuls["bfloat16"], **matmuls}}
     for name in ("memory_bytes_per_s", "host_copy_bytes_per_s", "launch_s"):
         if name in found:
             rates[name] = found[name]

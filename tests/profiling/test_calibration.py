@@ -25,6 +25,9 @@ def short(monkeypatch):
 def test_a_measured_device_is_one_that_plans_take(tmp_path, capsys):
     device, found = measure_device(largest=512, copy_bytes=1 << 20)
     assert set(found["matmul_flops"]["float32"]) == {256, 512}
+    # Each precision is measured.
+    for name in ("float16", "bfloat16"):
+        assert device.matmul_flops[name] == max(found["matmul_flops"][name].values())
     # Slower than any computer and faster than any core.
     assert 1e7 < device.matmul_flops["float32"] == max(found["matmul_flops"]["float32"].values()) < 1e14
     assert 1e-7 < found["launch_s"] < 1e-2
