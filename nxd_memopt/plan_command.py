@@ -241,10 +241,13 @@ def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -
         "usable_bytes": problem.usable_bytes,
         "usable_host_bytes": problem.usable_host_bytes,
         "only_hardware_shows": ONLY_HARDWARE_SHOWS[problem.device.kind],
+        "notes": attention_notes(problem, found[0].setting) if found else [],
         "remedies": list(changes),
         "plans": [
             {
                 "setting": dataclasses.asdict(plan.setting),
+                # Without a global batch it differs with the data-parallel size.
+                "sequences_per_step": round(plan.tokens_per_s * plan.time.step_s / problem.sequence_length),
                 "tokens_per_s": plan.tokens_per_s,
                 "step_s": plan.time.step_s,
                 "limit": plan.time.limit,

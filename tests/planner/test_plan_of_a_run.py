@@ -254,3 +254,12 @@ def test_impossible_numbers_are_refused(options):
         error_message(lambda: plan_command.main(["--model", "smollm2-135m", "--device", "h100", *options])),
         options[1].replace("inf", "finite"),
     )
+
+
+def test_without_a_global_batch_each_row_says_how_many_sequences_its_step_has(capsys):
+    plan_command.main(["--model", "llama-3-8b", "--device", "h200", "--devices", "8", "--seq-length", "512", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["notes"] and "flash-attn-4" in document["notes"][0]
+    for plan in document["plans"]:
+        setting = plan["setting"]
+        assert plan["sequences_per_step"] == 8 // setting["tensor_model_parallel_size"]
