@@ -112,7 +112,7 @@ def _run(path: Path, stated: Collection[str]) -> Source:
     config = read_yaml(path)
     if config.model.pretrained is None and not config.model.config_overrides:
         raise ValueError(
-            f"{path.name} names no model, which nxd-memopt train gets as --model.pretrained: pass the model's "
+            f"{path} has no section model, which nxd-memopt train gets as --model.pretrained: pass the model's "
             "directory as --model, or a YAML with model.pretrained"
         )
     model, optimizer = config.model, config.optimizer
