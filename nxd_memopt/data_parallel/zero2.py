@@ -17,6 +17,7 @@ from nxd_memopt.optimizer.sharded_parameters import Sharded
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
+from nxd_memopt.planner.gradient_reduction import BUCKET_BYTES
 
 
 class Zero2Optimizer(NeuronZero1Optimizer):
@@ -73,7 +74,7 @@ class Zero2Optimizer(NeuronZero1Optimizer):
             shards, replicas = hybrid_groups(ranks_per_replica)
             options["sharding_groups"] = shards
             self._replica_group = join_group(replicas)
-        bucket_mb = bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB
+        bucket_mb = bucket_cap_mb_reduce_scatter or BUCKET_BYTES / 2**20
         super().__init__(params, optimizer_class, bucket_cap_mb_reduce_scatter=bucket_mb, **options)
 
     def init_zero(self) -> None:
@@ -144,7 +145,3 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         super().zero_grad(set_to_none)
         if self._scatter is not None:
             self._scatter.clear()
-
-
-# MiB, as in DistributedDataParallel: buckets are full gradients that have not been sharded yet.
-_DEFAULT_BUCKET_MB = 25

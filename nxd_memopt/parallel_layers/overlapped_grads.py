@@ -25,9 +25,7 @@ from nxd_memopt.parallel_layers.grads import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
-from nxd_memopt.planner.gradient_reduction import OVERLAPPED_BUCKETS
-
-_BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
+from nxd_memopt.planner.gradient_reduction import BUCKET_BYTES, OVERLAPPED_BUCKETS
 
 
 class OverlappedGradientReduction:
@@ -55,7 +53,7 @@ class OverlappedGradientReduction:
         grads.clip_grad_norm(model, 1.0)                     # gradients are reduced
     """
 
-    def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(self, source: ParameterSource, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
         require_replicated(params, "OverlappedGradientReduction", "leave it out, zero3 reduces in backward")
         # Sequence-parallel parameters need two reductions, so they have their own buckets.

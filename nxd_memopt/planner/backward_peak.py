@@ -29,11 +29,6 @@ ABSENT = "weights in host memory"
 """Term of a moment that is subtracted from the weights."""
 
 
-def is_tied(model: RankModel) -> bool:
-    """Return whether the embedding is the head too: the last parameter is the final norm's."""
-    return bool(model.other_shapes) and len(model.other_shapes[-1]) == 1
-
-
 def casts_gradients(layout: StateLayout) -> bool:
     """Return whether each gradient is cast to an fp32 sum, which is created next to it."""
     is_summed = layout.master_weights and layout.gradient_element_bytes > layout.element_bytes
@@ -71,7 +66,7 @@ def in_backward(
     # Stage 3 reduces it with the embedding's, and those of a layer after its backward.
     reduction = BackwardReduction.of(model, memory, layout, accumulates=standing_gradients > 0)
     finished = 0 if reduction.reduces_units else gradient_bytes(model.other_shapes[-1:], layout)
-    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if is_tied(model) else 0
+    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if model.is_tied else 0
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)

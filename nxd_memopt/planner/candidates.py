@@ -134,8 +134,8 @@ def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING
         return [1]
     # Updates in backward need all sequences of a step in one micro-batch.
     if fixed.setting.optimizer_in_backward:
-        whole = problem.global_batch_size // replicas
-        return [whole] if whole * replicas == problem.global_batch_size else []
+        size, rest = divmod(problem.global_batch_size, replicas)
+        return [] if rest else [size]
     return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
 
 

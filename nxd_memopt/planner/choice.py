@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nxd_memopt.planner.candidates import memories
 from nxd_memopt.planner.plan import Models, Plan, evaluate
-from nxd_memopt.planner.problem import Problem, Setting, Shortage, shortages
+from nxd_memopt.planner.problem import Problem, Setting
 
 
 def choose_memory(problem: Problem, setting: Setting) -> Plan:
@@ -30,16 +30,9 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     fitting = [plan for plan in chosen if plan.fits]
     if fitting:
         return max(fitting, key=lambda plan: plan.tokens_per_s)
-    smallest = min(chosen, key=lambda plan: sum(each.missing_bytes for each in shortages_of(plan)))
-    needs = " and ".join(each.describe() for each in shortages_of(smallest))
+    smallest = min(chosen, key=lambda plan: plan.excess_bytes)
+    needs = " and ".join(each.describe() for each in smallest.shortages)
     raise ValueError(
         f"memory: auto finds nothing that fits: the smallest setting, {smallest.setting.describe()}, needs {needs}: "
         "use more ranks, a smaller micro-batch or shorter sequences; nxd-memopt plan shows which"
-    )
-
-
-def shortages_of(plan: Plan) -> list[Shortage]:
-    """Return where a plan exceeds the memory of device and host; an empty list if it fits."""
-    return shortages(
-        device=(plan.memory.device_bytes, plan.usable_bytes), host=(plan.memory.host_bytes, plan.usable_host_bytes)
     )

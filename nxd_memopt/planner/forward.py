@@ -20,7 +20,7 @@ def forward_temporaries(
 ) -> Tensors:
     """Return what exists at the end of the last layer's MLP besides ``kept``.
 
-    Empty for cases whose peak is in the loss or in backward: recompute of the whole layer, tiles, MLPs without a gate,
+    Empty for cases whose peak is in the loss or in backward: full recompute, tiles, MLPs without a gate,
     plain operations, experts that run in a loop, adapters, and rows that are sent to the ranks of their experts.
 
     Args:

@@ -13,7 +13,8 @@ from nxd_memopt.planner.recomputation import Recomputation
 from nxd_memopt.planner.states import StateLayout
 
 BUCKET_BYTES = 25 << 20
-"""Bytes of the parameters of a bucket; a larger parameter is alone. As in DistributedDataParallel."""
+"""Bytes of the parameters of a bucket; a larger parameter is alone. As in DistributedDataParallel: the last bucket
+overlaps with nothing."""
 SCATTERED_BUCKETS = 2
 """Buckets of ``data_parallel/gradient_scatter.py`` at a time: one is reduced while the next one is filled."""
 OVERLAPPED_BUCKETS = 4
@@ -218,8 +219,7 @@ def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
 
 def _head_elements(model: RankModel) -> int:
     """Return the elements of the head; 0 if it is the embedding too, whose gradient comes last."""
-    last = model.other_shapes[-1]
-    return math.prod(last) if len(last) > 1 and len(model.other_shapes) > 1 else 0
+    return 0 if model.is_tied else math.prod(model.other_shapes[-1])
 
 
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:

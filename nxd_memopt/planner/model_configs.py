@@ -226,16 +226,14 @@ _OTHER_SIZES = ("intermediate_size", "num_key_value_heads", "head_dim", "max_pos
 
 
 def require_sizes(config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the sizes of a model are whole numbers above 0; some may be None or missing."""
+    """Raise ``ValueError`` unless the sizes of a model are positive integers; some may be None or missing."""
     for name in (*_SIZES, *_OTHER_SIZES):
         value = config.get(name)
         if value is None and name in _OTHER_SIZES:
             continue
         # type(), not isinstance(): a bool is an int too
         if type(value) is not int or value < 1:
-            raise ValueError(
-                f"{name} of the model must be a whole number above 0, got {value!r}: correct its config.json"
-            )
+            raise ValueError(f"{name} of the model must be a positive integer, got {value!r}: correct its config.json")
     if config["num_hidden_layers"] > _MOST_LAYERS:
         layers = config["num_hidden_layers"]
         raise ValueError(f"num_hidden_layers of the model must be at most {_MOST_LAYERS}, got {layers}")

@@ -10,7 +10,7 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner import peer_slots
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
-from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward, is_tied
+from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.forward import forward_temporaries
@@ -357,7 +357,7 @@ def _in_loss(
     # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
     in_flight = sum(kept.offloaded[-1].values()) if kernels.fused and memory.cpu_offloading_activations else 0
     # The head's gradient is cast before that of any layer.
-    if not gradients and casts_gradients(layout) and not is_tied(model):
+    if not gradients and casts_gradients(layout) and not model.is_tied:
         temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
     return "loss", {
         ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
@@ -433,6 +433,6 @@ def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kern
     if casts_gradients(layout) and shapes:
         # Its gradient exists before its fp32 sum, and next to it.
         own = math.prod(shapes[0]) * layout.element_bytes
-        return max(own, temporary + own * (2 if is_tied(model) else 1) - gradient_bytes(shapes, layout))
+        return max(own, temporary + own * (2 if model.is_tied else 1) - gradient_bytes(shapes, layout))
     # Weights return from host memory after backward: the update has more of them.
     return 0 if memory.cpu_offloading_weights else temporary

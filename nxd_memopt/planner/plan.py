@@ -10,7 +10,7 @@ from nxd_memopt.planner.fixed_options import FixedOptions
 from nxd_memopt.planner.fragments import fragment_bytes
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.peak import StepMemory, step_memory
-from nxd_memopt.planner.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, kernels_of
+from nxd_memopt.planner.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.rank_model import RankModel, rank_model
 from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
 from nxd_memopt.planner.states import StateLayout, master_bytes, moment_bytes, weight_bytes
@@ -34,15 +34,22 @@ class SizedSetting:
     usable_host_bytes: int
 
     @property
+    def shortages(self) -> list[Shortage]:
+        """Where the memory of device or host is exceeded; an empty list if the setting fits."""
+        memory = self.memory
+        device = Shortage("device", memory.device_bytes, self.usable_bytes)
+        host = Shortage("host", memory.host_bytes, self.usable_host_bytes)
+        return [each for each in (device, host) if each.missing_bytes > 0]
+
+    @property
     def fits(self) -> bool:
         """Whether device and host memory are large enough."""
-        return self.memory.device_bytes <= self.usable_bytes and self.memory.host_bytes <= self.usable_host_bytes
+        return not self.shortages
 
     @property
     def excess_bytes(self) -> int:
         """Bytes by which the memory of device and host is exceeded."""
-        device = max(0, self.memory.device_bytes - self.usable_bytes)
-        return device + max(0, self.memory.host_bytes - self.usable_host_bytes)
+        return sum(each.missing_bytes for each in self.shortages)
 
 
 @dataclass(frozen=True)

@@ -300,14 +300,3 @@ class Shortage:
         """Return both figures in words."""
         what = "that tensors can use on each device" if self.place == "device" else "of host memory for each rank"
         return f"{self.planned_bytes / GIB:.2f} GiB of {self.usable_bytes / GIB:.2f} GiB {what}"
-
-
-def shortages(*, device: tuple[int, int], host: tuple[int, int]) -> list[Shortage]:
-    """Return where a plan exceeds the memory; an empty list if it fits.
-
-    Args:
-        device: planned and usable bytes of a device.
-        host: planned and usable bytes of a rank's host memory.
-    """
-    found = [Shortage("device", *device), Shortage("host", *host)]
-    return [each for each in found if each.missing_bytes > 0]

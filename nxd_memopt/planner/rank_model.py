@@ -38,6 +38,11 @@ class RankModel:
     frozen_other_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too: the last trained parameter is the final norm's."""
+        return bool(self.other_shapes) and len(self.other_shapes[-1]) == 1
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of all trained parameters, in the model's order."""
         return [*self.other_shapes[:1], *(self.layer_shapes * self.sizes.num_layers), *self.other_shapes[1:]]

@@ -15,7 +15,7 @@ from nxd_memopt.modules.moe.causal_lm import moe_memory
 from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.architectures import sizes
-from nxd_memopt.planner.choice import choose_memory, shortages_of
+from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
@@ -32,8 +32,8 @@ from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:
-recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner.md), and one of another
-model or shape may be further from its plan."""
+recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner_accuracy.md), and one
+of another model or shape may be further from its plan."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ _REMEDIES = {
 
 def _require_fit(plan: Plan) -> None:
     """Raise ``ValueError`` if a memory is smaller than the plan by more than the plan may be wrong, else warn."""
-    found = shortages_of(plan)
+    found = plan.shortages
     if not found:
         return
     needs = " and ".join(each.describe() for each in found)

@@ -422,7 +422,7 @@ def planned_peak(config, row) -> float:
 
 
 def test_recorded_peaks():
-    """The errors that docs/planner.md states: recorded steps on one to four GPUs, with and without experts."""
+    """Bounds of older rows: recorded steps on one to four GPUs, with and without experts."""
     errors, routed = [], []
     for config, row in recorded_peaks():
         error = planned_peak(config, row) / float(row["peak_gib"]) - 1

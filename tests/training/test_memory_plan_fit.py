@@ -10,7 +10,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.candidates import memories
-from nxd_memopt.planner.choice import choose_memory, shortages_of
+from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.planner.plan import Plan, evaluate
@@ -62,7 +62,7 @@ def test_a_host_without_room_is_named(capsys):
     message = error_message(lambda: memory_plan._require_fit(offloaded(room / 1.2)))
     assert_says(message, "planned memory of a step", f"{needed / GIB:.2f} GiB of ", "host memory", "offload less")
     assert "on each device" not in message
-    (shortage,) = shortages_of(offloaded(room / 1.2))
+    (shortage,) = offloaded(room / 1.2).shortages
     assert shortage.place == "host" and shortage.missing_bytes == needed - int(room / 1.2 * GIB * 0.9)
 
 
