@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,9 @@ class _State:
 
 _STATE = _State()
 gradient_ledger = GradientLedger()
+# Activations are exchanged over these groups while gradients may be reduced over the same ranks. A
+# communicator that both had would run one of the two after the other.
+_AXES_WITH_OWN_GROUPS = ("context", "expert")
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 UNFINISHED_SAVES: list[Any] = []
 """The tagged checkpoint being written in the background, if any; see ``trainer.background``."""
@@ -118,8 +122,23 @@ def initialize_model_parallel(
     if not mesh_only:
         if not skip_collective_init:
             backend.initialize_collectives()
-        _STATE.axes = {name: _create_axis(rank_groups) for name, rank_groups in grid.items()}
+        for name, rank_groups in grid.items():
+            has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
+            _STATE.axes[name] = _create_axis(rank_groups) if has_own else _axis_of(rank_groups)
     return grid
+
+
+def _axis_of(rank_groups: RankGroups) -> _Axis:
+    """Return a partition of the world with the groups that exist for it, or new ones. Every rank calls."""
+    # A communicator of NCCL needs 0.7 GiB of the device, and the groups of single ranks as many calls as there
+    # are ranks.
+    shared = [axis for name, axis in _STATE.axes.items() if name not in _AXES_WITH_OWN_GROUPS]
+    for axis in (*shared, *_STATE.kv_groups.values(), *_STATE.other_groups):
+        if axis.rank_groups == rank_groups:
+            return axis
+    if dist.is_initialized() and rank_groups == [list(range(get_world_size()))]:
+        return _Axis(rank_groups, rank_groups[0], dist.group.WORLD)
+    return _create_axis(rank_groups)
 
 
 def _create_axis(rank_groups: RankGroups) -> _Axis:
@@ -137,18 +156,28 @@ def destroy_model_parallel() -> None:
     # First the backend's resources of the groups, such as peer memory, which need them to be
     # alive.
     backend.release_groups()
-    for axis in _all_axes():
-        if axis.group is not None and dist.is_initialized():
-            dist.destroy_process_group(axis.group)
+    axes = _all_axes()
     _STATE.axes = {}
     _STATE.other_groups = []
     _STATE.rng_states = {}
     _STATE.kv_groups = {}
     _STATE.kv_rank_strides = {}
+    _destroy_groups(axes)
 
 
 def _all_axes() -> list[_Axis]:
     return [*_STATE.axes.values(), *_STATE.kv_groups.values(), *_STATE.other_groups]
+
+
+def _destroy_groups(axes: Iterable[_Axis]) -> None:
+    """Destroy the groups of removed axes, except those that other axes still have and that of the world."""
+    if not dist.is_initialized():
+        return
+    destroyed: list[Group] = [None, dist.group.WORLD, *process_groups()]
+    for axis in axes:
+        if all(axis.group is not group for group in destroyed):
+            dist.destroy_process_group(axis.group)
+            destroyed.append(axis.group)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -180,12 +209,10 @@ def process_groups() -> list[ProcessGroup]:
 
 def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
     """Return this rank's group of a partition of the world, created if needed. Every rank calls."""
-    # An existing group of the same ranks is shared: communicators need memory on the device.
-    for axis in _all_axes():
-        if axis.rank_groups == rank_groups:
-            return axis.group
-    _STATE.other_groups.append(_create_axis(rank_groups))
-    return _STATE.other_groups[-1].group
+    axis = _axis_of(rank_groups)
+    if axis not in _all_axes():
+        _STATE.other_groups.append(axis)
+    return axis.group
 
 
 def rng_states() -> dict[str, Tensor]:
@@ -216,7 +243,7 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:
         rank_groups = replica_groups(_axis("tensor").rank_groups, kv_shared_group_size, stride)
-        _STATE.kv_groups[kv_shared_group_size] = _create_axis(rank_groups)
+        _STATE.kv_groups[kv_shared_group_size] = _axis_of(rank_groups)
         _STATE.kv_rank_strides[kv_shared_group_size] = stride
     return _STATE.kv_groups[kv_shared_group_size].group
 
@@ -257,11 +284,10 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
 
 def destroy_kv_group() -> None:
     """Destroy the groups of ``initialize_kv_group``."""
-    for axis in _STATE.kv_groups.values():
-        if axis.group is not None and dist.is_initialized():
-            dist.destroy_process_group(axis.group)
+    axes = list(_STATE.kv_groups.values())
     _STATE.kv_groups = {}
     _STATE.kv_rank_strides = {}
+    _destroy_groups(axes)
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
@@ -286,8 +312,8 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
 def destroy_token_shuffle_group() -> None:
     """Destroy the groups of ``initialize_token_shuffle_group``."""
     axis = _STATE.axes.pop("token_shuffle", None)
-    if axis is not None and axis.group is not None and dist.is_initialized():
-        dist.destroy_process_group(axis.group)
+    if axis is not None:
+        _destroy_groups([axis])
 
 
 def get_token_shuffle_group(as_list: bool = False) -> Group:

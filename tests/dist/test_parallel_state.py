@@ -192,6 +192,42 @@ def test_groups_of_any_partition_are_found_or_made_once():
 
 
 @distributed(world_size=4)
+def test_equal_partitions_share_a_group_which_is_destroyed_once():
+    initialize({"tensor": 4})
+    assert parallel_state.get_tensor_model_parallel_group() is parallel_state.get_world_group() is dist.group.WORLD
+    single = parallel_state.get_data_parallel_group()
+    assert dist.get_process_group_ranks(single) == [dist.get_rank()]
+    assert single is parallel_state.get_pipeline_model_parallel_group()
+    assert single is parallel_state.get_expert_data_parallel_group()
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.process_groups()
+    seen = torch.ones(1)
+    dist.all_reduce(seen)
+    assert seen.item() == 4
+    initialize({"tensor": 2})
+    assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    assert parallel_state.initialize_kv_group(2) is tensor, "both ranks have the only KV head"
+    parallel_state.destroy_kv_group()
+    first = dist.get_rank() - dist.get_rank() % 2
+    assert dist.get_process_group_ranks(tensor) == [first, first + 1]
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("axis", ["expert", "context"])
+def test_activations_and_gradients_of_the_same_ranks_have_groups_of_their_own(axis):
+    """One communicator would run an exchange of tokens after a reduction of gradients that began before it."""
+    initialize({axis: 4})
+    group = accessor(axis, "group")()
+    assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
+    others = [parallel_state.get_world_group()]
+    others += [parallel_state.get_data_parallel_group()] if axis == "expert" else []
+    assert all(group is not other for other in others)
+    assert parallel_state.group_of([[0, 1, 2, 3]]) is dist.group.WORLD
+    parallel_state.destroy_model_parallel()
+
+
+@distributed(world_size=4)
 def test_token_shuffle_and_kv_groups():
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     parallel_state.initialize_token_shuffle_group(2)
