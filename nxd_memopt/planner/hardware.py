@@ -26,11 +26,14 @@ GIB = 2**30
 RESERVE_GIB = 1.25
 """Memory of a NeuronCore that tensors cannot use: runtime microcode (0.1 to 0.2 GiB, [trn1]),
 collective buffers and compiled programs. [estimate]"""
-CUDA_CONTEXT_GIB = 0.6
-"""CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
-NCCL_GIB = 0.5
-"""NCCL's buffers of one process with several ranks. [estimate]"""
-
+CUDA_CONTEXT_GIB = 0.61
+"""CUDA context of one process: 621 MiB on an H200 [measured]."""
+CUDA_LIBRARIES_GIB = 0.32
+"""Kernels and workspaces of cuBLAS, Triton and FlashAttention-4 that a first step loads outside of PyTorch's
+allocator: about 330 MiB on an H200 [measured]."""
+NCCL_GIB = 0.66
+"""Buffers of one NCCL communicator that has run a collective: 366 to 390 MiB when it is created, about 290 MiB with
+its first collective, on two and four H200s [measured]."""
 
 ONLY_HARDWARE_SHOWS = {
     "neuron": (
@@ -100,17 +103,15 @@ class Device:
         """Memory of the device in bytes."""
         return int(self.memory_gib * GIB)
 
-    def usable_bytes(self, *, ranks: int = 1) -> int:
+    def usable_bytes(self, *, communicators: int = 0) -> int:
         """Return the bytes that tensors can use.
 
         Args:
-            ranks: ranks of the run; several need buffers for communication.
+            communicators: groups of several ranks with which a rank communicates, of NCCL on a GPU.
         """
         reserve_gib = self.reserve_gib
         if self.kind == "cuda":
-            reserve_gib += fragment_bytes(self.memory_bytes, MemoryConfig()) / GIB
-            if ranks > 1:
-                reserve_gib += NCCL_GIB
+            reserve_gib += fragment_bytes(self.memory_bytes, MemoryConfig()) / GIB + communicators * NCCL_GIB
         return int((self.memory_gib - reserve_gib) * GIB)
 
 
@@ -168,7 +169,7 @@ def _gpu(
         name=name,
         kind="cuda",
         memory_gib=memory_gib,
-        reserve_gib=CUDA_CONTEXT_GIB,
+        reserve_gib=CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB,
         matmul_flops=_matmul(bf16, fp32),
         memory_bytes_per_s=memory_tb_s * 1e12,
         link_bytes_per_s=nvlink_gb_s * 1e9,

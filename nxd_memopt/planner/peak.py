@@ -142,23 +142,39 @@ def step_memory(
         "weights": offloaded.host_bytes(model.sizes.num_layers),
     }
     device = {**standing, **buffers, **transient}
+    fragments = _fragment_bytes(model, memory, layout, device, cuda_graph=cuda_graph, streams_states=on_host > 0)
+    return StepMemory(moment, device, host, sum(device.values()) + before_update, fragments)
+
+
+def _fragment_bytes(
+    model: RankModel,
+    memory: MemoryConfig,
+    layout: StateLayout,
+    device: Mapping[str, int],
+    *,
+    cuda_graph: bool,
+    streams_states: bool,
+) -> int:
+    """Return what a GPU's allocator needs besides the terms of ``device``; other arguments as ``step_memory``."""
+    sizes = model.sizes
     total = sum(device.values())
     if cuda_graph:
         # The pool, with most of the gradients, counts with its fragments.
-        others = total - device[GRAPH_POOL] - device["gradients"]
-        fragments = fragment_bytes_with_graph(total, others, has_masters=layout.master_weights)
-    else:
-        sizes = model.sizes
-        hidden_states = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
-        fragments = fragment_bytes(
+        return fragment_bytes_with_graph(
             total,
-            memory,
+            total - device[GRAPH_POOL] - device["gradients"],
+            has_masters=layout.master_weights,
             layers=sizes.num_layers,
-            stream_bytes=hidden_states,
-            layer_gradient_bytes=gradient_bytes(model.layer_shapes, layout),
-            streams_states=on_host > 0,
+            layer_weight_bytes=weight_bytes(model.layer_shapes, layout),
         )
-    return StepMemory(moment, device, host, total + before_update, fragments)
+    return fragment_bytes(
+        total,
+        memory,
+        layers=sizes.num_layers,
+        stream_bytes=sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+        layer_gradient_bytes=gradient_bytes(model.layer_shapes, layout),
+        streams_states=streams_states,
+    )
 
 
 def _with_graph(

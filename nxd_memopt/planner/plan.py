@@ -13,7 +13,7 @@ from nxd_memopt.planner.peak import StepMemory, step_memory
 from nxd_memopt.planner.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.rank_model import RankModel, rank_model
 from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
-from nxd_memopt.planner.states import StateLayout, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.planner.states import StateLayout, kv_replicas, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.planner.step_time import StepTime, step_time
 
 
@@ -172,7 +172,7 @@ def _sized(problem: Problem, setting: Setting, models: Models) -> SizedSetting:
         accumulation_steps=_accumulation_steps(problem, setting),
         cuda_graph=setting.cuda_graph,
     )
-    return SizedSetting(setting, used, _usable_bytes(problem, used), problem.usable_host_bytes)
+    return SizedSetting(setting, used, _usable_bytes(problem, setting, used), problem.usable_host_bytes)
 
 
 def _timed(problem: Problem, sized: SizedSetting, models: Models) -> Plan:
@@ -229,14 +229,29 @@ def _layout(problem: Problem, setting: Setting) -> StateLayout:
     )
 
 
-def _usable_bytes(problem: Problem, used: StepMemory) -> int:
+def _usable_bytes(problem: Problem, setting: Setting, used: StepMemory) -> int:
     """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
     device = problem.placed_device
+    usable = device.usable_bytes(communicators=_communicators(problem, setting))
     # What does not fit anyway is compared with what others can use.
-    if device.kind != "cuda" or used.device_bytes > problem.usable_bytes:
-        return problem.usable_bytes
+    if device.kind != "cuda" or used.device_bytes > usable:
+        return usable
     usual = fragment_bytes(device.memory_bytes, MemoryConfig())
-    return problem.usable_bytes - max(0, used.fragment_bytes - usual)
+    return usable - max(0, used.fragment_bytes - usual)
+
+
+def _communicators(problem: Problem, setting: Setting) -> int:
+    """Return with how many groups of several ranks a rank communicates; ``parallel_state`` shares equal ones."""
+    tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
+    replicas = _replicas(problem, setting)
+    sizes = [tensor, replicas]
+    if kv_replicas(problem.config, tensor) < tensor:
+        sizes.append(kv_replicas(problem.config, tensor))
+    if experts > 1:
+        sizes += [experts, replicas // experts]
+    if setting.shard_ranks is not None and setting.shard_ranks < replicas:
+        sizes += [setting.shard_ranks, replicas // setting.shard_ranks]
+    return sum(size > 1 for size in sizes)
 
 
 def shards_sequences(problem: Problem, setting: Setting) -> bool:

@@ -103,8 +103,8 @@ class Problem:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of the device that tensors can use."""
-        return self.placed_device.usable_bytes(ranks=self.devices)
+        """Bytes of the device that tensors can use, if all ranks are in one tensor- or data-parallel group."""
+        return self.placed_device.usable_bytes(communicators=min(1, self.devices - 1))
 
     @property
     def usable_host_bytes(self) -> int:

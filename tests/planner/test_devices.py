@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.planner.hardware import DEVICES, device_named, host_device, read_device
+from nxd_memopt.planner.hardware import DEVICES, GIB, device_named, host_device, read_device
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.planner.plan import evaluate
+from nxd_memopt.planner.problem import Problem, Setting
 from tests.reference import assert_says, error_message
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +41,39 @@ def test_files_of_gpus_without_a_compute_capability_are_measured_again(tmp_path)
     del content["compute_capability"]
     file.write_text(json.dumps(content), encoding="utf-8")
     assert_says(error_message(lambda: read_device(file)), "compute_capability", "calibrate again")
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "setting", "communicators"),
+    [
+        ("llama-3-8b", 1, Setting(1), 0),
+        ("llama-3-8b", 4, Setting(4), 1),
+        ("llama-3-8b", 4, Setting(1, "zero1"), 1),
+        ("llama-3-8b", 4, Setting(2, "zero1"), 2),
+        # Two ranks have the same KV heads.
+        ("llama-3-8b", 32, Setting(16, "zero1"), 3),
+        ("llama-3-8b", 8, Setting(1, "zero1", shard_ranks=2), 3),
+        ("llama-3-8b", 8, Setting(1, "zero1", shard_ranks=8), 1),
+        # Experts of all ranks, and of pairs, whose gradients are reduced over four.
+        ("mixtral-8x7b", 8, Setting(1, "zero1", expert_model_parallel_size=8), 2),
+        ("mixtral-8x7b", 8, Setting(1, "zero1", expert_model_parallel_size=2), 3),
+    ],
+)
+def test_each_group_of_several_ranks_has_a_communicator(model, devices, setting, communicators):
+    """Of NCCL on GPUs; on Trainium the reserve is the same for all numbers of ranks."""
+    config = with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": 1})
+    for name, each in (("h200", 0.66), ("trn2", 0.0)):
+        problem = Problem(config, device_named(name), devices, 512, precision="bf16-true")
+        alone = problem.placed_device.usable_bytes()
+        assert alone - evaluate(problem, setting).usable_bytes == pytest.approx(communicators * each * GIB, abs=2)
+
+
+def test_what_is_outside_of_the_allocator_is_left_free():
+    """MiB on four H200s after a step with T=4: a context, libraries, one communicator."""
+    device = device_named("h200")
+    holes = 0.019 * device.memory_bytes
+    left = device.memory_bytes - device.usable_bytes(communicators=1) - holes
+    assert 0 <= left / 2**20 - 1601 < 64
 
 
 @pytest.mark.parametrize("path", sorted(PLANNER.glob("*.py")), ids=lambda path: path.name)

@@ -363,7 +363,7 @@ def test_defaults_are_those_of_transformers(model_type):
 
 def test_devices_are_plausible():
     for device in DEVICES.values():
-        assert 0 < device.usable_bytes(ranks=8) < device.memory_bytes
+        assert 0 < device.usable_bytes(communicators=3) < device.memory_bytes
         assert device.matmul_flops["float32"] < device.matmul_flops["bfloat16"]
         assert device.source
 

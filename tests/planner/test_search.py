@@ -27,11 +27,11 @@ def shallow(layers: int, **options) -> Problem:
     "asked",
     [
         problem("gpt-neox-20b", "h100", 8, 2048, global_batch_size=32),
-        shallow(16, global_batch_size=2, device_gib=35.2),
-        shallow(32, global_batch_size=4, device_gib=65.0),
-        shallow(32, global_batch_size=8, device_gib=65.0),
-        shallow(16, global_batch_size=32, device_gib=42.0),
-        problem("llama-3.2-1b", "h200", 1, 4096, global_batch_size=16, device_gib=24.88),
+        shallow(16, global_batch_size=2, device_gib=35.53),
+        shallow(32, global_batch_size=4, device_gib=65.33),
+        shallow(32, global_batch_size=8, device_gib=65.33),
+        shallow(16, global_batch_size=32, device_gib=42.33),
+        problem("llama-3.2-1b", "h200", 1, 4096, global_batch_size=16, device_gib=25.21),
     ],
     ids=["neox", "16-layers", "32-layers-4", "32-layers-8", "many-batches", "graphs"],
 )

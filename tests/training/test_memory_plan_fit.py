@@ -36,9 +36,9 @@ def test_the_holes_of_a_runs_own_techniques_are_part_of_what_it_lacks(capsys):
     needed = evaluate(problem(), setting).memory.device_bytes
     plan = next(
         plan
-        for gib in range(needed // GIB, needed // GIB + 20)
-        for plan in [evaluate(problem(device_gib=float(gib)), setting)]
-        if needed <= problem(device_gib=float(gib)).usable_bytes
+        for quarters in range(4 * needed // GIB, 4 * needed // GIB + 40)
+        for plan in [evaluate(problem(device_gib=quarters / 4), setting)]
+        if needed <= problem(device_gib=quarters / 4).usable_bytes
     )
     assert not plan.fits and plan.usable_bytes < needed
     memory_plan._require_fit(plan)
