@@ -126,13 +126,14 @@ def _tiny_option(name: str, value: Any) -> Any:
 
 
 def plan_of(cell: Cell, device: Device | None = None, *, tiny: bool = False) -> Plan:
-    """Return the plan of a cell on ``device``, by default this machine's.
+    """Return the plan of a cell on ``device``, by default this machine's, whose ranks must be those of the cell.
 
     Raises:
         ValueError: an option of the cell is not planned.
     """
     config = cell.config(tiny=tiny)
-    return planned(config, load_hf_config(config.model, config.moe), device)[1]
+    ranks = None if device is None else cell.tensor_parallel * cell.data_parallel
+    return planned(config, load_hf_config(config.model, config.moe), device, ranks=ranks)[1]
 
 
 FULL: dict[str, Any] = {"recompute_granularity": "full"}

@@ -32,6 +32,7 @@ import functools
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +65,8 @@ from scripts.bench.record import append, environment, last_commit
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_memory.csv"
 SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, and freeing it
 PAGE_LOCKING_S_PER_GIB = 0.5
+LEFT_BYTES = 48 << 20
+"""Most that the cells before may leave allocated, which counts as this cell's: the bound of ``allocated_error``."""
 TIMED_S = 3.0
 WAITING_PART = 0.03
 """A step that by plan waits for the host's launches for more than this part of its time is limited by the host."""
@@ -105,7 +108,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
         rates: device with measured rates for the planned time; None: the published ones.
 
     Raises:
-        ValueError: the cell is not planned, or the device does not have one of its techniques.
+        ValueError: the cell is not planned, the device does not have one of its techniques, or what the cells
+            before have left counts in its memory.
     """
     _use_groups(cell)
     config = cell.config(tiny=tiny)
@@ -115,6 +119,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     require_executable(config, hf_config)
     backend.reset_peak_memory_stats()
     before = backend.memory_allocated() or 0
+    if isinstance(backend, CudaBackend) and before > LEFT_BYTES:
+        raise ValueError(f"{before} bytes of the cells before are still allocated: measure this cell alone")
     model_parallel_manual_seed(7)
     model = build_model(config, hf_config)
     pool = new_host_pool(config)
@@ -256,6 +262,9 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rat
         row |= measure(cell, tiny=tiny, limits=limits, rates=rates)
     except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
+        # The frames of a step that was out of memory have the model and its states (11 GB of them measured
+        # as the next cell's).
+        traceback.clear_frames(error.__traceback__)
     row["failure"] = next((text for text in share_texts(row["failure"]) if text), "")
     if not row["failure"]:
         row |= errors(row)
