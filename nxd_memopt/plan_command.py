@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,11 +77,16 @@ def _calibrate(arguments: Sequence[str]) -> int:
         raise ValueError("--calibrate takes the .json file to write and nothing else: plan --calibrate FILE.json")
     from nxd_memopt.backends import backend
     from nxd_memopt.parallel_layers import parallel_state
+    from nxd_memopt.parallel_layers.coordination import raise_together
     from nxd_memopt.parallel_layers.utils import leave_process_groups
     from nxd_memopt.profiling.calibration import measure_device, write_device
     from nxd_memopt.training.distributed import is_rank_zero, world_size
 
     backend.init_process_group()
+    # Rank 0 writes, and the measurement takes a minute.
+    with raise_together("the file of plan --calibrate"):
+        if is_rank_zero():
+            _require_directory("--calibrate", Path(arguments[0]))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
     device, found = measure_device()
     if is_rank_zero():
@@ -133,9 +139,40 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(list(arguments))
     if options.plot is not None and not options.plot.endswith(".png"):
         raise ValueError(f"--plot {options.plot} is not a .png file: name one")
-    if options.show < 1:
-        raise ValueError(f"--show must be at least 1, got {options.show}")
+    _require_sizes(options)
+    for option in ("write", "plot"):
+        if getattr(options, option) is not None:
+            _require_directory(f"--{option}", Path(getattr(options, option)))
     return options
+
+
+def _require_sizes(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for a number that is too small."""
+    least = {
+        "devices": 1,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "seq_length": 2,
+        "global_batch": 1,
+        "show": 1,
+    }
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            reason = ": labels are next tokens" if name == "seq_length" else ""
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}{reason}")
+    for name in ("device_memory_gib", "host_memory_gib"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and finite, got {value}")
+
+
+def _require_directory(option: str, file: Path) -> None:
+    """Raise ``ValueError`` if ``file`` cannot be written where it is."""
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a directory: name a file in it")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {file}: {file.absolute().parent} is no directory: create it, or name another file")
 
 
 def _problem(options: argparse.Namespace, source: Source) -> Problem:

@@ -57,6 +57,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
     else:
         _refuse(rest, [])
+        if options.nproc is not None:
+            raise ValueError(
+                f"--nproc {options.nproc} starts the ranks of --config or --recipe: -- COMMAND starts its own"
+            )
     return _profile(options, command, output)
 
 

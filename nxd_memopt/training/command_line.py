@@ -44,7 +44,7 @@ def override(base: TrainConfig, overrides: Sequence[str], program: str) -> Train
 
 
 def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` with the values ``true``, ``false`` and ``null`` of YAML in tyro's form.
+    """Return ``arguments`` with ``--memory auto``, and YAML's ``true``, ``false`` and ``null``, in tyro's form.
 
     tyro has ``--SECTION.OPTION`` and ``--SECTION.no-OPTION`` for booleans; where an option has other
     values too, it has Python's words.
@@ -63,6 +63,8 @@ def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
             converted = [f"{section}.{_FLAGS[value.lower()]}{option}"]
         elif value in _WORDS and type(_WORDS[value]) in typing.get_args(hint):
             converted = [name, str(_WORDS[value])]
+        elif (name, value) == ("--memory", "auto"):
+            converted = ["--trainer.auto-memory"]
         else:
             result.append(argument)
             continue

@@ -203,6 +203,7 @@ def test_quantities(quantity, text):
         ("--", ("no COMMAND",)),
         ("--steps 0 -- true", ("steps", "at least 1")),
         ("--config a.yaml -- true", ("--config", "COMMAND", "pass one")),
+        ("--nproc 2 -- true", ("--nproc 2", "COMMAND starts its own")),
         ("--surprise -- true", ("unknown option --surprise",)),
         ("--report here --trainer.seed 3", ("unknown option --trainer.seed",)),
         ("--report here -- true", ("true is not run",)),

@@ -47,6 +47,8 @@ def test_the_command_line_takes_the_words_of_yaml(tmp_path: Path) -> None:
     # a word that is the value of an option of texts, and an option without its value
     assert parse_config(["--config", file, "--model.tokenizer", "true"]).model.tokenizer == "true"
     assert parse_config(["--config", file, "--trainer.no-export"]).trainer.export is False
+    for chosen in (["--memory", "auto"], ["--memory=auto"], ["--trainer.auto-memory"]):
+        assert parse_config(["--model.pretrained", "d", *chosen, "--trainer.seed", "6"]).trainer.auto_memory
 
 
 def test_command_line_alone() -> None:
