@@ -40,7 +40,7 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_cpu else (torch.bfloat16, torch.float32)
     found: dict[str, Any] = {"matmul_flops": {str(dtype)[6:]: _matmuls(dtype, largest) for dtype in dtypes}}
     found["memory_bytes_per_s"] = _memory(copy_bytes)
-    found["launch_s"] = _launch_seconds()
+    found["launch_s"] = launch_seconds()
     transfers = backend.host_transfers()
     if transfers is not None and not on_cpu:
         found["host_copy_bytes_per_s"] = host_copies_per_s(transfers, min(copy_bytes, HOST_COPY_BYTES))
@@ -126,7 +126,7 @@ def _memory(num_bytes: int) -> float:
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
 
 
-def _launch_seconds() -> float:
+def launch_seconds() -> float:
     """Return the seconds that the host takes for a small operation's forward and backward.
 
     A step without a CUDA graph is at most as fast as its host launches operations.
