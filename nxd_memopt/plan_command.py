@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, devic
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
 from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
-from nxd_memopt.planner.problem import PRECISIONS, Problem, attention_notes
+from nxd_memopt.planner.problem import PRECISIONS, Problem, attention_notes, require_memory, require_size
 from nxd_memopt.planner.states import STAGES
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.plan_source import Source, planned_moe, read_source
@@ -86,7 +85,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
     # Rank 0 writes, and the measurement takes a minute.
     with raise_together("the file of plan --calibrate"):
         if is_rank_zero():
-            _require_directory("--calibrate", Path(arguments[0]))
+            _require_new_file("--calibrate", Path(arguments[0]))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
     device, found = measure_device()
     if is_rank_zero():
@@ -139,36 +138,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(list(arguments))
     if options.plot is not None and not options.plot.endswith(".png"):
         raise ValueError(f"--plot {options.plot} is not a .png file: name one")
-    _require_sizes(options)
-    for option in ("write", "plot"):
-        if getattr(options, option) is not None:
-            _require_directory(f"--{option}", Path(getattr(options, option)))
+    for name in ("devices", "tensor-model-parallel-size", "expert-model-parallel-size", "global-batch", "show"):
+        require_size(f"--{name}", getattr(options, name.replace("-", "_")))
+    require_size("--seq-length", options.seq_length, is_length=True)
+    require_memory("--device-memory-gib", options.device_memory_gib)
+    require_memory("--host-memory-gib", options.host_memory_gib)
+    if options.write is not None:
+        _require_new_file("--write", Path(options.write))
+    if options.plot is not None:
+        _require_directory("--plot", Path(options.plot))
     return options
 
 
-def _require_sizes(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` for a number that is too small."""
-    least = {
-        "devices": 1,
-        "tensor_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "seq_length": 2,
-        "global_batch": 1,
-        "show": 1,
-    }
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            reason = ": labels are next tokens" if name == "seq_length" else ""
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}{reason}")
-    for name in ("device_memory_gib", "host_memory_gib"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and finite, got {value}")
+def _require_new_file(option: str, file: Path) -> None:
+    """Raise ``ValueError`` if ``file`` exists, or its directory does not."""
+    _require_directory(option, file)
+    if file.exists():
+        raise ValueError(f"{option} {file} exists already: name another file, or remove it")
 
 
 def _require_directory(option: str, file: Path) -> None:
-    """Raise ``ValueError`` if ``file`` cannot be written where it is."""
+    """Raise ``ValueError`` if ``file`` is a directory, or is in none."""
     if file.is_dir():
         raise ValueError(f"{option} {file} is a directory: name a file in it")
     if not file.absolute().parent.is_dir():
@@ -222,7 +212,7 @@ def _print(
     batch = problem.global_batch_size or "one sequence per data-parallel rank"
     print(
         f"{options.model} on {problem.devices} x {device.name}, {problem.sequence_length:,} tokens, "
-        f"global batch {batch}, {problem.precision}; {problem.usable_bytes / GIB:.1f} of "
+        f"global batch {batch}, {problem.precision}; {best.usable_bytes / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
     if not rates_of(device).is_calibrated:
@@ -290,6 +280,7 @@ def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -
                 "limit": plan.time.limit,
                 "seconds": plan.time.terms,
                 "peak": plan.memory.moment,
+                "usable_bytes": plan.usable_bytes,
                 "device_bytes": plan.memory.device,
                 "host_bytes": plan.memory.host,
             }

@@ -56,6 +56,8 @@ class Backend(Collectives):
     """Whether a view and its base share memory, so that writing to a slice needs no new tensor."""
     shapes_are_static: bool = False
     """Whether the device compiles graphs of fixed shapes, so that no shape may depend on values."""
+    default_group_is_complete: bool = True
+    """Whether torch.distributed's default group has all that a group of all ranks has that ``new_group`` creates."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 

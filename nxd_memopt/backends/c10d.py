@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from nxd_memopt.backends.c10d_collectives import C10dCollectives
 class C10dBackend(C10dCollectives, Backend):
     """Device whose process groups and collectives are torch.distributed's."""
 
+    _timeout: timedelta | None = None  # of the collectives of all groups; None: the default
+
     def describe_overlap(self) -> str:
         return f"{self.distributed_backend}'s collectives start before the matmuls that do not need them"
 
@@ -32,6 +35,7 @@ class C10dBackend(C10dCollectives, Backend):
     def init_process_group(self, **kwargs: Any) -> None:
         if dist.is_initialized() or "RANK" not in os.environ:
             return
+        self._timeout = kwargs.get("timeout")
         try:
             dist.init_process_group(self.distributed_backend, **kwargs)
         except dist.DistNetworkError as error:
@@ -52,7 +56,8 @@ class C10dBackend(C10dCollectives, Backend):
             assert list(ranks) == sorted(ranks), (
                 f"torch.distributed numbers a group's ranks in ascending order: {ranks}"
             )
-            group: Any = dist.new_group(list(ranks))  # an int where this rank is not a member
+            # an int where this rank is not a member; without a timeout the group has the default one
+            group: Any = dist.new_group(list(ranks), timeout=self._timeout)
             if dist.get_rank() in ranks:
                 mine = group
         return mine

@@ -48,9 +48,9 @@ class _State:
 
 _STATE = _State()
 gradient_ledger = GradientLedger()
-# Activations are exchanged over these groups while gradients may be reduced over the same ranks. A
-# communicator that both had would run one of the two after the other.
-_AXES_WITH_OWN_GROUPS = ("context", "expert")
+# Activations are exchanged over these groups while gradients may be reduced over the same ranks. Ranks may start
+# the two in different orders, which mixes the data of one communicator or blocks it.
+_AXES_WITH_OWN_GROUPS = ("context", "expert", "token_shuffle")
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 UNFINISHED_SAVES: list[Any] = []
 """The tagged checkpoint being written in the background, if any; see ``trainer.background``."""
@@ -122,21 +122,26 @@ def initialize_model_parallel(
     if not mesh_only:
         if not skip_collective_init:
             backend.initialize_collectives()
-        for name, rank_groups in grid.items():
-            has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
-            _STATE.axes[name] = _create_axis(rank_groups) if has_own else _axis_of(rank_groups)
+        try:
+            for name, rank_groups in grid.items():
+                has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
+                _STATE.axes[name] = _create_axis(rank_groups) if has_own else _find_or_create_axis(rank_groups)
+        except Exception:
+            _STATE.axes = {}
+            raise
     return grid
 
 
-def _axis_of(rank_groups: RankGroups) -> _Axis:
+def _find_or_create_axis(rank_groups: RankGroups) -> _Axis:
     """Return a partition of the world with the groups that exist for it, or new ones. Every rank calls."""
-    # A communicator of NCCL needs 0.7 GiB of the device, and the groups of single ranks as many calls as there
-    # are ranks.
+    # NCCL's communicators need memory of the device (planner.hardware.NCCL_GIB), and a partition into single
+    # ranks takes one new_group call per rank.
     shared = [axis for name, axis in _STATE.axes.items() if name not in _AXES_WITH_OWN_GROUPS]
     for axis in (*shared, *_STATE.kv_groups.values(), *_STATE.other_groups):
         if axis.rank_groups == rank_groups:
             return axis
-    if dist.is_initialized() and rank_groups == [list(range(get_world_size()))]:
+    is_world = dist.is_initialized() and rank_groups == [list(range(get_world_size()))]
+    if is_world and backend.default_group_is_complete:
         return _Axis(rank_groups, rank_groups[0], dist.group.WORLD)
     return _create_axis(rank_groups)
 
@@ -209,8 +214,9 @@ def process_groups() -> list[ProcessGroup]:
 
 def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
     """Return this rank's group of a partition of the world, created if needed. Every rank calls."""
-    axis = _axis_of(rank_groups)
-    if axis not in _all_axes():
+    axis = _find_or_create_axis(rank_groups)
+    # Also one that exists: its group stays when, for example, the KV groups are destroyed.
+    if axis not in _STATE.other_groups:
         _STATE.other_groups.append(axis)
     return axis.group
 
@@ -243,7 +249,7 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:
         rank_groups = replica_groups(_axis("tensor").rank_groups, kv_shared_group_size, stride)
-        _STATE.kv_groups[kv_shared_group_size] = _axis_of(rank_groups)
+        _STATE.kv_groups[kv_shared_group_size] = _find_or_create_axis(rank_groups)
         _STATE.kv_rank_strides[kv_shared_group_size] = stride
     return _STATE.kv_groups[kv_shared_group_size].group
 

@@ -99,14 +99,14 @@ def _keeps_all_tensors(memory: MemoryConfig, layers: int) -> bool:
 
 
 def fragment_bytes_with_graph(
-    tensors: int, outside: int, *, has_masters: bool, layers: int = 1, layer_weight_bytes: int = 0
+    tensors: int, outside: int, *, has_masters: bool, layers: int, layer_weight_bytes: int
 ) -> int:
     """Return what the allocator needs besides ``tensors`` bytes, which a CUDA graph's pool has in part.
 
     The update of weights with fp32 masters uses the memory of the gradients' sums: nothing to 24 MiB measured,
-    without masters 24 to 123 MiB, of small models. The first update allocates the states where the activations of
-    the steps before the graph were, and no activation fills the last page of a layer's states any more (LLaMA-3-8B
-    with T=4, layers of 104 MiB: 16 of 20 MiB).
+    without masters 24 to 123 MiB, of small models. LLaMA-3-8B with T=4, whose layers have 104 MiB in bf16, has as much
+    free as the last page of each layer, 16 of 20 MiB; GPT-NeoX-20B with T=4, layers of 216 MiB, no more than others.
+    The first update puts the states where activations of the steps before the graph were.
 
     Args:
         tensors: allocated bytes, with all of the pool.

@@ -31,6 +31,7 @@ CUDA_CONTEXT_GIB = 0.61
 CUDA_LIBRARIES_GIB = 0.32
 """Kernels and workspaces of cuBLAS, Triton and FlashAttention-4 that a first step loads outside of PyTorch's
 allocator: about 330 MiB on an H200 [measured]."""
+CUDA_RESERVE_GIB = CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB
 NCCL_GIB = 0.66
 """Buffers of one NCCL communicator that has run a collective: 366 to 390 MiB when it is created, about 290 MiB with
 its first collective, on two and four H200s [measured]."""
@@ -169,7 +170,7 @@ def _gpu(
         name=name,
         kind="cuda",
         memory_gib=memory_gib,
-        reserve_gib=CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB,
+        reserve_gib=CUDA_RESERVE_GIB,
         matmul_flops=_matmul(bf16, fp32),
         memory_bytes_per_s=memory_tb_s * 1e12,
         link_bytes_per_s=nvlink_gb_s * 1e9,
@@ -339,6 +340,9 @@ def read_device(path: Path) -> Device:
     try:
         content = dict(json.loads(path.read_text(encoding="utf-8")))
         content.pop("measurements", None)
+        if content.get("kind") == "cuda":
+            # Not measured by --calibrate: what the version that wrote the file assumed.
+            content["reserve_gib"] = CUDA_RESERVE_GIB
         return Device(**content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--device {path} describes no device ({error}): calibrate again") from error

@@ -241,7 +241,7 @@ def _usable_bytes(problem: Problem, setting: Setting, used: StepMemory) -> int:
 
 
 def _communicators(problem: Problem, setting: Setting) -> int:
-    """Return with how many groups of several ranks a rank communicates; ``parallel_state`` shares equal ones."""
+    """Return the number of process groups of several ranks that a rank uses; ``parallel_state`` shares equal ones."""
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
     replicas = _replicas(problem, setting)
     sizes = [tensor, replicas]

@@ -27,6 +27,19 @@ SDPA_MULTIPLE = 512
 _LARGEST_FLASH_HEAD = 128
 
 
+def require_size(name: str, value: int | None, *, is_length: bool = False) -> None:
+    """Raise ``ValueError`` if a number is below 1, or a sequence length below 2."""
+    least, reason = (2, ": labels are next tokens") if is_length else (1, "")
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}{reason}")
+
+
+def require_memory(name: str, gib: float | None) -> None:
+    """Raise ``ValueError`` if a size of memory is not above 0 and finite."""
+    if gib is not None and not 0 < gib < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {gib}")
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is to be trained, and where.
@@ -73,16 +86,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         require_one_of("precision", self.precision, tuple(PRECISIONS))
-        for name in ("devices", "sequence_length", "global_batch_size", "tensor_model_parallel_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.sequence_length < 2:
-            raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}: labels are next tokens")
+        for name in ("devices", "global_batch_size", "tensor_model_parallel_size"):
+            require_size(name, getattr(self, name))
+        require_size("sequence_length", self.sequence_length, is_length=True)
         for name in ("device_gib", "host_gib"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, got {value}")
+            require_memory(name, getattr(self, name))
         if self.precision == "16-mixed" and self.device.kind == "neuron":
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
 

@@ -122,7 +122,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     timed_plan = _with_launches(problem, plan) if rates is None else planned(config, hf_config, rates)[1]
     require_executable(config, hf_config)
     backend.reset_peak_memory_stats()
-    before = backend.memory_allocated() or 0
+    before = _largest(backend.memory_allocated() or 0)
     if isinstance(backend, CudaBackend) and before > LEFT_BYTES:
         raise ValueError(f"{before} bytes of the cells before are still allocated: measure this cell alone")
     model_parallel_manual_seed(7)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nxd_memopt import backends
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, select_backend
+from nxd_memopt.backends.cpu import CpuBackend
 from tests.reference import assert_says, tensors
 
 
@@ -63,6 +66,20 @@ except ValueError as error:
     result = run_python(code, NXD_MEMOPT_BACKEND="cpu")
     port = result.stdout.split()[1] if result.stdout else "no output"
     assert_says(result.stdout + result.stderr[-500:], f"MASTER_PORT {port} is in use", "--master_port")
+
+
+def test_all_groups_have_the_timeout_of_the_world(monkeypatch):
+    """torch.distributed gives a new group the default one: 10 minutes with NCCL."""
+    given = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout: given.append(timeout))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: given.append(timeout))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    cpu = CpuBackend()
+    cpu.init_process_group(timeout=timedelta(minutes=77))
+    cpu.new_group([[0], [1]])
+    assert given == [timedelta(minutes=77)] * 3
 
 
 def test_single_process_world_needs_no_process_group():

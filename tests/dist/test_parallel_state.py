@@ -214,6 +214,39 @@ def test_equal_partitions_share_a_group_which_is_destroyed_once():
 
 
 @distributed(world_size=4)
+def test_a_group_stays_while_its_partition_is_used():
+    initialize({"tensor": 4})
+    neighbours = [[0, 1], [2, 3]]
+    for create, destroy in (
+        (lambda: parallel_state.initialize_kv_group(2), parallel_state.destroy_kv_group),
+        (lambda: parallel_state.group_of(neighbours), lambda: None),
+    ):
+        created = create()
+        found = parallel_state.group_of(neighbours)
+        assert found is created
+        destroy()
+        assert len(dist.get_process_group_ranks(found)) == 2
+    parallel_state.destroy_model_parallel()
+    initialize({"tensor": 1})
+    parallel_state.initialize_token_shuffle_group(2)
+    assert parallel_state.group_of(neighbours) is not parallel_state.get_token_shuffle_group(), "tokens and gradients"
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.process_groups()
+
+
+@distributed(world_size=2)
+def test_groups_that_could_not_be_created_can_be_tried_again(monkeypatch):
+    def fail(_):
+        raise RuntimeError("no connection")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_state.backend, "new_group", fail)
+        assert_says(error_message(lambda: initialize({"tensor": 2}), RuntimeError), "no connection")
+    initialize({"tensor": 2})
+    assert parallel_state.get_tensor_model_parallel_size() == 2
+
+
+@distributed(world_size=4)
 @pytest.mark.parametrize("axis", ["expert", "context"])
 def test_activations_and_gradients_of_the_same_ranks_have_groups_of_their_own(axis):
     """One communicator would run an exchange of tokens after a reduction of gradients that began before it."""

@@ -38,6 +38,9 @@ def test_files_of_gpus_without_a_compute_capability_are_measured_again(tmp_path)
     file = tmp_path / "device.json"
     file.write_text(json.dumps(content), encoding="utf-8")
     assert read_device(file) == device_named("h200")
+    # The reserve is not measured: a file of a version that left less has today's.
+    file.write_text(json.dumps(content | {"reserve_gib": 0.6}), encoding="utf-8")
+    assert read_device(file) == device_named("h200")
     del content["compute_capability"]
     file.write_text(json.dumps(content), encoding="utf-8")
     assert_says(error_message(lambda: read_device(file)), "compute_capability", "calibrate again")

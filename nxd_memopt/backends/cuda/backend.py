@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup, all_reduce, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, Capture, Result
@@ -77,8 +77,8 @@ class CudaBackend(C10dBackend):
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
-        # Without device_id, because with it NCCL connects every group at once: 0.4 GiB of an H200 for each,
-        # of the groups that nothing uses too.
+        # Without device_id, because with it NCCL connects every group at once, including groups that are
+        # never used, each of which takes memory (planner.hardware.NCCL_GIB).
         super().init_process_group(**kwargs)
 
     def start_all_gather(
@@ -137,6 +137,8 @@ class CudaBackend(C10dBackend):
             memory = None
             if self.peer_memory_refusal(get_process_group_ranks(group)) is None:
                 memory = PeerMemory(group, self.device)
+                # Graphs that other code captures use NCCL, which cannot connect while it is captured.
+                all_reduce(torch.zeros(1, device=self.device), group=group)
             self._peer_memories[group] = memory
         return self._peer_memories[group]
 

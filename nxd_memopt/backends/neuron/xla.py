@@ -40,6 +40,7 @@ class XlaBackend(C10dBackend):
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
     shapes_are_static = True
+    default_group_is_complete = False  # it has no _mesh, from which scripts for neuronx-distributed read the ranks
     views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
     def __init__(self) -> None:
