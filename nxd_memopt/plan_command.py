@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         for line in explanation(best.memory, best.time):
             print(line)
     if options.write is not None:
-        write_yaml(Path(options.write), problem, best, content)
+        for note in write_yaml(Path(options.write), problem, best, content):
+            print(f"note: {note}", file=sys.stderr)
         print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
     return 0
 
@@ -216,7 +217,8 @@ def _print(
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
     if not rates_of(device).is_calibrated:
-        print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
+        known = "come from measured rates, and no step was compared" if device.measured else "are not calibrated"
+        print(f"Times on {device.name} {known}: they order the settings, no more. docs/planner.md")
     if ONLY_HARDWARE_SHOWS[device.kind]:
         print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
     for note in attention_notes(problem, best.setting):
@@ -243,8 +245,9 @@ def _print(
     if len(found) > options.show:
         print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
     memory = best.memory
-    terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.device.items() if size >= GIB // 100)
-    print(f"Memory of the first, in GiB, at its peak ({memory.moment}): {terms}")
+    unit, name_of_unit = (GIB, "GiB") if memory.device_bytes >= GIB else (GIB >> 10, "MiB")
+    terms = ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.device.items() if size >= unit // 100)
+    print(f"Memory of the first, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
 
 
 def _draw(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:

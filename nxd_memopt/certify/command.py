@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, key_values, load_model_config, with_defaults, with_experts
+from nxd_memopt.planner.model_configs import (
+    NAMED_CONFIGS,
+    key_values,
+    load_model_config,
+    require_known_keys,
+    require_sizes,
+    with_defaults,
+    with_experts,
+)
+from nxd_memopt.planner.problem import require_memory, require_size
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.report.verdict import Certificate
@@ -118,24 +128,17 @@ class Certify:
                 f"isolate_documents with backend {self.backend}: eager kernels read the bounds of documents, and this "
                 "measurement has no values: use backend xla or compiled"
             )
-        # A line through two depths gives the bytes per layer. One layer is not representative: its
-        # peak may be in the embedding or in the loss.
         few, many = self.measure_layers
-        if not 2 <= few < many:
-            raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
-        # Every measured model has the layers that are recomputed together or alone (block).
-        number = self.recompute_num_layers
-        if number is not None and number > few:
-            raise ValueError(
-                f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
-                f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
-            )
+        self._require_numbers()
         given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
         config = load_model_config(self.model, self.override)
+        changed = key_values("--override", self.override, example="num_hidden_layers=4")
+        require_known_keys("--override", changed, of_file=load_model_config(self.model, ()))
         if "num_moe_experts" in given or "moe_shared_expert_intermediate_size" in given:
             config = with_experts(with_defaults(config), given)
         model_types = {*(named["model_type"] for named in NAMED_CONFIGS.values()), *EXPERT_MODELS}
         require_one_of("model_type", config.get("model_type"), tuple(model_types))
+        require_sizes(with_defaults(config))
         depth = config["num_hidden_layers"]
         if depth < many:
             raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")
@@ -170,6 +173,34 @@ class Certify:
             isolate_documents=self.isolate_documents,
             moe=None if moe is None else dataclasses.asdict(moe),
         )
+
+    def _require_numbers(self) -> None:
+        """Raise ``ValueError`` for a number that is too small, or a file that cannot be written."""
+        require_size("--seq-length", self.seq_length, is_length=True)
+        for option in (
+            "micro_batch_size",
+            "tensor_model_parallel_size",
+            "expert_model_parallel_size",
+            "data_parallel_size",
+        ):
+            require_size(f"--{option.replace('_', '-')}", getattr(self, option))
+        require_memory("--device-memory-gib", self.device_memory_gib)
+        if not 0 <= self.reserve_gib < math.inf:
+            raise ValueError(f"--reserve-gib must be at least 0 and finite, got {self.reserve_gib}")
+        # A line through two depths gives the bytes per layer. One layer is not representative: its
+        # peak may be in the embedding or in the loss.
+        few, many = self.measure_layers
+        if not 2 <= few < many:
+            raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
+        # Every measured model has the layers that are recomputed together or alone (block).
+        number = self.recompute_num_layers
+        if number is not None and number > few:
+            raise ValueError(
+                f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
+                f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
+            )
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise ValueError(f"--json {self.json}: {self.json.absolute().parent} is no directory: create it")
 
     def _experts(self, config: dict[str, Any], given: dict[str, Any]) -> MoEConfig | None:
         """Return the options of a model with experts, None for a dense model.

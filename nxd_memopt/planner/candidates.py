@@ -99,10 +99,14 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     if size is None:
         return found
     if size not in found:
-        raise ValueError(
+        message = (
             f"tensor_model_parallel_size {size} is not possible for this model on {problem.devices} x "
             f"{problem.device.name}: use one of {found}, or leave it out"
         )
+        if size > problem.device.ranks_per_host and problem.device.measured:
+            ranks = problem.device.ranks_per_host
+            message += f"; calibrated with {ranks} of a host's ranks: calibrate under torchrun for more"
+        raise ValueError(message)
     return [size]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ _QWEN: dict[str, Any] = {
     "intermediate_size": 22016,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
+    "num_key_value_heads": 32,  # whatever the number of heads is
     "tie_word_embeddings": False,
     "use_sliding_window": False,
     "vocab_size": 151936,
@@ -234,9 +236,32 @@ def require_sizes(config: Mapping[str, Any]) -> None:
         # type(), not isinstance(): a bool is an int too
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} of the model must be a positive integer, got {value!r}: correct its config.json")
+    if config.get("head_dim") is None and config["hidden_size"] % config["num_attention_heads"]:
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        raise ValueError(
+            f"hidden_size {width} of the model is not divisible by num_attention_heads {heads}: correct its config.json"
+        )
     if config["num_hidden_layers"] > _MOST_LAYERS:
         layers = config["num_hidden_layers"]
         raise ValueError(f"num_hidden_layers of the model must be at most {_MOST_LAYERS}, got {layers}")
+
+
+def require_known_keys(option: str, keys: Iterable[str], *, of_file: Iterable[str] | None = None) -> None:
+    """Raise ``ValueError`` for a key of a model's config that has no effect.
+
+    Args:
+        option: option with the keys, for the message.
+        keys: keys of a config.json.
+        of_file: keys that the model's own config.json has; all others are errors, unless plans read them. None: only
+            a key that is almost one that plans read is an error, because models have many more.
+    """
+    read = {*_SIZES, *_OTHER_SIZES}.union(*DEFAULTS.values(), *NAMED_CONFIGS.values())
+    known = read.union(of_file or ())
+    for key in keys:
+        close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
+        if key not in known and (close or of_file is not None):
+            remedy = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"unknown key {key!r} in {option}: {remedy}")
 
 
 def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
 from nxd_memopt.training.command_line import override
 from nxd_memopt.training.config import (
     DataConfig,
@@ -204,6 +204,8 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     # The one section that may be a word. Another place for the choice lets options of the section
     # that it does not choose stay, such as the attention's implementation.
     if options.get("memory") == "auto":
+        if options.get("trainer", {}).get("auto_memory") is False:
+            problems.append("memory: auto and trainer.auto_memory: false contradict each other: leave one out")
         options["memory"] = {}
         options["trainer"] = {**options.get("trainer", {}), "auto_memory": True}
     sections = _resolve_aliases(options, problems)
@@ -378,6 +380,8 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
         with contextlib.suppress(TypeError):
             return _fit_one(value, alternative, name)
     kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
+    if set(kinds) <= {typing.Literal, types.NoneType}:
+        require_one_of(name, value, [choice for each in alternatives for choice in typing.get_args(each)])
     remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
     remedy = f": write {' or '.join(remedies)}" if remedies else ""
     raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
@@ -386,7 +390,7 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
 def _fit_one(value: Any, hint: Any, name: str) -> Any:
     """Return ``value`` converted to ``hint``, or raise ``TypeError``. ``hint`` is not a union."""
     origin = typing.get_origin(hint) or hint
-    if origin is typing.Literal:  # checked by the dataclass, whose message lists the allowed values
+    if origin is typing.Literal and value in typing.get_args(hint):
         return value
     # bool is a subclass of int: True for a float is an error, not 1.0.
     if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -404,6 +408,10 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
 
 def _type_name(hint: Any) -> str:
     """Return a type hint as an error message shows it."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(each) for each in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(hint))
     if isinstance(hint, type):
-        return hint.__name__
+        return "null" if hint is types.NoneType else hint.__name__
     return str(hint).replace("typing.", "")

@@ -16,6 +16,7 @@ from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.model_configs import (
     NAMED_CONFIGS,
     load_model_config,
+    require_known_keys,
     require_sizes,
     with_defaults,
     with_experts,
@@ -63,6 +64,8 @@ class Source:
         """Return the model's complete config, with the experts that the ``moe`` section adds."""
         section = self.options["model"]
         config = dict(section.get("config_overrides") or {})
+        if self.is_run:
+            require_known_keys("model.config_overrides", config)
         if section.get("pretrained"):
             config = load_model_config(section["pretrained"], ()) | config
         config = with_experts(with_defaults(config), self.given_moe)

@@ -32,8 +32,8 @@ _CHOSEN = {
 """Section -> options that the plan chooses: they are written if the chosen setting has them."""
 
 
-def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, Any]) -> None:
-    """Write a setting as a configuration of the training program.
+def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, Any]) -> list[str]:
+    """Write a setting as a configuration of the training program; return what is to be changed in it, if anything.
 
     Args:
         path: file that does not exist yet.
@@ -52,9 +52,20 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
     ]
+    notes: list[str] = []
+    if not problem.isolate_documents:
+        notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
+    positions = problem.config.get("max_position_embeddings")
+    if positions is not None and problem.sequence_length > positions:
+        notes.append(
+            f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "
+            f"which is {positions}"
+        )
     if _lacks_tokenizer(content["model"]):
-        lines.append("# Add --model.tokenizer DIRECTORY, or set model.tokenizer here.")
+        notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
+    lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
     path.write_text("\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]), encoding="utf-8")
+    return notes
 
 
 def configuration(problem: Problem, setting: Setting, source: Source) -> dict[str, Any]:

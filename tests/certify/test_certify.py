@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +241,24 @@ def test_an_all_reduce_for_an_all_gather_is_named(monkeypatch):
 
 
 # Graphs, memory
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batch_size": 0}, ("--micro-batch-size", "0")),
+        ({"seq_length": 1}, ("--seq-length", "1")),
+        ({"data_parallel_size": 0}, ("--data-parallel-size", "0")),
+        ({"device_memory_gib": -1.0}, ("--device-memory-gib", "-1")),
+        ({"reserve_gib": float("nan")}, ("--reserve-gib", "nan")),
+        ({"override": ("num_hidden_layers=x",)}, ("num_hidden_layers", "'x'")),
+        ({"override": ("num_hiden_layers=3",)}, ("unknown key 'num_hiden_layers'", "did you mean 'num_hidden_layers'")),
+        ({"override": ("foo=3",)}, ("unknown key 'foo' in --override",)),
+        ({"json": Path("absent") / "a.json"}, ("--json absent/a.json", "is no directory")),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(options, words):
+    assert_says(error_message(Certify(model="llama-3-8b", **options).request), *words)
 
 
 def test_a_graph_per_rank_is_refused():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_memopt import plan_command
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named, host_device, read_device
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.planner.plan import evaluate
@@ -77,6 +78,23 @@ def test_what_is_outside_of_the_allocator_is_left_free():
     holes = 0.019 * device.memory_bytes
     left = device.memory_bytes - device.usable_bytes(communicators=1) - holes
     assert 0 <= left / 2**20 - 1601 < 64
+
+
+def test_a_calibrated_device_is_not_called_uncalibrated(tmp_path, capsys):
+    """A CPU whose rates one process has measured."""
+    file = tmp_path / "cpu.json"
+    device = dataclasses.replace(host_device(8 * 2**30, 1), measured=True)
+    file.write_text(json.dumps(dataclasses.asdict(device)))
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--model", str(tmp_path), "--device", str(file), "--seq-length", "64", "--show", "1"]
+    assert plan_command.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert_says(shown, "come from measured rates", "in MiB", "weights")
+    arguments += ["--devices", "2", "--tensor-model-parallel-size", "2"]
+    message = error_message(lambda: plan_command.main(arguments))
+    assert_says(message, "tensor_model_parallel_size 2", "calibrated with 1", "torchrun")
 
 
 @pytest.mark.parametrize("path", sorted(PLANNER.glob("*.py")), ids=lambda path: path.name)

@@ -11,6 +11,7 @@ import pytest
 from nxd_memopt.training.arguments import config_from_mapping, parse_config
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.errors import user_errors
+from tests.reference import assert_says, error_message
 
 MODEL = {"pretrained": "some/directory"}
 
@@ -49,6 +50,24 @@ def test_the_command_line_takes_the_words_of_yaml(tmp_path: Path) -> None:
     assert parse_config(["--config", file, "--trainer.no-export"]).trainer.export is False
     for chosen in (["--memory", "auto"], ["--memory=auto"], ["--trainer.auto-memory"]):
         assert parse_config(["--model.pretrained", "d", *chosen, "--trainer.seed", "6"]).trainer.auto_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data_parallel: {sharding: zero9}", ("data_parallel.sharding 'zero9'", "'zero3'")),
+        ("memory: {recompute_granularity: ful}", ("memory.recompute_granularity 'ful'", "did you mean 'full'")),
+        ("memory: {recompute_granularity: full, recompute_method: foo}", ("recompute_method 'foo'", "'nested'")),
+        ("optimizer: {lr_schedule: foo}", ("optimizer.lr_schedule 'foo'", "'cosine'")),
+        ("data: {packing: foo}", ("data.packing 'foo'", "'best_fit'")),
+        ("trainer: {save_interval: often}", ("trainer.save_interval", "'often'", "auto")),
+        ("memory: auto\ntrainer: {auto_memory: false}", ("memory: auto", "auto_memory: false", "leave one out")),
+    ],
+)
+def test_a_word_that_is_no_choice_is_an_error_of_the_file(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """With the option, as on the command line; tyro's error of a default has neither."""
+    file = write(tmp_path / "c.yaml", f"model: {{pretrained: d}}\n{text}\n")
+    assert_says(error_message(lambda: parse_config(["--config", file])), "c.yaml", *words)
 
 
 def test_command_line_alone() -> None:
@@ -145,7 +164,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ),
         (
             {"data_parallel": {"num_distributed_optimizer_instances": "host"}},
-            "number of instances or hosts, got 'host'",
+            "num_distributed_optimizer_instances must be int or 'hosts', got 'host'",
         ),
         ({"data_parallel": {"num_distributed_optimizer_instances": 0}}, "instances must be at least 1, got 0"),
         (
