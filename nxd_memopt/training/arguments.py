@@ -381,7 +381,7 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
             return _fit_one(value, alternative, name)
     kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
     if set(kinds) <= {typing.Literal, types.NoneType}:
-        require_one_of(name, value, [choice for each in alternatives for choice in typing.get_args(each)])
+        require_one_of(name, value, tuple(choice for each in alternatives for choice in typing.get_args(each)))
     remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
     remedy = f": write {' or '.join(remedies)}" if remedies else ""
     raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
