@@ -21,7 +21,10 @@ def counted_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tupl
         # gloo's threads hold the tensors of a collective until every rank has left it
         if dist.is_initialized():
             dist.barrier()
-            time.sleep(0.2)
+            events = -1
+            while events != len(recorder._events):
+                events = len(recorder._events)
+                time.sleep(0.3)
         gc.collect()
     alive: dict[int, int] = {}
     for serial, change in recorder._events:
