@@ -376,12 +376,15 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
     alternatives = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         alternatives = list(typing.get_args(hint))
+    kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
+    # Of other unions the dataclasses check the words. tyro, which reads the command line before, has an error without
+    # the option's name for a default that is none of these.
+    is_null = value is None and types.NoneType in kinds
+    if set(kinds) <= {typing.Literal, types.NoneType} and not is_null:
+        require_one_of(name, value, tuple(choice for each in alternatives for choice in typing.get_args(each)))
     for alternative in alternatives:
         with contextlib.suppress(TypeError):
             return _fit_one(value, alternative, name)
-    kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
-    if set(kinds) <= {typing.Literal, types.NoneType}:
-        require_one_of(name, value, tuple(choice for each in alternatives for choice in typing.get_args(each)))
     remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
     remedy = f": write {' or '.join(remedies)}" if remedies else ""
     raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
@@ -390,7 +393,7 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
 def _fit_one(value: Any, hint: Any, name: str) -> Any:
     """Return ``value`` converted to ``hint``, or raise ``TypeError``. ``hint`` is not a union."""
     origin = typing.get_origin(hint) or hint
-    if origin is typing.Literal and value in typing.get_args(hint):
+    if origin is typing.Literal:
         return value
     # bool is a subclass of int: True for a float is an error, not 1.0.
     if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
