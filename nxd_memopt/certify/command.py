@@ -129,7 +129,7 @@ class Certify:
                 "measurement has no values: use backend xla or compiled"
             )
         few, many = self.measure_layers
-        self._require_numbers()
+        self._require_valid_options()
         given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
         config = load_model_config(self.model, self.override)
         changed = key_values("--override", self.override, example="num_hidden_layers=4")
@@ -174,8 +174,8 @@ class Certify:
             moe=None if moe is None else dataclasses.asdict(moe),
         )
 
-    def _require_numbers(self) -> None:
-        """Raise ``ValueError`` for a number that is too small, or a file that cannot be written."""
+    def _require_valid_options(self) -> None:
+        """Raise ``ValueError`` for numbers without a meaning, unusable depths, or a missing directory."""
         require_size("--seq-length", self.seq_length, is_length=True)
         for option in (
             "micro_batch_size",

@@ -30,11 +30,11 @@ CUDA_CONTEXT_GIB = 0.61
 """CUDA context of one process: 621 MiB on an H200 [measured]."""
 CUDA_LIBRARIES_GIB = 0.32
 """Kernels and workspaces of cuBLAS, Triton and FlashAttention-4 that a first step loads outside of PyTorch's
-allocator: about 330 MiB on an H200 [measured]."""
+allocator: about 325 MiB, what context and communicator leave of 1,601 MiB after a step with T=4 on H200s."""
 CUDA_RESERVE_GIB = CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB
 NCCL_GIB = 0.66
-"""Buffers of one NCCL communicator that has run a collective: 366 to 390 MiB when it is created, about 290 MiB with
-its first collective, on two and four H200s [measured]."""
+"""Buffers of one NCCL communicator on H200s: 366 to 390 MiB when it is created [measured], and about 290 MiB with its
+first collective, by which a step with two communicators took more than one with one."""
 
 ONLY_HARDWARE_SHOWS = {
     "neuron": (
