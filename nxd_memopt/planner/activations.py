@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -53,10 +53,15 @@ class Activations:
     offloaded: tuple[Mapping[str, int], ...]
     around: Mapping[str, int]
 
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each decoder layer on the device."""
+        return tuple(sum(layer.values()) for layer in self.layers)
+
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
-        return sum(sum(layer.values()) for layer in self.layers) + sum(self.around.values())
+        return sum(self.layer_bytes) + sum(self.around.values())
 
     @property
     def host_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.activations import SHARED_TENSORS, Activations
+from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations
 from nxd_memopt.planner.adapted_layers import layer_parts
 from nxd_memopt.planner.backward import (
     ATTENTION_SAVED,
@@ -71,16 +71,15 @@ def in_backward(
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)
     highest = sum(found[1].values())
+    decisive = _decisive_layers(sizes, memory, kernels)
     for index in reversed(range(sizes.num_layers)):
-        own = kept.layers[index]
-        own_bytes = sum(own.values())
-        if not (reduction.is_an_end(index) or _is_decisive(kept.layers, index, memory, sizes)):
-            remaining -= own_bytes
+        remaining -= kept.layer_bytes[index]
+        if index not in decisive and not reduction.is_an_end(index):
             finished += per_layer
             continue
         layer = layers[index]
         # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
-        live = remaining - own_bytes + max(own_bytes, layer.all_bytes)
+        live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
         live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
         live += waiting + _prefetched(kept, reduction.recomputation, index)
         absent = -offloaded.absent_bytes(sizes.num_layers, index)
@@ -107,7 +106,6 @@ def in_backward(
                     "gathered weights": gathered,
                 }
                 found = (f"backward of layer {index}: {moment.name}", terms)
-        remaining -= own_bytes
         finished += per_layer
     return found
 
@@ -197,6 +195,14 @@ def _layer_backward(
         for moment in found
     ]
     return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
+
+
+# A search plans the same layers with many ZeRO stages and fractions of offloaded states.
+@lru_cache(maxsize=512)
+def _decisive_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> frozenset[int]:
+    """Return the layers in which the peak may be."""
+    layers = activations(sizes, memory, kernels).layers
+    return frozenset(index for index in range(len(layers)) if _is_decisive(layers, index, memory, sizes))
 
 
 def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:

@@ -50,12 +50,14 @@ class BackwardReduction:
         model: the rank's share of the model.
         layout: weights, gradients and states.
         recomputation: the units of layers that stage 3 gathers and reduces together.
+        last_unit: the unit of the last layer, whose backward is the first one.
         buckets: bytes of buckets.
     """
 
     model: RankModel
     layout: StateLayout
     recomputation: Recomputation
+    last_unit: range
     buckets: ReductionBytes
 
     @classmethod
@@ -65,7 +67,7 @@ class BackwardReduction:
         recomputation = Recomputation.of(memory, depth)
         unit = recomputation.unit(depth - 1)
         buckets = reduction_bytes(model, layout, unit_layers=len(unit), accumulates=accumulates)
-        return cls(model, layout, recomputation, buckets)
+        return cls(model, layout, recomputation, unit, buckets)
 
     @property
     def reduces_units(self) -> bool:
@@ -79,8 +81,7 @@ class BackwardReduction:
             index: the layer whose backward runs.
             gradients: bytes of its gradients, in the dtype of the weights.
         """
-        last_unit = self.recomputation.unit(self.model.sizes.num_layers - 1)
-        buckets = self.buckets.last_layer if index in last_unit else self.buckets.layer
+        buckets = self.buckets.last_layer if index in self.last_unit else self.buckets.layer
         if not self.reduces_units:
             return buckets
         layers_after = self.recomputation.unit(index)[-1] - index
@@ -101,8 +102,7 @@ class BackwardReduction:
 
     def is_an_end(self, index: int) -> bool:
         """Return whether the layer before or after layer ``index`` has other buckets or gathered weights."""
-        last_unit = self.recomputation.unit(self.model.sizes.num_layers - 1)
-        is_after_last = index == last_unit[0] - 1 and self.buckets.layer > self.buckets.last_layer
+        is_after_last = index == self.last_unit[0] - 1 and self.buckets.layer > self.buckets.last_layer
         return is_after_last or (index == 1 and self.reduces_units)
 
 

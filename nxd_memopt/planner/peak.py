@@ -351,7 +351,7 @@ def _in_forward(
     return "forward of the last layer", {
         ABSENT: -offloaded.absent_bytes(model.sizes.num_layers, model.sizes.num_layers - 1),
         "gradients": gradients,
-        "activations": sum(sum(layer.values()) for layer in kept.layers) + sum(kept.offloaded[-1].values()) + shared,
+        "activations": sum(kept.layer_bytes) + sum(kept.offloaded[-1].values()) + shared,
         "temporary tensors": sum(temporaries.values()),
     }
 

@@ -102,9 +102,10 @@ class Recomputation:
 
     def unit(self, index: int) -> range:
         """Return the layers of the chunk of layer ``index``; itself alone if it is not recomputed."""
-        if not self.is_recomputed(index):
+        place = index - self.first
+        if not 0 <= place < self.recomputed:
             return range(index, index + 1)
-        start = index - self.position(index)
+        start = index - place % self.chunk
         return range(start, min(start + self.chunk, self.stop))
 
     def complete_of(self, index: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.architectures import ExpertShape
@@ -192,6 +193,8 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
     return moved
 
 
+# A search asks for the same collectives with many ZeRO stages and fractions of offloaded states.
+@lru_cache(maxsize=512)
 def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
     """Return what a rank sends to the other tensor-parallel ranks in a micro-batch's forward and backward.
 
@@ -210,6 +213,7 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
     return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
 
 
+@lru_cache(maxsize=512)
 def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
     """Return what a rank sends to the other expert-parallel ranks in a micro-batch's forward and backward.
 
