@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
+HIDDEN_ACTS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+ROPE_TYPES = ("default", "linear", "llama3")
 RECOMPUTE_METHODS = (None, "uniform", "block", "nested")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp", "moe")
 ATTENTION_BACKENDS = (

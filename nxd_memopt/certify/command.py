@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
+from nxd_memopt.files import write_text
+from nxd_memopt.planner.architectures import require_supported_values
 from nxd_memopt.planner.model_configs import (
     NAMED_CONFIGS,
     key_values,
@@ -105,7 +107,7 @@ class Certify:
         show(certificate, self._title(request))
         if self.json is not None:
             document = {"request": dataclasses.asdict(request), **certificate.to_json()}
-            self.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_text(self.json, json.dumps(document, indent=1) + "\n")
         if certificate.passed:
             return 0
         return 1
@@ -139,6 +141,7 @@ class Certify:
         model_types = {*(named["model_type"] for named in NAMED_CONFIGS.values()), *EXPERT_MODELS}
         require_one_of("model_type", config.get("model_type"), tuple(model_types))
         require_sizes(with_defaults(config))
+        require_supported_values(with_defaults(config), "--override")
         depth = config["num_hidden_layers"]
         if depth < many:
             raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")

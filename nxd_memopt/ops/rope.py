@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.config import ROPE_TYPES, require_one_of
 from nxd_memopt.ops.cuda import rope as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
-
-ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import HIDDEN_ACTS, ROPE_TYPES, require_divisible, require_one_of
 from nxd_memopt.planner.architecture_layers import (
     EXPERT_SHARDINGS,
     GPT_NEOX_MOE,
@@ -328,6 +328,31 @@ def option(config: Any, name: str) -> Any:
     if isinstance(config, Mapping):
         return config.get(name)
     return getattr(config, name, None)
+
+
+def require_supported_values(config: Any, remedy: str) -> None:
+    """Raise ``ValueError`` for a value that models refuse when they are built, or would not follow.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+        remedy: where to change a value, for the message.
+    """
+    quantization = option(config, "quantization_config")
+    if quantization:
+        raise ValueError(
+            f"the model's config.json has a quantization_config, {quantization}: quantized weights are not trained; "
+            "take the checkpoint that they were made from, or remove the entry if the weights are not quantized"
+        )
+    require_one_of("hidden_act", option(config, "hidden_act"), HIDDEN_ACTS)
+    # Published files call it rope_scaling, and its rope_type sometimes type.
+    rope = option(config, "rope_parameters") or option(config, "rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in {remedy}")
+    require_one_of("rope_type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES)
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = option(config, name) or 0.0
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {value}: set it in {remedy}")
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:

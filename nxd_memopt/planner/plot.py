@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from nxd_memopt.files import complete_file
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Plan
 
@@ -37,9 +38,8 @@ def draw_plans(plans: Sequence[Plan], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.tick_params(axis="y", labelsize="small")
     figure.legend(loc="outside right upper", fontsize="small")
-    temporary = path.with_name(f"{path.name}.incomplete")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(path)
+    with complete_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def _label(plan: Plan) -> str:

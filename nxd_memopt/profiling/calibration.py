@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import HostTransfers, backend
+from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 
@@ -79,9 +80,7 @@ def write_device(path: Path, device: Device, found: dict[str, Any]) -> None:
     """
     if path.exists():
         raise ValueError(f"--calibrate {path} exists already: name another file, or remove it")
-    temporary = path.with_name(f"incomplete.{path.name}")
-    temporary.write_text(json.dumps(dataclasses.asdict(device) | {"measurements": found}, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(dataclasses.asdict(device) | {"measurements": found}, indent=1))
 
 
 def _seconds(work: Callable[[], object]) -> float:

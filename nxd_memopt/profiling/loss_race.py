@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from nxd_memopt.backends import backend
+from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from nxd_memopt.profiling.memory_summary import allocations, memory_summary
 from nxd_memopt.profiling.operations import operations
@@ -302,7 +303,5 @@ def write_race(directory: Path, result: dict[str, Any]) -> list[str]:
         plots = (directory / "race.png",)
         draw_timelines(timelines, plots[0], "memory of forward and backward")
     write_html(directory / "race.html", "Race of losses", lines, [table], plots)
-    temporary = directory / "incomplete.race.json"
-    temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    temporary.replace(directory / "race.json")
+    write_text(directory / "race.json", json.dumps(result, indent=1))
     return [*lines, "", *table.lines()]

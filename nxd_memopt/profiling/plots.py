@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.files import complete_file
 from nxd_memopt.profiling.memory_summary import CATEGORIES
 from nxd_memopt.profiling.time_summary import PASSES, by_kind_of_module
 
@@ -82,6 +83,5 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_name(f"incomplete.{path.name}")
-    figure.savefig(temporary, dpi=120, bbox_inches="tight")
-    temporary.replace(path)
+    with complete_file(path) as file:
+        figure.savefig(file, dpi=120, bbox_inches="tight")

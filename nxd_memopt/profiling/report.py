@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from nxd_memopt.files import write_text
 from nxd_memopt.profiling.plots import draw_layers, draw_memory, draw_time
 from nxd_memopt.profiling.tables import Quantity, Table, comparison, headline, read_profile, tables
 
@@ -72,9 +73,7 @@ def write_html(file: Path, title: str, lines: Sequence[str], found: Sequence[Tab
     for table in found:
         parts += [f"<h2>{escape(table.title)}</h2>", *_html_table(table)]
     parts.append("</body></html>")
-    temporary = file.with_name(f"incomplete.{file.name}")
-    temporary.write_text("\n".join(parts), encoding="utf-8")
-    temporary.replace(file)
+    write_text(file, "\n".join(parts))
 
 
 def _html_table(table: Table) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nxd_memopt.backends import backend
+from nxd_memopt.files import complete_file, write_text
 from nxd_memopt.profiling.memory_summary import allocations, memory_summary, snapshot
 from nxd_memopt.profiling.operations import STEP, operations
 from nxd_memopt.profiling.ranges import gradient_ranges, module_names, module_ranges
@@ -147,7 +148,9 @@ class StepProfiler:
     def _write_time(self) -> None:
         """Write the trace and summarize the timed steps."""
         counters = {name: value - self._counters[name] for name, value in backend.step_counters().items()}
-        _write(self._path("trace.json.gz"), lambda file: self._profile.export_chrome_trace(str(file)))
+        # A path that ends in .gz is compressed.
+        with complete_file(self._path("trace.json.gz")) as file:
+            self._profile.export_chrome_trace(str(file))
         self._result = {
             "format": FORMAT,
             "rank": _rank(),
@@ -198,12 +201,12 @@ class StepProfiler:
         blocks = allocations(found, before, after, other)
         self._result["memory"] = memory_summary(blocks, peak, _DEVICE_SOURCE if counts else _HOST_SOURCE)
         content = json.dumps(snapshot(blocks)).encode()
-        _write(self._path("memory.json.gz"), lambda file: file.write_bytes(gzip.compress(content, 5)))
+        with complete_file(self._path("memory.json.gz")) as file:
+            file.write_bytes(gzip.compress(content, 5))
         self._write_result()
 
     def _write_result(self) -> None:
-        content = json.dumps(self._result, indent=1)
-        _write(self._path("json"), lambda file: file.write_text(content, encoding="utf-8"))
+        write_text(self._path("json"), json.dumps(self._result, indent=1))
 
     def _path(self, suffix: str) -> Path:
         directory = Path(self.request.directory)
@@ -221,11 +224,3 @@ def profiled_activities() -> list[ProfilerActivity]:
     if backend.device.type == "cuda":
         kinds.append(ProfilerActivity.CUDA)
     return kinds
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file that is complete or absent."""
-    # The suffix stays: it tells the profiler whether to compress.
-    temporary = path.with_name(f"incomplete.{path.name}")
-    write(temporary)
-    temporary.replace(path)

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from nxd_memopt._optional import require_installed
+from nxd_memopt.files import write_text
 from nxd_memopt.training.expert_load import write_layers
 
 WANDB_ID = "wandb_id"
@@ -90,9 +91,7 @@ def _wandb_run(project: str, directory: Path) -> Any:
     if not path.is_file():
         # Written before the run exists: a process that is killed here leaves an id without a run,
         # which the next one begins.
-        temporary = path.with_name(f"{WANDB_ID}.incomplete")
-        temporary.write_text(secrets.token_hex(8), encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, secrets.token_hex(8))
     run = wandb.init(
         project=project,
         name=directory.resolve().name,

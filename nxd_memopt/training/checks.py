@@ -16,16 +16,15 @@ from nxd_memopt.checkpoint.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.exporting import require_replaceable
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.steps import complete_steps
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.apply import require_weight_offload
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
-from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import require_shardable, sizes, smallest_window
+from nxd_memopt.planner.architectures import require_shardable, require_supported_values, sizes, smallest_window
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.isolation import require_attention
@@ -57,7 +56,7 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             require_installed(f"dataset {name}", "datasets", extra="train")
     _require_sizes(hf_config)
     require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
-    _require_supported_values(hf_config)
+    _require_values(hf_config)
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
     # Rank 0 alone reads the files' headers: 1,000 ranks would read the same bytes.
@@ -154,20 +153,11 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
         raise ValueError(f"head_dim {head_dim} is odd: set an even one, other heads or another size in {OVERRIDES}")
 
 
-def _require_supported_values(hf_config: PretrainedConfig) -> None:
+def _require_values(hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` for a value that the model would refuse when it is built, or would not follow."""
-    quantization = getattr(hf_config, "quantization_config", None)
-    if quantization:
-        raise ValueError(
-            f"the model's config.json has a quantization_config, {quantization}: quantized weights are not trained; "
-            "take the checkpoint that they were made from, or remove the entry if the weights are not quantized"
-        )
-    require_one_of("hidden_act", hf_config.hidden_act, tuple(ACTIVATIONS))
+    require_supported_values(hf_config, OVERRIDES)
+    # The values of the type are there, too.
     rope_frequencies(2, hf_config.rope_parameters)
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = getattr(hf_config, name, None) or 0.0
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {value}: set it in {OVERRIDES}")
     size = hf_config.vocab_size
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(hf_config, name, None)

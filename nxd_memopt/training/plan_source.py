@@ -10,7 +10,7 @@ from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import moe_layers
+from nxd_memopt.planner.architectures import moe_layers, require_supported_values
 from nxd_memopt.planner.fixed_options import FixedOptions
 from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.model_configs import (
@@ -70,6 +70,7 @@ class Source:
             config = load_model_config(section["pretrained"], ()) | config
         config = with_experts(with_defaults(config), self.given_moe)
         require_sizes(config)
+        require_supported_values(config, "its config.json")
         return config
 
 

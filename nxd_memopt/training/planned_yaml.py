@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.files import write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Plan, shards_sequences
 from nxd_memopt.planner.problem import Problem, Setting
@@ -64,7 +65,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     if _lacks_tokenizer(content["model"]):
         notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
     lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
-    path.write_text("\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]), encoding="utf-8")
+    write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
     return notes
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nxd_memopt.files import write_text
 from nxd_memopt.training.boards import Boards
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load
@@ -110,11 +111,9 @@ class Rows:
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
-        # Written to a temporary file and renamed: a process killed here loses no row.
         self.rows = [row for row in _complete_rows(path) if row["step"] <= last_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{json.dumps(row)}\n" for row in self.rows), encoding="utf-8")
-        temporary.replace(path)
+        # A process that is killed here loses no row.
+        write_text(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def append(self, row: dict[str, Any]) -> None:
         """Add ``row`` to ``rows`` and to the file.

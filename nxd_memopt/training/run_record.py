@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nxd_memopt.backends import backend
+from nxd_memopt.files import write_text
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import world_size
 
@@ -76,10 +77,8 @@ def write_run_record(config: TrainConfig) -> None:
         ENVIRONMENT: json.dumps(environment(), indent=2) + "\n",
     }
     for name, text in texts.items():
-        temporary = directory / f"{name}.incomplete"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(directory / name)
+            write_text(directory / name, text)
         except OSError as error:
             raise OSError(f"could not write {directory / name}: {error}: free disk space and start again") from error
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nxd_memopt.files import write_text
+
 LOSS_S = 25 * 60.0
 """Training time that a kill may cost, as planned: five minutes of reserve to the 30 promised."""
 FIRST_SAVE_S = 10 * 60.0
@@ -77,9 +79,7 @@ class SaveTimes:
         # The file is an estimate for the next start: a full disk must not stop a run for it, whose
         # checkpoint is complete.
         with contextlib.suppress(OSError):
-            incomplete = self._file.with_name(f".{self._file.name}.incomplete")
-            incomplete.write_text(json.dumps({"seconds": self.save_s}), encoding="utf-8")
-            incomplete.replace(self._file)
+            write_text(self._file, json.dumps({"seconds": self.save_s}))
 
     @property
     def gap_s(self) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config import TrainConfig
@@ -63,10 +64,7 @@ class Summary:
             "transformers_difference": self.transformers_difference(),
         }
         text = json.dumps(asdict(self) | derived, indent=2) + "\n"
-        # Renamed when complete: a kill leaves the summary of the previous end.
-        temporary = directory / "summary.json.incomplete"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(directory / "summary.json")
+        write_text(directory / "summary.json", text)
 
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""

@@ -8,6 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from nxd_memopt import plan_command
+from nxd_memopt.certify.command import Certify
+from nxd_memopt.config import HIDDEN_ACTS
+from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.planner.architectures import num_kv_heads
 from nxd_memopt.planner.model_configs import with_defaults
 from tests.reference import assert_says, error_message
@@ -41,3 +44,36 @@ def test_files_that_are_no_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
     assert_says(message, "dense layers", "is not planned")
+
+
+VALUES = {
+    "hidden_act": ({"hidden_act": "silo"}, ("hidden_act", "'silo'", "did you mean 'silu'")),
+    "rope": ({"rope_parameters": {"rope_type": "yarn"}}, ("rope_type", "'yarn'", "llama3")),
+    "rope of older files": ({"rope_scaling": {"type": "dynamic"}}, ("rope_type", "'dynamic'")),
+    "rope without a name": ({"rope_scaling": "linear"}, ("rope_parameters", "'linear'", "no mapping")),
+    "dropout": ({"attention_dropout": 1.5}, ("attention_dropout", "below 1", "got 1.5")),
+    "quantization": ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "'fp8'")),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_models_refuse_are_not_planned_and_not_certified(name, tmp_path):
+    values, words = VALUES[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | values))
+    message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
+    assert_says(message, *words)
+    message = error_message(lambda: Certify(model=str(tmp_path), backend="cpu").request())
+    assert_says(message, *words)
+
+
+def test_the_names_of_activations_are_those_of_the_functions():
+    assert tuple(ACTIVATIONS) == HIDDEN_ACTS
+
+
+def test_published_ropes_are_planned(tmp_path):
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    for scaling in (None, rope, {"type": "linear", "factor": 2.0}):
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "llama", "max_position_embeddings": 2048, "rope_scaling": scaling})
+        )
+        assert plan_command.main(["--model", str(tmp_path), "--device", "h200"]) == 0

@@ -23,6 +23,7 @@ from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.backends.cuda.peer_memory import PeerAllGather, PeerMemory, PeerReduction
 from nxd_memopt.backends.cuda.transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
+from nxd_memopt.files import complete_file
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 # Smallest shard for peer memory: a smaller one moves in less time than the host takes to launch its
@@ -336,9 +337,8 @@ class CudaBackend(C10dBackend):
         torch.cuda.memory._record_memory_history(stacks="python")
         try:
             yield
-            temporary = file.with_name(f"incomplete.{file.name}")
-            torch.cuda.memory._dump_snapshot(str(temporary))
-            temporary.replace(file)
+            with complete_file(file) as snapshot:
+                torch.cuda.memory._dump_snapshot(str(snapshot))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
 

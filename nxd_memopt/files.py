@@ -1,0 +1,29 @@
+"""Files that are complete or absent: written under another name, then renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which replaces ``path`` when the block ends.
+
+    If the block raises, or the process is killed in it, ``path`` is what it was before.
+    """
+    # In the same directory, because a rename is atomic within one file system only. With the same suffix, by
+    # which matplotlib and PyTorch's profiler choose a format.
+    temporary = path.with_name(f"incomplete.{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in UTF-8; the file is complete or as it was before."""
+    with complete_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,36 @@
+"""Files are complete or as they were before."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_memopt.files import complete_file, write_text
+
+
+def test_a_file_is_replaced_when_it_is_complete(tmp_path):
+    path = tmp_path / "rows.json.gz"
+    path.write_text("old")
+    with complete_file(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == tmp_path and temporary.name.endswith(".json.gz")
+    assert path.read_text() == "new"
+    write_text(path, "nö")
+    assert path.read_bytes() == "nö".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_error_leaves_what_was_there(exists, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    if exists:
+        path.write_text("old")
+
+    def fail() -> None:
+        with complete_file(path) as temporary:
+            temporary.write_text("half")
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fail()
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"] * exists
