@@ -83,7 +83,7 @@ class Interrupts:
     ) -> None:
         self.first: int | None = None
         self.message = "before training: nothing is lost; start the same command to continue"
-        self._first_s = 0.0
+        self._first_s: float | None = None
         self._lock = threading.RLock()
         self._clock = clock
         self._leave = leave
@@ -148,28 +148,33 @@ class Interrupts:
             raise Interrupted(self.first, self.message)
 
     def receive(self, number: int) -> None:
-        """Record a signal, or end the process if it is the second one."""
-        # Both the main thread's handler and the watching thread call this.
-        with self._lock:
-            now = self._clock()
-            is_first = self.first is None
-            if is_first:
-                self._first_s = now
-                self.first = number
-            is_second = not self._is_leaving and now - self._first_s > SECOND_AFTER_S
-            self._is_leaving |= is_second
-        if is_first and self._is_deferred:
-            self._say(f"{signal.Signals(number).name}: the run stops after this step; again: at once")
-        elif is_second:
+        """Record a signal that was delivered, or end the process if it is the second one."""
+        now = self._clock()
+        if self._first_s is None:
+            self._first_s = now
+        self._record(number)
+        if now - self._first_s > SECOND_AFTER_S and not self._is_leaving:
+            self._is_leaving = True
             self._say(f"stopped at once by a second {signal.Signals(number).name}: the last checkpoint is complete")
             self._leave(exit_status(number))
+
+    def _record(self, number: int) -> None:
+        """Set ``first`` to ``number`` unless a signal is recorded already."""
+        # Both the main thread's handler and the watching thread call this.
+        with self._lock:
+            is_first = self.first is None
+            if is_first:
+                self.first = number
+        if is_first and self._is_deferred:
+            self._say(f"{signal.Signals(number).name}: the run stops after this step; again: at once")
 
     def _handle(self, number: int, frame: Any) -> None:
         """Raise the first signal in the main thread, unless it is deferred."""
         del frame
-        # Recorded here too: the watching thread may be later than the end of ``deferred``.
+        # Recorded here too: the watching thread may be later than the end of ``deferred``. Only that thread
+        # counts signals: this handler runs when the main thread returns from C, seconds after the signal perhaps.
         if self._is_deferred:
-            self.receive(number)
+            self._record(number)
         elif not self._is_raised:
             self._is_raised = True
             raise Interrupted(number, self.message)

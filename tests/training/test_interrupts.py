@@ -194,6 +194,34 @@ def test_a_second_signal_ends_a_process_that_runs_no_python_code() -> None:
         assert store.get("status") == b"143"
 
 
+def test_one_signal_during_a_long_call_in_c_is_not_counted_twice() -> None:
+    """The Python handler of the main thread runs when the call returns, long after the watching thread."""
+    clock, store, left = Clock(), dist.HashStore(), []
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        clock.now += 14
+        store.set("step", "done")
+
+    interrupts = Interrupts(clock, left.append)
+    with pytest.raises(Interrupted), interrupts.handled(), interrupts.deferred():
+        threading.Timer(0.1, send).start()
+        store.wait(["step"], timedelta(seconds=20))
+        time.sleep(0.1)
+    assert (interrupts.first, left) == (signal.SIGTERM, [])
+
+
+def test_a_signal_that_the_main_thread_records_first_is_not_counted_twice() -> None:
+    clock, left = Clock(), []
+    interrupts = Interrupts(clock, left.append)
+    with pytest.raises(Interrupted), interrupts.deferred():
+        interrupts._handle(signal.SIGTERM, None)
+        clock.now += 14  # until the watching thread runs
+        interrupts.receive(signal.SIGTERM)
+    assert (interrupts.first, left) == (signal.SIGTERM, [])
+
+
 def test_a_child_process_does_not_pass_its_signals_on() -> None:
     with Interrupts().handled() as interrupts:
         child = os.fork()
