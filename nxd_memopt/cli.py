@@ -129,7 +129,7 @@ def _describe_sharding() -> str:
 def _describe_host_memory() -> str:
     """Return whether activations and optimizer states can be in host memory, and how much there is."""
     from nxd_memopt.backends import backend
-    from nxd_memopt.memory.host_pool import available_host_bytes
+    from nxd_memopt.memory.host_limits import available_host_bytes
     from nxd_memopt.planner.hardware import GIB
 
     transfers = backend.host_transfers()

@@ -26,6 +26,7 @@ from nxd_memopt.checkpoint.snapshot import OWNER, Snapshot
 from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.checkpoint.training import begin_save
 from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority
+from nxd_memopt.memory.host_limits import require_host_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -105,12 +106,16 @@ class BackgroundSaver:
             ValueError: on every rank, if one has too little memory; the message has the required
                 and the available bytes.
         """
-        with raise_together("reserving host memory for checkpoints"):
+        task = "reserving host memory for checkpoints"
+        size_bytes = 0
+        with raise_together(task):
             self._require_resident(state)
             # Step and configuration do not matter: only the size of this rank's tensors is used.
             # Nothing is written or copied.
-            save = RankSave(self._directory, 0, state, {}, self._keep)
-            self.pool.reserve(save.size_bytes, OWNER)
+            size_bytes = RankSave(self._directory, 0, state, {}, self._keep).size_bytes
+        require_host_memory(self.pool.missing_bytes(size_bytes, OWNER), OWNER)
+        with raise_together(task):
+            self.pool.reserve(size_bytes, OWNER)
 
     def _require_resident(self, state: TrainingState) -> None:
         # The next forward would free weights that the snapshot has not copied yet.
@@ -135,6 +140,9 @@ class BackgroundSaver:
         # The writers start only if both succeeded on every rank, because rank 0's writer waits
         # for the files of all ranks.
         save = begin_save(self._directory, step, state, config, self._keep)
+        # A device's tensors are all copied; those on the host only where the writer is not done in time.
+        if self._transfers is not None:
+            require_host_memory(self.pool.missing_bytes(save.size_bytes, OWNER), OWNER)
         snapshot: Snapshot | None = None
         try:
             with raise_together(f"saving {save.target}"):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nxd_memopt.memory.host_limits import available_host_bytes
 from nxd_memopt.planner.activations import BLOCK_BYTES
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class HostPool:
@@ -79,15 +76,18 @@ class HostPool:
             ValueError: see ``take``; the earlier reservation of ``owner`` remains.
         """
         with self._lock:
-            blocks = -(-size_bytes // self.block_bytes)
-            # Free blocks that are promised to other owners are not available to this one.
-            missing = blocks - self._taken.get(owner, 0) - self._free_for(owner)
-            if missing > 0:
+            missing = self._missing_blocks(size_bytes, owner)
+            if missing:
                 self._require(missing * self.block_bytes, owner)
                 for _ in range(missing):
                     # Appended one by one: after a failure the earlier blocks remain usable.
                     self._free.append(self._allocate())
-            self._reserved[owner] = blocks
+            self._reserved[owner] = self._blocks(size_bytes)
+
+    def missing_bytes(self, size_bytes: int, owner: str) -> int:
+        """Return the bytes that ``reserve`` would allocate."""
+        with self._lock:
+            return self._missing_blocks(size_bytes, owner) * self.block_bytes
 
     def take(self, owner: str) -> Tensor:
         """Return a block, 1-D uint8 of ``block_bytes`` elements.
@@ -135,6 +135,14 @@ class HostPool:
             assert self._claimed.get(owner, 0) >= size_bytes, f"{owner} claims fewer bytes"
             self._claimed[owner] -= size_bytes
 
+    def _blocks(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.block_bytes)
+
+    def _missing_blocks(self, size_bytes: int, owner: str) -> int:
+        """Return the blocks that ``owner`` lacks to hold ``size_bytes``. The caller holds the lock."""
+        # Free blocks that are promised to other owners are not available to this one.
+        return max(0, self._blocks(size_bytes) - self._taken.get(owner, 0) - self._free_for(owner))
+
     def _free_for(self, owner: str) -> int:
         """Return the number of free blocks that are not promised to another owner.
 
@@ -181,40 +189,3 @@ class HostPool:
             block.zero_()  # first touched here, not in a training step
         self._allocated += 1  # after the allocation, which may fail
         return block
-
-
-def available_host_bytes() -> int | None:
-    """Return the bytes that processes in this container can still allocate, or None if the system
-    does not report it.
-
-    Linux reports the host's memory in /proc/meminfo and the container's limit in the cgroup.
-    """
-    if not _MEMINFO.is_file():
-        return None
-    # Lines are "MemAvailable:   12345 kB", in KiB.
-    lines = _MEMINFO.read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    # A container's cgroup limit may be lower than the memory of the host.
-    limit = _read_number(_CGROUP / "memory.max")
-    used = _read_number(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return available
-    # The cgroup counts the page cache as used, but the kernel reclaims inactive file pages on
-    # demand.
-    statistics = (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
-    inactive = 0
-    for line in statistics:
-        if line.startswith("inactive_file "):
-            inactive = int(line.split()[1])
-    return min(available, limit - used + inactive)
-
-
-def _read_number(path: Path) -> int | None:
-    """Return the number in a cgroup file, or None for ``max`` and for a missing file."""
-    if not path.is_file():
-        return None
-    text = path.read_text(encoding="utf-8").strip()
-    if text == "max":
-        return None
-    return int(text)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers
 from nxd_memopt.memory.chunk_stream import ChunkStream
-from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
+from nxd_memopt.memory.host_limits import available_host_bytes
+from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.paced_copies import PacedCopies
 from nxd_memopt.ops.adamw import adamw_update, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda

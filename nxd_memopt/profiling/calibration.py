@@ -53,7 +53,7 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
 def _described(found: dict[str, Any]) -> Device:
     """Return the device of this machine with its rates replaced by measured ones."""
     if backend.device.type == "cpu":
-        from nxd_memopt.memory.host_pool import available_host_bytes
+        from nxd_memopt.memory.host_limits import available_host_bytes
 
         size = parallel_state.get_tensor_model_parallel_size()
         device = host_device((available_host_bytes() or 0) / GIB / size, size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nxd_memopt.checkpoint.markers import rank_file, report_failure, wait_for_ranks
 from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.worker import Worker, lower_priority
-from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.host_limits import require_host_memory
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import map_distinct_tensors
@@ -51,13 +51,10 @@ class TagSave:
         self._complete = complete
         self._rank = parallel_state.get_global_rank()
         self._world_size = parallel_state.get_world_size()
-        # Only checks the available memory: the copies have the sizes of their tensors, and blocks
-        # of one size would not fit them.
-        pool = HostPool()
+        # Fail before the copy if the host has too little memory for the copies of all its ranks.
+        require_host_memory(_size_bytes(states), OWNER)
         with raise_together(f"copying the state for {target}"):
             require_visible(incomplete)
-            # Fail before the copy if the host has too little memory.
-            pool.claim(_size_bytes(states), OWNER)
             # Tensors that occur several times are copied once, which keeps ties and memory.
             self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
+from nxd_memopt.memory.host_limits import available_host_bytes
+from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts

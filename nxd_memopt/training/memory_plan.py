@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.host_pool import available_host_bytes
+from nxd_memopt.memory.host_limits import available_host_bytes
 from nxd_memopt.modules.moe.causal_lm import moe_memory
 from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts

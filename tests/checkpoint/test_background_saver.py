@@ -20,7 +20,7 @@ from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from tests.checkpoint_models import run_killed_at
-from tests.reference import error_message
+from tests.reference import assert_says, error_message
 
 CONFIG = {"seed": 1}
 BLOCK = 1 << 12  # bytes: parameters below take several blocks, and blocks several parameters
@@ -188,6 +188,22 @@ def test_too_little_host_memory_names_required_and_available_bytes(tmp_path, mon
         assert "raise the limit" in message
         assert saver.pool.ledger() == {}
     assert not list(tmp_path.glob("step_00000001"))
+
+
+def test_a_host_with_too_little_memory_is_named_before_a_copy(tmp_path, monkeypatch):
+    run = Run(width=400)
+    run.step()
+    monkeypatch.setattr("nxd_memopt.memory.host_limits.available_host_bytes", lambda: 8 * BLOCK)
+    with BackgroundSaver(tmp_path, pool=small_pool()) as saver:
+        message = error_message(lambda: saver.reserve(run.state()))
+        assert_says(message, "checkpoint snapshot requires", f"{8 * BLOCK} are available")
+        assert saver.pool.allocated_bytes == 0
+        # On the host a save may need no copy at all.
+        saver.save(1, run.state(), CONFIG)
+        saver.finish()
+        monkeypatch.setattr(saver, "_transfers", SlowDevice())
+        message = error_message(lambda: saver.save(2, run.state(), CONFIG))
+        assert_says(message, "checkpoint snapshot requires", f"{8 * BLOCK} are available")
 
 
 class SlowDevice:

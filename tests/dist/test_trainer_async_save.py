@@ -117,7 +117,7 @@ def test_a_directory_that_a_rank_does_not_see_is_refused_at_the_call(tmp_path):
 
 
 def test_a_host_with_too_little_memory_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("nxd_memopt.memory.host_pool.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("nxd_memopt.memory.host_limits.available_host_bytes", lambda: 1000)
     trainer.neuronx_distributed_config()
     message = error_message(lambda: trainer.save_checkpoint(tmp_path, "t", {"w": torch.zeros(300)}, async_save=True))
     assert "tagged checkpoint requires 1200 bytes of host memory, and 1000 are available" in message

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxd_memopt.memory import host_pool
-from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
+from nxd_memopt.memory.host_pool import HostPool
 from tests.reference import error_message
 
 
@@ -84,24 +84,3 @@ def test_the_hosts_memory_bounds_a_pool_without_a_limit(monkeypatch):
     pool.take("snapshot")  # one of the three blocks
     message = error_message(lambda: pool.reserve(130, "snapshot"))
     assert "snapshot requires 128 bytes of host memory, and 100 are available" in message
-
-
-def test_available_memory_is_that_of_the_host_or_of_the_container(tmp_path, monkeypatch):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  2048 kB\nMemAvailable:  1024 kB\n")
-    monkeypatch.setattr(host_pool, "_MEMINFO", meminfo)
-    monkeypatch.setattr(host_pool, "_CGROUP", tmp_path)
-    assert available_host_bytes() == 1 << 20
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5000\n")
-    assert available_host_bytes() == 1 << 20
-    (tmp_path / "memory.max").write_text("9000\n")
-    (tmp_path / "memory.stat").write_text("active_file 7\ninactive_file 300\n")
-    assert available_host_bytes() == 9000 - 5000 + 300  # the page cache is given up on demand
-    monkeypatch.setattr(host_pool, "_MEMINFO", tmp_path / "absent")
-    assert available_host_bytes() is None
-
-
-@pytest.mark.skipif(available_host_bytes() is None, reason="needs Linux")
-def test_this_hosts_memory_is_plausible():
-    assert 1 << 20 < available_host_bytes() < 1 << 50
