@@ -32,6 +32,7 @@ from nxd_memopt.compat.converter_tensors import (
     fuse_gate_up,
     order_slices,
     pad_to_multiple,
+    split_heads,
     unfuse_qkv,
 )
 from nxd_memopt.parallel_layers.tensor_files import write_tensors
@@ -214,16 +215,25 @@ class CheckpointConverterBase:
     def _heads(self, config: dict[str, Any]) -> tuple[int, int]:
         """Return the numbers of query heads and of KV heads."""
         query = self._get_config_value(config, "num_attention_heads")
-        kv = self._get_config_value(config, "num_key_value_heads")
-        return query, kv
+        # Models without grouped heads, such as LLaMA 1, have no entry.
+        if "num_key_value_heads" not in {*config, *self.attribute_map}:
+            return query, query
+        return query, self._get_config_value(config, "num_key_value_heads") or query
 
     def _layout(self, args: Any, heads: tuple[int, int]) -> Layout | None:
         """Return the order of heads over ranks; None for plain rank order, without replicas."""
+        kv_heads = heads[1]
+        replicas = args.kv_size_multiplier if args.qkv_linear else 1
+        # A slice of a part of a head would have the right shape for the ranks, and no model.
+        for count, kind in zip(heads, ("query", "KV"), strict=True):
+            if count % args.tp_size and (kind == "query" or replicas == 1):
+                raise ValueError(
+                    f"the number of {kind} heads {count} is not divisible by {args.tp_size} ranks: use another "
+                    "--tp_size, or for KV heads --qkv_linear with --kv_size_multiplier"
+                )
         if not args.qkv_linear:
             return None
         # With replicas each rank has exactly one KV head, so KV heads times replicas must be T.
-        kv_heads = heads[1]
-        replicas = args.kv_size_multiplier
         if replicas > 1 and kv_heads * replicas != args.tp_size:
             raise ValueError(
                 f"kv_size_multiplier {replicas} times {kv_heads} KV heads is not tp_size "
@@ -273,7 +283,10 @@ class CheckpointConverterBase:
 
     def _expert_width(self, args: Any, config: dict[str, Any]) -> int:
         """Return the width of an MLP on one rank, without padding."""
-        return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size
+        # DBRX has a section for the sizes of its MLP.
+        if "ffn_config" in config:
+            return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size
+        return self._get_config_value(config, "intermediate_size") // args.tp_size
 
     def convert_partial_state_to_fused_qkv(
         self, partial_state: State, keys_nxd_to_hf: dict[str, str], num_hidden_layers: int
@@ -350,8 +363,9 @@ class CheckpointConverterBase:
                     f"the files hold {name}, of GQAQKVColumnParallelLinear: pass --qkv_linear, "
                     "and --fuse_qkv if the files hold weight_qkv"
                 )
-            elif "qkv_proj." in name and heads[0] == heads[1] and not args.qkv_linear:
-                for letter, part in zip("qkv", value.chunk(3, self.qkv_partition_dim), strict=True):
+            elif "qkv_proj." in name and not args.qkv_linear:
+                parts = split_heads(value, heads, self.qkv_partition_dim)
+                for letter, part in zip("qkv", parts, strict=True):
                     state[name.replace("qkv_proj", f"{letter}_proj")] = part
             else:
                 state[name] = value

@@ -126,5 +126,7 @@ def require_supported(args: Any) -> None:
             f"{', '.join(unsupported)} is not offered: pass --input_dir and --config of a model "
             "with Hugging Face's names, whose heads the ranks divide"
         )
+    if args.coalesce_qkv and args.qkv_linear:
+        raise ValueError("--coalesce_qkv and --qkv_linear are two forms of query, key and value: leave one out")
     if args.fuse_qkv and not args.qkv_linear:
         raise ValueError("--fuse_qkv needs --qkv_linear; without it, --coalesce_qkv joins query, key and value")

@@ -84,19 +84,25 @@ def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: s
         fused_key: last two parts of the fused parameter's name.
     """
     separate: dict[str, Tensor] = {}
-    query, kv = heads
     for name, value in state.items():
         if not name.endswith(fused_key):
             separate[name] = value
             continue
-        # Rows of a rank's fused weight: query heads, then KV heads of K, then of V. The rank has
-        # rows * query / (query + 2 * kv) rows of q.
-        offset = 0
-        for letter, count in zip("qkv", (query, kv, kv), strict=True):
-            rows = value.size(0) * count // (query + 2 * kv)
-            separate[f"{name.removesuffix(fused_key)}qkv_proj.weight_{letter}"] = value.narrow(0, offset, rows)
-            offset += rows
+        for letter, part in zip("qkv", split_heads(value, heads, 0), strict=True):
+            separate[f"{name.removesuffix(fused_key)}qkv_proj.weight_{letter}"] = part
     return separate
+
+
+def split_heads(fused: Tensor, heads: tuple[int, int], dim: int) -> tuple[Tensor, ...]:
+    """Return query, key and value of a rank's fused weight or bias, which are consecutive along ``dim``.
+
+    Args:
+        fused: the rank's rows of query heads, then of its KV heads of K, then of V.
+        heads: numbers of query heads and of KV heads with replicas, on all ranks. A rank's rows have the same ratio.
+        dim: dimension of the heads.
+    """
+    query, kv = heads
+    return fused.split([fused.size(dim) * count // (query + 2 * kv) for count in (query, kv, kv)], dim)
 
 
 def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind) -> list[Tensor]:

@@ -26,6 +26,7 @@ from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, optimiz
 
 OWNER = "optimizer states"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names
+_UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,11 @@ class StreamedAdamW(torch.optim.AdamW):
             with remainders, which are added to its values in the next update.
         transfers: copies between device and host.
         staging_bytes: device memory for chunks on their way.
-        defaults: options of ``torch.optim.AdamW``; ``amsgrad``, ``maximize``, ``capturable``,
-            ``differentiable`` and ``fused`` are not supported.
+        defaults: options of ``torch.optim.AdamW``; ``amsgrad``, ``maximize``, ``capturable`` and
+            ``differentiable`` are not supported, and ``fused`` has no effect.
+
+    Raises:
+        ValueError: an option is not supported.
     """
 
     def __init__(
@@ -211,6 +215,10 @@ class StreamedAdamW(torch.optim.AdamW):
         **defaults: Any,
     ) -> None:
         super().__init__(params, **defaults)
+        for group in self.param_groups:
+            for name in _UNSUPPORTED_OPTIONS:
+                if group[name]:
+                    raise ValueError(f"{name} {group[name]} is not supported with states in host memory: leave it out")
         self._states = states
         self._weights = [weight for group in self.param_groups for weight in group["params"]]
         self._outputs = [output.detach().view(-1) for output in outputs]

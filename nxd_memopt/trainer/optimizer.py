@@ -103,11 +103,10 @@ class NxDOptimizer(torch.optim.Optimizer):
             self.optimizer.step()
             self._grad_norm = self.optimizer.grad_norm
         else:
-            # An infinite bound measures the norm and leaves gradients of finite norm unchanged.
-            max_norm = torch.inf
             if options["grad_clipping"]:
-                max_norm = options["max_grad_norm"]
-            self._grad_norm = grads.clip_grad_norm(self.params, max_norm)
+                self._grad_norm = grads.clip_grad_norm(self.params, options["max_grad_norm"])
+            else:
+                self._grad_norm = grads.get_grad_norm(self.params)
             self.optimizer.step()
         return loss
 

@@ -88,13 +88,16 @@ PATHS = {
     "trainer": ("output_dir", "single_process_summary", "resume_from"),
 }
 
-# NeMo's options for unsupported dimensions of parallelism, with the only accepted value.
+# NeMo's options for what is not supported, with the only accepted value. Micro-batches per step follow from
+# data.global_batch_size.
 NEUTRAL = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
+    "accumulate_grad_batches": 1,
 }
-# Options of NeMo's trainer that say how many processes run, or repeat what the program does anyway.
+# Options of NeMo's trainer that say how many processes run, which the launcher decides, or repeat what the program
+# does anyway.
 NEUTRAL_TRAINER = frozenset(
     [
         "devices",
@@ -105,7 +108,6 @@ NEUTRAL_TRAINER = frozenset(
         "use_distributed_sampler",
         "replace_sampler_ddp",
         "limit_test_batches",
-        "accumulate_grad_batches",
         "benchmark",
         "enable_model_summary",
         "num_sanity_val_steps",

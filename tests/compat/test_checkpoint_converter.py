@@ -64,6 +64,8 @@ def prepare(tmp_path, kv_heads=2):
         ("--hw_backend trn1 --tp_size 4 --pp_size 2 --kv_size_multiplier 2 --qkv_linear True --fuse_qkv True", 2),
         ("--hw_backend trn2 --tp_size 4 --kv_size_multiplier 2 --qkv_linear 1", 2),
         ("--hw_backend trn1 --tp_size 4 --coalesce_qkv 1 --qkv_linear False", 8),
+        ("--hw_backend trn1 --tp_size 2 --coalesce_qkv 1 --qkv_linear False", 2),
+        ("--hw_backend trn1 --tp_size 2 --coalesce_qkv 1 --qkv_linear False --pp_size 3", 4),
         ("--hw_backend trn1 --tp_size 2 --i_tp_round_factor 4", 2),
     ],
 )
@@ -76,6 +78,20 @@ def test_there_and_back(options, kv_heads, xser, tmp_path):
     assert back.keys() == state.keys()
     for name, want in state.items():
         assert torch.equal(back[name], want), name
+
+
+@pytest.mark.parametrize(
+    "options", ["--tp_size 2", "--tp_size 2 --coalesce_qkv 1 --qkv_linear 0 --i_tp_round_factor 4"]
+)
+def test_a_model_without_grouped_heads_and_with_llamas_names_of_sizes(options, tmp_path):
+    state = prepare(tmp_path, 8)
+    config = {"num_attention_heads": 8, "hidden_size": HIDDEN, "num_hidden_layers": 3, "intermediate_size": WIDTH}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--hw_backend", "trn1", "--tp_size", 2, *options.split()]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *options)
+    convert(tmp_path, tmp_path / "nxd/model", tmp_path / "x", "to_full_state", *options)
+    back = torch.load(tmp_path / "x" / "checkpoint.pt", weights_only=True)
+    assert back.keys() == state.keys() and all(torch.equal(back[name], want) for name, want in state.items())
 
 
 def test_shards_in_trn1s_order(tmp_path):
@@ -117,6 +133,9 @@ def test_formats_are_exchanged(tmp_path):
         ("--tp_size 2 --pp_size 4", "4 pipeline stages need as many layers, the state dict has 3"),
         ("--tp_size 5", "is not divisible by 5 ranks"),
         ("--tp_size 2 --fuse_qkv 1", "--fuse_qkv needs --qkv_linear"),
+        ("--tp_size 2 --coalesce_qkv 1 --qkv_linear 1", "are two forms of query, key and value"),
+        ("--tp_size 4 --coalesce_qkv 1 --qkv_linear 0", "KV heads 2 is not divisible by 4 ranks"),
+        ("--tp_size 4 --qkv_linear 1", "KV heads 2 is not divisible by 4 ranks"),
         ("--tp_size 2 --model_style megatron", "megatron is not offered"),
         ("--tp_size 2 --pad_attn_heads 1", "--pad_attn_heads is not offered"),
         ("--tp_size 2 --convert_to_xser", "exactly one of"),

@@ -306,6 +306,13 @@ def test_memory_techniques_after_the_optimizer_are_refused() -> None:
     assert optimizer.base_optimizer.is_deferred
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_options_that_the_update_does_not_follow_are_refused(name: str) -> None:
+    message = error_message(lambda: offloaded(parameters(torch.bfloat16), 1.0, **{name: True}))
+    assert_says(message, f"{name} True is not supported with states in host memory: leave it out")
+    assert offloaded(parameters(torch.bfloat16), 1.0, fused=True)
+
+
 def test_errors_name_bytes_and_remedy() -> None:
     params = parameters(torch.bfloat16)
     assert_says(error_message(lambda: offloaded(params, 1.5)), "between 0 and 1, got 1.5")

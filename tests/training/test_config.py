@@ -113,6 +113,12 @@ def test_nemo_model_section_pastes_in() -> None:
     assert (config.data.seq_length, config.data.micro_batch_size, config.data.global_batch_size) == (4096, 2, 16)
 
 
+def test_micro_batches_of_a_step_that_nemo_computes_are_not_taken_from_its_trainer() -> None:
+    assert build(trainer={"accumulate_grad_batches": 1, "devices": 8}) == build()
+    with pytest.raises(ValueError, match=r"trainer.accumulate_grad_batches 8 is not supported: only 1 is"):
+        build(trainer={"accumulate_grad_batches": 8})
+
+
 def test_nemo_names_of_selective_recompute() -> None:
     names = {"granularity": "selective", "method": "block", "num_layers": 3}
     nemo = {f"activations_checkpoint_{name}": value for name, value in names.items()}
