@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.checkpoint.nxd.parts import Kind, Layout
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.utils import bit_equal
 
 
@@ -102,7 +103,7 @@ def split_heads(fused: Tensor, heads: tuple[int, int], dim: int) -> tuple[Tensor
         dim: dimension of the heads.
     """
     query, kv = heads
-    return fused.split([fused.size(dim) * count // (query + 2 * kv) for count in (query, kv, kv)], dim)
+    return split_sizes(fused, [fused.size(dim) * count // (query + 2 * kv) for count in (query, kv, kv)], dim)
 
 
 def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind) -> list[Tensor]:

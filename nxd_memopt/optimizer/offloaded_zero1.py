@@ -85,12 +85,14 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._has_remainders = store_param_remainders
         self._has_warned = False
         self._layer_wrappers: list[Wrapper] = []
+        self._deferred_layers: Sequence[nn.Module] = ()
         super().__init__(params, StreamedAdamW, optimizer_dtype=torch.float32, **options)
 
     def init_zero(self) -> None:
         if self.inited:
             # Masters are cut from the parameters, which a step may have left to be updated.
             self.finish_update()
+            self._free_states()
         trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         for param in trained:
             if torch.promote_types(param.dtype, torch.float32) != torch.float32:
@@ -132,6 +134,17 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         )
         super().init_zero()
         self.base_optimizer.on_update = self._end_update
+        if self._deferred_layers:
+            self.update_in_forward(self._deferred_layers)
+
+    def _free_states(self) -> None:
+        """Free the states before new ones are allocated: the host may not have room for both."""
+        # Until then the optimizer is one that has no shards yet, also if the allocation fails.
+        self.inited = False
+        self._sharded = []
+        self._outputs = []
+        del self.base_optimizer
+        self._states.free(self._pool)
 
     def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
         """Leave the updates of the layers to the next forward, which waits for one layer at a time.
@@ -178,6 +191,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         for layer in layers:
             layer.register_state_dict_pre_hook(self._before_state_dict)
             layer.register_load_state_dict_pre_hook(self._before_state_dict)
+        self._deferred_layers = layers
         # Without a deferred parameter in a layer, ``step`` updates everything.
         self._updated_in_step = None if first is None else first - 1
         self.base_optimizer.is_deferred = True
@@ -233,6 +247,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
+        self._require_shards()
         # Updates that are left, because no forward has run since the last step, need the gradients
         # of that step, and their writes to the parameters must not look like outside writes.
         self.base_optimizer.finish()
@@ -259,7 +274,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
+        if not set_to_none and self.inited:
             # The updates that are left would read the zeros.
             self.base_optimizer.finish()
         super().zero_grad(set_to_none)

@@ -152,6 +152,13 @@ class PlacedStates:
             self.host = [buffer.view(dtype).zero_() for buffer, dtype in zip(buffers, self._dtypes, strict=True)]
         self.device = [torch.zeros(self.device_elements, dtype=each, device=transfers.device) for each in self._dtypes]
 
+    def free(self, pool: HostPool) -> None:
+        """Drop the buffers, which must not be in use, and the claim on host memory."""
+        if self.host:
+            pool.release(self.host_elements * self.element_bytes, OWNER)
+        self.host = []
+        self.device = []
+
     def of_parameter(self, index: int) -> list[Tensor]:
         """Return the master, or its remainder, and the moments of a parameter, 1-D views of the buffers."""
         buffers = self.host if index in self.on_host else self.device

@@ -140,6 +140,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.loss_scaler = loss_scaler
         self._grad_norm: Tensor | None = None
         self._hooks: list[Any] = []
+        self._sharded: list[Sharded] = []
+        self._reduced_in_place = ReducedInPlace()
         if not lazy_init:
             self.init_zero()
 
@@ -152,7 +154,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         weights_to_device(param for group in self.param_groups for param in group["params"])
-        self._sharded: list[Sharded] = []
+        self._sharded = []
         self._reduced_in_place = ReducedInPlace()
         self._hooks = []
         self.base_optimizer = for_this_device(self.optimizer_class)(

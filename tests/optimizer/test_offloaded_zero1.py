@@ -275,6 +275,45 @@ def test_updates_that_are_left_are_complete_when_states_or_weights_are_read(read
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_new_shards_after_freezing_have_no_more_memory_and_the_same_updates(in_forward: bool) -> None:
+    """The states before are freed first, and updates in forward stay on."""
+    model, optimizer = model_on_host(in_forward=in_forward)
+    host_bytes = optimizer._pool.ledger()["optimizer states"]
+    frozen = model.decoder_layers()[0].mlp.down_proj.weight.requires_grad_(False)
+    message = error_message(lambda: train(optimizer, list(model.parameters()), range(1)))
+    assert_says(message, "call init_zero()")
+    model.zero_grad()
+    optimizer.init_zero()
+    assert optimizer._pool.ledger()["optimizer states"] == host_bytes - 12 * frozen.numel()
+    reference, plain = model_on_host(in_forward=False)
+    reference.decoder_layers()[0].mlp.down_proj.weight.requires_grad_(False)
+    plain.init_zero()
+    for step in range(3):
+        for each, other in ((model, optimizer), (reference, plain)):
+            each(**batch()).loss.backward()
+            other.step()
+            other.zero_grad()
+        assert bool(optimizer.base_optimizer._pending) == in_forward, step
+    found = [values(other, list(each.parameters())) for each, other in ((model, optimizer), (reference, plain))]
+    assert_equal(*found)
+
+
+def test_shards_that_do_not_exist_yet_are_named() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = offloaded(params, 1.0, lazy_init=True)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"not sharded yet: call init_zero\(\)"):
+        optimizer.step()
+    # Also after the memory for new ones was not there.
+    small = offloaded(params, 1.0)
+    small._pool = HostPool(1000, block_bytes=1000)
+    small._states.host = []
+    assert_says(error_message(small.init_zero), "optimizer states requires", "1000")
+    with pytest.raises(RuntimeError, match=r"not sharded yet: call init_zero\(\)"):
+        small.step()
+
+
 @pytest.mark.parametrize("last", [-1, 3])
 def test_a_parameter_that_is_written_to_before_its_update_is_an_error(last: int) -> None:
     """The update would overwrite the write, also one in the middle of a parameter's updates."""
