@@ -237,18 +237,21 @@ def main() -> int:
     ends the command without a line, with the status of SIGPIPE.
     """
     # Warnings are shown without the source line, which means nothing to a user of the command.
-    # Exceptions other than the three below are defects and keep their traceback.
+    # Exceptions other than the three below are defects and keep their traceback; with NXD_MEMOPT_TRACEBACK=1
+    # every exception does.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
         status = _status_of(sys.argv[1:])
         sys.stdout.flush()  # here, where an error of it is handled
     except (ValueError, OSError, MissingDependencyError) as error:
-        if isinstance(error, BrokenPipeError):
-            from nxd_memopt.training.errors import OUTPUT_CLOSED, output_is_closed
+        from nxd_memopt.training.distributed import shows_tracebacks
+        from nxd_memopt.training.errors import OUTPUT_CLOSED, output_is_closed, text_of
 
-            if output_is_closed():  # the reader, such as head, has what it wants
-                return OUTPUT_CLOSED
-        print(f"nxd-memopt: error: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and output_is_closed():  # the reader, such as head, has what it wants
+            return OUTPUT_CLOSED
+        if shows_tracebacks():
+            raise
+        print(f"nxd-memopt: error: {text_of(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # Ctrl-C before a command has its own handlers, or in one without
         print("nxd-memopt: stopped by SIGINT", file=sys.stderr)

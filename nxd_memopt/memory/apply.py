@@ -8,7 +8,7 @@ from torch import nn
 
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.config import MemoryConfig, require_one_of
-from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_recompute_in_graphs
+from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import (
     LAYERS_IN_FLIGHT,
@@ -20,14 +20,15 @@ from nxd_memopt.memory.offload import (
 from nxd_memopt.memory.recompute import (
     Recomputable,
     apply_recompute,
-    layers_per_checkpoint,
     recomputes_parts,
     remove_recompute,
+    require_recompute,
 )
-from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles
+from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles, require_head_groups, require_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import is_wrapped
+from nxd_memopt.planner.recomputation import Recomputation
 
 COMPILE = (None, "layer")
 
@@ -90,9 +91,17 @@ def apply_memory(
                 f"compile 'layer' and {name} {value!r}: a graph would hold every tile of the sequence and every "
                 f"group of heads: set compile to null, or leave {name} out"
             )
-    # before anything is removed: a refused call leaves the model as it was
-    if compile == "layer" and recomputes_parts(memory):
-        require_recompute_in_graphs()
+    # Before anything is removed: a refused call leaves the model as it was. Host memory that is missing for weights
+    # is found later.
+    if memory.mlp_tile_tokens is not None:
+        require_tiles(mlps, memory.mlp_tile_tokens)
+    if memory.attention_head_groups is not None:
+        require_head_groups(attentions, memory.attention_head_groups)
+    require_recompute(model, memory)
+    if compile == "layer":
+        require_compile(layers)
+        if recomputes_parts(memory):
+            require_recompute_in_graphs()
     # Start from unwrapped forwards: each technique below captures the forwards that it finds.
     remove_weight_offload(layers)
     remove_offload(layers)
@@ -178,7 +187,7 @@ def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> Ac
     saving_layers = num_offloaded
     layers_in_flight = None
     if memory.cpu_offloading_activations:
-        saving_layers = -(-num_offloaded // layers_per_checkpoint(memory, num_layers))
+        saving_layers = -(-num_offloaded // Recomputation.of(memory, num_layers).chunk)
         layers_in_flight = LAYERS_IN_FLIGHT
     return ActivationOffload(
         transfers,

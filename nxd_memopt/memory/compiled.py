@@ -36,18 +36,22 @@ def apply_compile(layers: Sequence[nn.Module]) -> None:
     the first layer of the chunk.
 
     Raises:
-        ValueError: the device compiles no layers, or a layer draws dropout from a per-rank random
-            stream.
+        ValueError: see ``require_compile``.
     """
+    require_compile(layers)
+    # A layer that is passed over runs inside the graph of the chunk's first layer. It gets no
+    # wrapper, but the first layer's wrapper needs its parameters for the gradient hooks.
+    for chunk in layer_units(layers):
+        wrap_forward(chunk[0], "compile", functools.partial(CompiledForward, chunk))
+
+
+def require_compile(layers: Sequence[nn.Module]) -> None:
+    """Raise ``ValueError`` if the device compiles no layers, or a layer draws dropout from a per-rank random stream."""
     refusal = backend.compile_refusal()
     if refusal is not None:
         raise ValueError(f"compile 'layer' {refusal}; or set compile to null")
     for layer in layers:
         _require_traceable_dropout(layer)
-    # A layer that is passed over runs inside the graph of the chunk's first layer. It gets no
-    # wrapper, but the first layer's wrapper needs its parameters for the gradient hooks.
-    for chunk in layer_units(layers):
-        wrap_forward(chunk[0], "compile", functools.partial(CompiledForward, chunk))
 
 
 def remove_compile(layers: Sequence[nn.Module]) -> None:

@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
 from nxd_memopt.parallel_layers.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
-from nxd_memopt.planner.formulas import nested_chunk_layers
+from nxd_memopt.planner.recomputation import Recomputation
 
 
 class Recomputable(Protocol):
@@ -207,26 +207,31 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
         ValueError: ``recompute_num_layers`` exceeds the number of layers, or, for ``uniform``, does
             not divide it, or the recomputed layers have no module of a name.
     """
+    require_recompute(model, memory)
     remove_recompute(model)
-    if memory.recompute_granularity is not None:
-        backend.check_recompute()
     if memory.recompute_granularity == "full":
-        if memory.recompute_keep_core_attn:
-            _require_keepable(model.recompute_modules()["core_attn"])
-        layers = list(model.decoder_layers())
-        keeping = {id(layers[i]) for i in memory.layers_keeping_attention(len(layers))}
-        # Layers whose activations are offloaded are not recomputed as well, unless it is their
-        # checkpoints that are offloaded.
-        if not memory.cpu_offloading_activations:
-            layers = layers[memory.num_offloaded_layers(len(layers)) :]
-        _apply_full(layers, memory, keeping, keep)
+        _apply_full(model.decoder_layers(), memory, keep)
     elif memory.recompute_granularity == "selective":
         named = _selected_modules(model, memory)
-        _require_modules(named, memory)
         _warn_if_useless(named, memory)
         for name in memory.recompute_modules or ():
             for module in named[name]:
                 wrap_forward(module, "recompute", _checkpointed)
+
+
+def require_recompute(model: Recomputable, memory: MemoryConfig) -> None:
+    """Raise ``ValueError`` if ``apply_recompute`` cannot apply ``memory``; arguments and errors as there."""
+    if memory.recompute_granularity is None:
+        return
+    backend.check_recompute()
+    if memory.recompute_granularity == "selective":
+        _require_modules(_selected_modules(model, memory), memory)
+        return
+    depth = len(model.decoder_layers())
+    Recomputation.of(memory, depth)
+    memory.layers_keeping_attention(depth)
+    if memory.recompute_keep_core_attn:
+        _require_keepable(model.recompute_modules()["core_attn"])
 
 
 def _selected_modules(model: Recomputable, memory: MemoryConfig) -> Mapping[str, Sequence[nn.Module]]:
@@ -300,44 +305,23 @@ def remove_recompute(model: Recomputable) -> None:
         unwrap_forward(module, "traced_recompute")
 
 
-def _apply_full(layers: list[nn.Module], memory: MemoryConfig, keeping: set[int], keep: Keep | None) -> None:
-    """Checkpoint ``layers`` in chunks of ``recompute_num_layers``; those of ``keeping`` keep attention results.
+def _apply_full(layers: Sequence[nn.Module], memory: MemoryConfig, keep: Keep | None) -> None:
+    """Checkpoint ``layers``, all of the model, in chunks of ``recompute_num_layers``.
 
     ``block`` recomputes the first ``recompute_num_layers`` layers one by one. ``uniform``
     recomputes all layers in chunks of ``recompute_num_layers`` layers, which saves one input per
     chunk. ``nested`` does so too, and also checkpoints each layer of a chunk separately.
     """
-    if not layers:
-        raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
-    is_nested = memory.recompute_method == "nested"
-    given = memory.recompute_num_layers or 1
-    if given > len(layers):
-        raise ValueError(f"recompute_num_layers {given} exceeds the model's {len(layers)} layers: lower it")
-    # ``block``: chunks of one layer, over the first layers only.
-    num_layers = layers_per_checkpoint(memory, len(layers))
-    if memory.recompute_method == "block":
-        layers = layers[:given]
-    # ``nested``: the last chunk may be shorter.
-    if len(layers) % num_layers and not is_nested:
-        raise ValueError(
-            f"{len(layers)} layers are not divisible by recompute_num_layers {num_layers}: "
-            "use a divisor, or recompute_method 'block'"
-        )
-    for first in range(0, len(layers), num_layers):
-        chunk = layers[first : first + num_layers]
-        keep_core_attn: bool | Keep = id(chunk[0]) in keeping
-        if keep_core_attn and keep is not None and first < memory.num_offloaded_layers(len(layers)):
+    recomputation = Recomputation.of(memory, len(layers))
+    keeping = memory.layers_keeping_attention(len(layers))
+    offloaded = memory.num_offloaded_layers(len(layers))
+    for first in range(recomputation.first, recomputation.stop, recomputation.chunk):
+        chunk = [layers[index] for index in recomputation.unit(first)]
+        keep_core_attn: bool | Keep = first in keeping
+        # ``keep`` is given if it is the checkpoints of the first layers that offload.
+        if keep_core_attn and keep is not None and first < offloaded:
             keep_core_attn = keep
-        _checkpoint_chunk(chunk, keep_core_attn=keep_core_attn, is_nested=is_nested)
-
-
-def layers_per_checkpoint(memory: MemoryConfig, num_layers: int) -> int:
-    """Return how many layers one checkpoint of full recompute covers, of ``num_layers`` layers."""
-    if memory.recompute_method == "block":
-        return 1
-    if memory.recompute_method == "nested" and memory.recompute_num_layers is None:
-        return nested_chunk_layers(num_layers)
-    return memory.recompute_num_layers or 1
+        _checkpoint_chunk(chunk, keep_core_attn=keep_core_attn, is_nested=recomputation.is_nested)
 
 
 def _require_keepable(modules: Sequence[nn.Module]) -> None:

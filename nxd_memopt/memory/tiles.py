@@ -74,8 +74,16 @@ def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]
     """Compute the MLPs ``modules`` by tiles; replaces an earlier choice.
 
     Raises:
-        ValueError: the device's views do not share memory, or a module is no MLP of this library.
+        ValueError: see ``require_tiles``.
     """
+    require_tiles(modules, tile_tokens)
+    tiles = MLPTiles(tile_tokens)
+    for module in modules:
+        wrap_forward(module, "tiles", functools.partial(_tiled, tiles, module))
+
+
+def require_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
+    """Raise ``ValueError`` if the device's views do not share memory, or a module is no MLP of this library."""
     if not backend.views_share_memory:
         raise ValueError(
             f"mlp_tile_tokens {tile_tokens!r} writes tiles in place, and the backend {backend.name} "
@@ -84,9 +92,6 @@ def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]
     for module in modules:
         if not hasattr(module, "layers"):
             raise ValueError(f"mlp_tile_tokens {tile_tokens!r} has no tiles of a {type(module).__name__}: leave it out")
-    tiles = MLPTiles(tile_tokens)
-    for module in modules:
-        wrap_forward(module, "tiles", functools.partial(_tiled, tiles, module))
 
 
 class GroupableAttention(Protocol):
@@ -145,8 +150,17 @@ def apply_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["a
     """Compute the attention ``modules`` by groups of heads; replaces an earlier choice.
 
     Raises:
-        ValueError: the device recomputes from arguments only, a module is no attention module of
-            this library, or its heads are not divisible.
+        ValueError: see ``require_head_groups``.
+    """
+    require_head_groups(modules, num_groups)
+    groups = HeadGroups(num_groups)
+    for module in modules:
+        wrap_forward(module, "tiles", functools.partial(_by_head_groups, groups, module))
+
+
+def require_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["auto"]) -> None:
+    """Raise ``ValueError`` if the device recomputes from arguments only, a module is no attention module of this
+    library, or its heads are not divisible.
     """
     if not backend.views_share_memory:
         raise ValueError(
@@ -160,9 +174,6 @@ def apply_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["a
             )
         if not isinstance(num_groups, str):
             cast(Any, module).layers().require_divisible(num_groups)
-    groups = HeadGroups(num_groups)
-    for module in modules:
-        wrap_forward(module, "tiles", functools.partial(_by_head_groups, groups, module))
 
 
 def _by_head_groups(groups: HeadGroups, module: nn.Module, forward: Forward) -> Any:

@@ -1,14 +1,14 @@
 """Which layers full recompute runs again, in which chunks, and how often.
 
-The layers are assigned to chunks as in ``memory/recompute.py``: layers whose activations are in host memory are
-not recomputed, and the chunks start at the layer after them.
+``memory/recompute.py`` and the planner read it: layers whose activations are in host memory are not recomputed, and
+the chunks start at the layer after them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxd_memopt.config import MemoryConfig, require_divisible
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.formulas import nested_chunk_layers
 
 
@@ -52,13 +52,17 @@ class Recomputation:
             )
         number = memory.recompute_num_layers
         if (number or 1) > depth:
-            raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers: lower it")
+            of = f"{depth} layers that do not offload" if first else f"model's {depth} layers"
+            raise ValueError(f"recompute_num_layers {number} exceeds the {of}: lower it")
         if memory.recompute_method == "block":
             return cls(first, number or depth)
         if memory.recompute_method == "nested":
             return cls(first, depth, number or nested_chunk_layers(depth), is_nested=True)
-        remedy = "use a divisor, or recompute_method 'block'"
-        require_divisible("layers", depth, "recompute_num_layers", number or 1, remedy)
+        if depth % (number or 1):
+            raise ValueError(
+                f"{depth} layers are not divisible by recompute_num_layers {number}: use a divisor, or "
+                "recompute_method 'block'"
+            )
         return cls(first, depth, number or 1)
 
     @property

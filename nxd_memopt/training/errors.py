@@ -9,7 +9,9 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.training.distributed import RankVariablesError, is_rank_zero, rank, shows_tracebacks
@@ -20,6 +22,7 @@ OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that shells give a program th
 # of all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
 INITIALIZED_DELAY_S = 5.0
 UNINITIALIZED_DELAY_S = 60.0
+_PACKAGE = Path(__file__).resolve().parent.parent
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -44,7 +47,7 @@ def user_errors() -> Iterator[None]:
                 prefix = f"error on rank {rank()}"
             # One line: messages of other libraries may have several, and the ranks of a host
             # write to the same terminal.
-            print(f"{prefix}: {' '.join(_text_of(error).split())}", file=sys.stderr, flush=True)
+            print(f"{prefix}: {' '.join(text_of(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
 
 
@@ -68,12 +71,19 @@ def output_is_closed() -> bool:
     return is_closed
 
 
-def _text_of(error: Exception) -> str:
-    """Return the message of ``error``, with a remedy where another library met a full disk."""
+def text_of(error: Exception) -> str:
+    """Return the message of ``error``, with a remedy for a full disk, or with the place of another library's error."""
     # Errors that this library raises with a remedy have no number.
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return f"{error}: free disk space and start the same command again"
-    return str(error)
+    if isinstance(error, OSError):
+        return f"{error}: free disk space and start the same command again" if error.errno in FULL_DISK else str(error)
+    # A ValueError of another library may be a defect, and a run may be hours old: say at least where it was raised.
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    if not own or own[-1] is frames[-1]:
+        return str(error)
+    raised = f"{frames[-1].filename}:{frames[-1].lineno}"
+    called = f"nxd_memopt/{Path(own[-1].filename).relative_to(_PACKAGE)}:{own[-1].lineno}"
+    return f"{error} (raised in {raised}, called by {called}; NXD_MEMOPT_TRACEBACK=1 shows all calls)"
 
 
 def _is_of_this_rank_alone() -> bool:

@@ -103,4 +103,4 @@ def test_refusals():
 
     assert_says(message(4, **FULL, cpu_offloading_num_layers=4), "is left no layer")
     assert_says(message(2, **TECHNIQUES["block"]), "recompute_num_layers 3 exceeds the model's 2 layers")
-    assert_says(message(4, **TECHNIQUES["uniform"]), "layers 4 is not divisible by recompute_num_layers 3")
+    assert_says(message(4, **TECHNIQUES["uniform"]), "4 layers are not divisible by recompute_num_layers 3")
