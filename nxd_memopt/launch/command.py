@@ -120,8 +120,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nodes", type=int, help="hosts; default: SLURM's, else 1")
     parser.add_argument("--node-rank", type=int, help="this host's number; default: SLURM's, else 0")
-    parser.add_argument("--master-addr", help="host 0; default: MASTER_ADDR")
-    parser.add_argument("--master-port", type=int, help="on host 0; default: MASTER_PORT, else 29500")
+    parser.add_argument("--master-addr", help="host 0 of several; default: MASTER_ADDR")
+    parser.add_argument("--master-port", type=int, help="on host 0 of several; default: MASTER_PORT, else 29500")
     parser.add_argument(
         "--root-comm-port",
         type=int,
@@ -225,7 +225,8 @@ def _require_support(
     # ports must differ. Platforms other than trn1 let the runtime take a free port.
     port = options.root_comm_port
     if port is None:
-        if platform.root_comm_port == hosts.port:
+        # On one host nothing listens on the master port: the agent takes a free one.
+        if hosts.count > 1 and platform.root_comm_port == hosts.port:
             raise ValueError(
                 f"the master port {hosts.port} is the Neuron runtime's on --platform "
                 f"{platform.name}: pass another --master-port, or move the runtime's with "
@@ -234,7 +235,7 @@ def _require_support(
         return
     if not platform.is_trainium:
         raise ValueError(f"--root-comm-port is the Neuron runtime's, not --platform {platform.name}'s: omit it")
-    if not 0 < port < 1 << 16 or port == hosts.port:
+    if not 0 < port < 1 << 16 or (hosts.count > 1 and port == hosts.port):
         raise ValueError(f"--root-comm-port {port} must be in [1, 65535] and differ from the master port {hosts.port}")
 
 

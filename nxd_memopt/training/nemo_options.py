@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nxd_memopt.training import nemo_gpt_neox
@@ -216,7 +216,11 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     rest = {name: value for name, value in rest.items() if name not in TOP_WITHOUT_EFFECT}
     if "async_checkpointing" in rest:
         sections.setdefault("trainer", {}).setdefault("async_save", rest.pop("async_checkpointing"))
-    model = {name: resolved(value, values, f"model.{name}", problems) for name, value in model.items()}
+    # Sections of the model that are not read may have what cannot be resolved.
+    model = {
+        name: value if isinstance(value, Mapping) else resolved(value, values, f"model.{name}", problems)
+        for name, value in model.items()
+    }
     own = {name: value for name, value in model.items() if not knows(name)}
     if isinstance(model.get("tokenizer"), str):
         own["tokenizer"] = model["tokenizer"]
@@ -244,10 +248,7 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     }
     for name, read in readers.items():
         if isinstance(model.get(name), Mapping):
-            content = {
-                key: resolved(value, values, f"model.{name}.{key}", problems) for key, value in model[name].items()
-            }
-            read(content, sections, problems)
+            read(resolved(model[name], values, f"model.{name}", problems), sections, problems)
     if "seed" in model:
         sections.setdefault("trainer", {}).setdefault("seed", model["seed"])
     if model.get("wrap_with_zero"):
@@ -353,6 +354,8 @@ def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections:
     target = sections["optimizer"]
     steps = sections.get("trainer", {}).get("max_steps")
     for name, value in sched.items():
+        if value is None:  # a reference that is reported already
+            continue
         if name == "name" and value in SCHEDULES:
             target.setdefault("lr_schedule", SCHEDULES[value])
         elif name == "warmup_steps":
@@ -397,8 +400,20 @@ def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str])
             problems.append(f"model.data.{name} {value!r} is not supported: see the options of data")
 
 
-def resolved(value: Any, values: Mapping[str, Any], place: str, problems: list[str]) -> Any:
-    """Return ``value`` with a reference ``${a.b}`` or ``${.b}`` of OmegaConf replaced by what it refers to."""
+def resolved(
+    value: Any, values: Mapping[str, Any], place: str, problems: list[str], followed: Collection[str] = ()
+) -> Any:
+    """Return ``value``, of a mapping each value, with references of OmegaConf replaced by what they refer to.
+
+    Args:
+        value: a value, perhaps a reference ``${a.b}``, or ``${.b}`` to the same section.
+        values: the configuration.
+        place: where the value is, such as ``model.optim.lr``.
+        problems: gets a text for each reference that cannot be resolved.
+        followed: references that have led to this value.
+    """
+    if isinstance(value, Mapping):
+        return {name: resolved(each, values, f"{place}.{name}", problems) for name, each in value.items()}
     if not isinstance(value, str) or "${" not in value:
         return value
     computed = _COMPUTED.search(value)
@@ -414,4 +429,7 @@ def resolved(value: Any, values: Mapping[str, Any], place: str, problems: list[s
     if found is MISSING or isinstance(found, Mapping | list):
         problems.append(f"{place} {value!r} refers to nothing in this file: write its value")
         return None
-    return resolved(found, values, place, problems) if found != value else found
+    if value in followed:
+        problems.append(f"{place} {value!r} refers to itself: write its value")
+        return None
+    return resolved(found, values, place, problems, followed={*followed, value})

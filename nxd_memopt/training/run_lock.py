@@ -32,6 +32,7 @@ NAME = "run.lock"
 WAIT_S = 2.0
 POLL_S = 0.02
 # What flock returns where it is not supported: some network file systems.
+NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -93,7 +94,13 @@ class RunLock:
             self._created = _create(directory)
             self._descriptor = self._acquire()
         except OSError as error:
+            lacks_links = error.errno in NO_HARD_LINKS and os.access(directory, os.W_OK)
             _remove_empty(self._created)
+            if lacks_links:
+                raise ValueError(
+                    f"output directory {directory} is on a file system without hard links ({error}), with which a run "
+                    "locks its directory: choose one on another file system"
+                ) from error
             raise ValueError(
                 f"output directory {directory} is not writable: {error}: choose another or change its permissions"
             ) from error

@@ -480,6 +480,16 @@ def main() -> None:
     backend.expand_segments()
     backend.init_process_group()
     try:
+        _measure(parser, args)
+    except SystemExit:
+        leave_process_groups()
+        raise
+    leave_process_groups()
+
+
+def _measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """List or measure the chosen cells; the parser reports wrong arguments."""
+    try:
         cells = chosen_cells(args)
     except ValueError as error:
         parser.error(str(error))
@@ -488,9 +498,7 @@ def main() -> None:
         return
     if backend.name != "cuda" and not args.tiny:
         parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
-    rows = run(cells, args)
-    say("\n".join(totals(rows)))
-    leave_process_groups()
+    say("\n".join(totals(run(cells, args))))
 
 
 if __name__ == "__main__":

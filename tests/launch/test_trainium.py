@@ -230,6 +230,10 @@ def test_a_fixed_port_of_the_runtime(hosts: dict[str, str], expected: str) -> No
     assert "NEURON_RT_ROOT_COMM_ID" not in planned("llama3_8b", environ=hosts).environment
 
 
+def test_the_runtimes_port_may_be_the_master_port_where_nothing_listens_on_that() -> None:
+    assert planned("llama3_8b", "--master-port", "62182").platform == "trn1"
+
+
 def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
     assert planned("llama3_8b", "--master-port", "62182", "--root-comm-port", "48620").platform == "trn1"
 
@@ -272,8 +276,8 @@ CACHE = ("--launch.compile-cache-dir", "/a")
         (CACHE, {"NEURON_COMPILE_CACHE_URL": "/b"}, "NEURON_COMPILE_CACHE_URL is '/b'"),
         (("--platform", "trn2", "--launch.compile-cache-dir", "s3://b/c"), {}, "TorchNeuron's cache is a directory"),
         (("--root-comm-port", "70000"), {}, r"--root-comm-port 70000 must be in \[1, 65535\]"),
-        (("--root-comm-port", "29500"), {}, "differ from the master port 29500"),
-        (("--master-port", "62182"), {}, "the master port 62182 is the Neuron runtime's"),
+        (("--root-comm-port", "29500"), FOUR_HOSTS, "differ from the master port 29500"),
+        (("--master-port", "62182"), FOUR_HOSTS, "the master port 62182 is the Neuron runtime's"),
         (("--platform", "trn2"), {"NEURON_RT_NUM_CORES": "8"}, "NEURON_RT_NUM_CORES is '8' .* needs '64'"),
         (("--root-comm-port", "48620", "--platform", "cpu"), {}, "--root-comm-port is the Neuron runtime's"),
         (("--root-comm-port", "5"), {"NEURON_RT_ROOT_COMM_ID": "a:6"}, "NEURON_RT_ROOT_COMM_ID is 'a:6'"),

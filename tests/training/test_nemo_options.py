@@ -232,6 +232,8 @@ def test_options_next_to_the_sections() -> None:
         ({"data": {"splits_string": "900,50,50"}}, "model.data.splits_string '900,50,50' is not supported"),
         ({"data": {"eod_mask_loss": True}}, "model.data.eod_mask_loss True is not supported"),
         ({"hidden_size": "${.width}"}, "model.hidden_size '${.width}' refers to nothing"),
+        ({"hidden_size": "${.ffn_hidden_size}", "ffn_hidden_size": "${.hidden_size}"}, "refers to itself: write its"),
+        ({"optim": {"lr": 1e-3, "sched": {"min_lr": "${.least}"}}}, "model.optim.sched.min_lr '${.least}' refers"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], says: str) -> None:

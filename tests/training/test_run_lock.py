@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -142,6 +143,16 @@ def test_a_foreign_file_is_named_and_kept(tmp_path: Path, content: bytes) -> Non
     with pytest.raises(ValueError, match=f"{tmp_path / NAME} is not a readable lock.*delete it"):
         RunLock(tmp_path)
     assert (tmp_path / NAME).read_bytes() == content
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ValueError, match=r"without hard links \(.*choose one on another file system"):
+        RunLock(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_file_locks_a_stale_lock_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
