@@ -53,8 +53,7 @@ def held_out_loss(
 def held_out_loss_by_transformers(directory: Path, training: Training, config: TrainConfig) -> float | None:
     """Load a Hugging Face directory with transformers, and return its held-out loss.
 
-    The full model runs on this rank's device. On backend xla it runs on the host, because a full
-    model may not fit a NeuronCore's memory.
+    The full model runs on this rank's device, next to what training has there, or on the host where it does not fit.
 
     Returns:
         The mean over all held-out tokens, fp32, or None without held-out tokens.
@@ -62,14 +61,23 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
     disable_progress_bar()
     rows = _held_out_rows(training, config)
     dtype = getattr(torch, config.model.dtype)
-    device = backend.device
-    if backend.name == "xla":
-        device = torch.device("cpu")
+    device = backend.device if fits_device(directory) else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
     # This rank evaluates the sequences of all data-parallel ranks, as the only one of 1 replica.
     batches = _batches(rows, config, 0, 1, device)
     total = _total_loss(lambda batch: _transformers_loss(model, batch), batches)
     return total.item() if batches else None
+
+
+def fits_device(directory: Path) -> bool:
+    """Return whether the weights of a directory take at most half of the memory that is free on this rank's device."""
+    # A NeuronCore has 16 GB, and transformers' model would be compiled for it.
+    if backend.name == "xla":
+        return False
+    transfers = backend.host_transfers()
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    # The other half is for activations and logits. A device without such copies is the host itself, or Trainium.
+    return transfers is None or 2 * size <= transfers.free_bytes()
 
 
 def _held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
