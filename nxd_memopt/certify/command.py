@@ -254,8 +254,8 @@ class Certify:
 
     def certificate(self, request: Request, answer: Answer) -> Certificate:
         """Return the checks of the measurements for the chosen device and optimizer."""
+        from nxd_memopt.certify.memory_terms import OptimizerState
         from nxd_memopt.certify.report.judge import Device, judge
-        from nxd_memopt.planner.formulas import OptimizerState
         from nxd_memopt.planner.hardware import DEVICE_GIB
 
         # stands_for is the user's dtype: backend xla measures fp16 instead of bf16 (see request).

@@ -102,7 +102,7 @@ def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Te
 def step(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Run forward, backward and the sequence-parallel gradient hook; return loss and gradients.
 
-    The optimizer does not run; ``planner.formulas.memory_terms`` adds its memory.
+    The optimizer does not run; ``certify.memory_terms.memory_terms`` adds its memory.
     """
     loss = model(**inputs).loss
     loss.backward()

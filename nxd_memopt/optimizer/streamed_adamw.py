@@ -21,8 +21,13 @@ from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.parallel_layers.grads import gradient_of
-from nxd_memopt.planner.formulas import stream_slots
-from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, optimizer_element_bytes, parameters_on_host
+from nxd_memopt.planner.states import (
+    CHUNK_ELEMENTS,
+    RESIDENT_ELEMENTS,
+    optimizer_element_bytes,
+    parameters_on_host,
+    stream_slots,
+)
 
 OWNER = "optimizer states"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.expert_tensors import expert_tensors, has_expert_kernels
-from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.gpu_attention import COPIES_KV_GRADIENTS
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.moe_sizes import MoESizes, copied_columns, copies_rows
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.tiling import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 
 ACTIVATION_TILE_BYTES = 256 << 20
 """Largest gradient of a gated activation; each further tile adds one pass over dW."""

@@ -9,9 +9,9 @@ from typing import Any
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.architectures import attention_windows, moe_layers, option, require_shardable, sizes
 from nxd_memopt.planner.fixed_options import FixedOptions, require_possible
-from nxd_memopt.planner.formulas import head_group_counts
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.tiling import head_group_counts
 
 TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.adapters import QKV
 from nxd_memopt.planner.expert_tensors import expert_tensors
-from nxd_memopt.planner.formulas import require_head_groups
 from nxd_memopt.planner.moe_sizes import MoESizes
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.tiling import require_head_groups
 
 HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import nested_chunk_layers
+from nxd_memopt.planner.recomputation import nested_chunk_layers
 from nxd_memopt.planner.states import StateLayout, weight_bytes
 
 ALIGNMENT = 512

@@ -12,7 +12,6 @@ from nxd_memopt.planner import peer_slots
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.backward_peak import ABSENT, casts_gradients, in_backward
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
-from nxd_memopt.planner.formulas import stream_bytes
 from nxd_memopt.planner.forward import forward_temporaries
 from nxd_memopt.planner.fragments import (
     CUBLAS_WORKSPACE_BYTES,
@@ -38,6 +37,7 @@ from nxd_memopt.planner.states import (
     offloaded_state_bytes,
     optimizer_element_bytes,
     shard_bytes,
+    stream_bytes,
     weight_bytes,
 )
 

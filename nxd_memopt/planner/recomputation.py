@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import nested_chunk_layers
 
 
 @dataclass(frozen=True)
@@ -132,3 +131,13 @@ class Recomputation:
         if self.is_nested and not stops_early and len(self.unit(index)) > 1:
             forwards = 2
         return forwards
+
+
+def nested_chunk_layers(num_layers: int) -> int:
+    """Return the layers per chunk n for which nested recompute keeps the fewest layer inputs.
+
+    Forward keeps the inputs of ceil(L / n) chunks, and the backward of a chunk restores n - 1 more.
+    The sum is smallest near n = sqrt(L). Of equal sums the smallest n is the fastest: backward runs
+    all layers but the last of a chunk once more. For L = 32: n = 4, 8 + 3 inputs.
+    """
+    return min(range(1, num_layers + 1), key=lambda n: -(-num_layers // n) + n - 1)

@@ -230,3 +230,33 @@ def offloaded_state_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) 
     sizes = [shard_elements(shape, layout) for shape in (*matrices, *vectors)]
     chosen = parameters_on_host(sizes, layout.optimizer_offload_fraction)
     return sum(sizes[index] for index in chosen) * optimizer_element_bytes(param_remainders=layout.param_remainders)
+
+
+def stream_slots(chunk_elements: int, staging_bytes: int, *, element_bytes: int) -> int:
+    """Return the chunks of optimizer states that are on the device at a time, at least 2.
+
+    With one chunk, its update, its way back and the next one's arrival would wait for each other.
+
+    Args:
+        chunk_elements: elements of a chunk.
+        staging_bytes: device memory for chunks on their way.
+        element_bytes: ``states.optimizer_element_bytes``.
+    """
+    return max(2, staging_bytes // (chunk_elements * element_bytes))
+
+
+def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int, element_bytes: int) -> int:
+    """Return the device memory in bytes that optimizer states on the host need on their way.
+
+    Args:
+        host_elements: elements whose states are on the host.
+        chunk_elements: see ``stream_slots``.
+        staging_bytes: see ``stream_slots``.
+        element_bytes: see ``stream_slots``.
+    """
+    if not host_elements:
+        return 0
+    chunk_elements = min(chunk_elements, host_elements)
+    num_chunks = -(-host_elements // chunk_elements)
+    slots = min(stream_slots(chunk_elements, staging_bytes, element_bytes=element_bytes), num_chunks)
+    return slots * chunk_elements * element_bytes

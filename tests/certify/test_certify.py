@@ -16,11 +16,11 @@ from nxd_memopt.backends import backend
 from nxd_memopt.certify import assert_recompute_survives, without_recompute, worker
 from nxd_memopt.certify.command import Certify
 from nxd_memopt.certify.measure.eager import measure_eager
+from nxd_memopt.certify.memory_terms import OptimizerState, extrapolate, memory_terms
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.report.verdict import check_ranks
 from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import OptimizerState, extrapolate, memory_terms
 from nxd_memopt.planner.hardware import GIB
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message

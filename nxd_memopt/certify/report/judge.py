@@ -11,6 +11,7 @@ import torch
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
+from nxd_memopt.certify.memory_terms import MemoryTerms, OptimizerState, extrapolate, memory_terms
 from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
@@ -23,7 +24,6 @@ from nxd_memopt.certify.report.verdict import (
 from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.planner.attention_tiles import describe_tiles
 from nxd_memopt.planner.collectives import StepShape, expected_collectives, per_layer
-from nxd_memopt.planner.formulas import MemoryTerms, OptimizerState, extrapolate, memory_terms
 from nxd_memopt.planner.step_shape import step_shape
 
 _INT64_BYTES = 8

@@ -16,9 +16,9 @@ from nxd_memopt.certify.measure.measurement import (
     is_square_in,
 )
 from nxd_memopt.certify.measure.survival import Survival
+from nxd_memopt.certify.memory_terms import MemoryTerms
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.collectives import Collective, StepShape, expected_collectives
-from nxd_memopt.planner.formulas import MemoryTerms
 from nxd_memopt.planner.hardware import GIB
 
 

@@ -1,0 +1,136 @@
+"""The memory of one rank from a measured step: a term for each purpose, their sum, and extrapolation over depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_memopt.config import require_divisible
+from nxd_memopt.planner.architectures import ExpertShape
+from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
+from nxd_memopt.planner.states import (
+    FP32_BYTES,
+    StateLayout,
+    gradient_bytes,
+    master_bytes,
+    moment_bytes,
+    weight_bytes,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Memory that AdamW uses in addition to the parameters.
+
+    Args:
+        master_weights: fp32 copies of bf16 or fp16 parameters; gradients then accumulate in fp32
+            too.
+        zero1: shard moments and master weights over the data-parallel ranks (arXiv:1910.02054).
+        data_parallel_size: D, number of data-parallel ranks.
+        expert_ranks: EP; ``zero1`` shards the experts' states over the D/EP ranks that have the same ones.
+
+    Raises:
+        ValueError: D is less than 1, greater than 1 without ``zero1``, or with it not divisible by EP.
+    """
+
+    master_weights: bool = False
+    zero1: bool = False
+    data_parallel_size: int = 1
+    expert_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_size < 1:
+            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
+        if self.zero1:
+            size = self.data_parallel_size
+            require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
+        if self.data_parallel_size > 1 and not self.zero1:
+            raise ValueError(
+                f"data_parallel_size {self.data_parallel_size} changes one rank's memory only "
+                "with zero1: switch zero1 on, or leave data_parallel_size out"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """Memory of one rank in bytes, by purpose.
+
+    Args:
+        terms: purpose -> bytes.
+        capacity_bytes: memory of the device.
+    """
+
+    terms: dict[str, int]
+    capacity_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all terms in bytes."""
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the sum of all terms is at most the device's memory."""
+        return self.total_bytes <= self.capacity_bytes
+
+
+def memory_terms(
+    *,
+    num_parameters: int,
+    element_bytes: int,
+    optimizer: OptimizerState,
+    temporary_bytes: int,
+    input_bytes: int,
+    capacity_gib: float,
+    reserve_gib: float = RESERVE_GIB,
+    num_expert_parameters: int = 0,
+) -> MemoryTerms:
+    """Add up one rank's memory at the peak of a step.
+
+    Args:
+        num_parameters: number of parameters on this rank, those of experts included.
+        element_bytes: bytes of a parameter and, without master weights, of its gradient.
+        optimizer: memory options of AdamW.
+        temporary_bytes: activations and scratch memory at the peak.
+        input_bytes: bytes of the token ids and labels.
+        capacity_gib: memory of the device in GiB.
+        reserve_gib: memory in GiB that tensors cannot use.
+        num_expert_parameters: number of parameters of this rank's experts.
+    """
+    # fp32 parameters are their own master weights.
+    layout = StateLayout(
+        element_bytes,
+        master_weights=optimizer.master_weights and element_bytes < FP32_BYTES,
+        sharding="zero1" if optimizer.zero1 else "none",
+        data_parallel_size=optimizer.data_parallel_size,
+        expert_ranks=optimizer.expert_ranks if optimizer.zero1 else 1,
+    )
+    shapes = [(num_parameters - num_expert_parameters,), ExpertShape((num_expert_parameters,))]
+    terms = {
+        "parameters": weight_bytes(shapes, layout),
+        "gradients": gradient_bytes(shapes, layout),
+        "optimizer moments": moment_bytes(shapes, layout),
+        "master weights": master_bytes(shapes, layout),
+        "activations and temporaries": temporary_bytes,
+        "inputs": input_bytes,
+        "reserve": int(reserve_gib * GIB),
+    }
+    return MemoryTerms(terms, int(capacity_gib * GIB))
+
+
+def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: int) -> int:
+    """Return the bytes at ``num_layers`` by linear extrapolation from two measured depths.
+
+    Every additional layer keeps the same tensors. The slope is the measured one, or
+    ``least_per_layer`` if that is greater: the peak of a shallow model may be at a point where no
+    layer's tensors are kept, and the line through two such peaks is too flat. With the slope
+    ``least_per_layer`` the result is an upper bound.
+
+    Args:
+        measured: number of layers -> bytes, for two depths.
+        num_layers: number of layers of the full model.
+        least_per_layer: bytes that each layer keeps with any recomputation: its input.
+    """
+    (few, at_few), (many, at_many) = sorted(measured.items())
+    # Start at the deeper model, from which fewer layers are extrapolated.
+    per_layer = max((at_many - at_few) / (many - few), least_per_layer)
+    return round(at_many + (num_layers - many) * per_layer)
