@@ -10,14 +10,9 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations
 from nxd_memopt.planner.adapted_layers import layer_parts
-from nxd_memopt.planner.backward import (
-    ATTENTION_SAVED,
-    Moment,
-    layer_moments,
-    precedes_attention,
-    with_fp32_sums,
-)
+from nxd_memopt.planner.backward import ATTENTION_SAVED, layer_moments
 from nxd_memopt.planner.gradient_reduction import BackwardReduction
+from nxd_memopt.planner.layer_moment import Moment, with_fp32_sums
 from nxd_memopt.planner.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
 from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_model import RankModel
@@ -187,7 +182,7 @@ def _layer_backward(
             sum(
                 size
                 for name, size in everything.items()
-                if name in moment.freed or (name in waiting and precedes_attention(moment))
+                if name in moment.freed or (name in waiting and moment.before_attention)
             ),
             sum(moment.temporary.values()),
             moment.temporary.get("gathered", 0),

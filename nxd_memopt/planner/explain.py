@@ -10,7 +10,7 @@ MEMORY_TERMS = {
     "weights": ("parameters of the rank x bytes; none with zero3", "states.weight_bytes"),
     "master weights": ("shard of the rank, ceil(n / D), x bytes of a master or its remainder", "states.master_bytes"),
     "optimizer moments": ("2 x shard x bytes of the optimizer's dtype (arXiv:1910.02054)", "states.moment_bytes"),
-    "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "formulas.stream_bytes"),
+    "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "states.stream_bytes"),
     "inputs of the all-gather": (
         "zero1 with offloaded states: updated shards, in the weights' dtype",
         "peak.step_memory",

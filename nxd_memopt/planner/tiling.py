@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from nxd_memopt.planner.states import FP32_BYTES
 
+ACTIVATION_TILE_BYTES = 256 << 20
+"""Largest gradient of a gated activation in backward; each further tile adds one pass over dW."""
+
 
 def mlp_tile_bytes(
     num_tokens: int,
