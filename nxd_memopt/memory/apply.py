@@ -82,26 +82,11 @@ def apply_memory(
         )
     offload = _offload(memory, len(layers), pool)
     require_weight_offload(memory, len(layers))
-    mlps = model.recompute_modules()["mlp"]
-    attentions = model.recompute_modules()["attn"]
-    for name in ("mlp_tile_tokens", "attention_head_groups"):
-        value = getattr(memory, name)
-        if compile == "layer" and value is not None:
-            raise ValueError(
-                f"compile 'layer' and {name} {value!r}: a graph would hold every tile of the sequence and every "
-                f"group of heads: set compile to null, or leave {name} out"
-            )
     # Before anything is removed: a refused call leaves the model as it was. Host memory that is missing for weights
     # is found later.
-    if memory.mlp_tile_tokens is not None:
-        require_tiles(mlps, memory.mlp_tile_tokens)
-    if memory.attention_head_groups is not None:
-        require_head_groups(attentions, memory.attention_head_groups)
-    require_recompute(model, memory)
-    if compile == "layer":
-        require_compile(layers)
-        if recomputes_parts(memory):
-            require_recompute_in_graphs()
+    _require_applicable(model, memory, compile)
+    mlps = model.recompute_modules()["mlp"]
+    attentions = model.recompute_modules()["attn"]
     # Start from unwrapped forwards: each technique below captures the forwards that it finds.
     remove_weight_offload(layers)
     remove_offload(layers)
@@ -135,6 +120,26 @@ def apply_memory(
         others = [param for param in cast(nn.Module, model).parameters() if id(param) not in inside]
         num_layers = memory.cpu_offloading_num_layers
         apply_weight_offload(layers, num_layers, transfers, pool or new_pool(transfers), others=others)
+
+
+def _require_applicable(model: Recomputable, memory: MemoryConfig, compile: Literal["layer"] | None) -> None:
+    """Raise ``ValueError`` if a technique of ``apply_memory`` inside the layers cannot be applied."""
+    for name in ("mlp_tile_tokens", "attention_head_groups"):
+        value = getattr(memory, name)
+        if compile == "layer" and value is not None:
+            raise ValueError(
+                f"compile 'layer' and {name} {value!r}: a graph would hold every tile of the sequence and every "
+                f"group of heads: set compile to null, or leave {name} out"
+            )
+    if memory.mlp_tile_tokens is not None:
+        require_tiles(model.recompute_modules()["mlp"], memory.mlp_tile_tokens)
+    if memory.attention_head_groups is not None:
+        require_head_groups(model.recompute_modules()["attn"], memory.attention_head_groups)
+    require_recompute(model, memory)
+    if compile == "layer":
+        require_compile(model.decoder_layers())
+        if recomputes_parts(memory):
+            require_recompute_in_graphs()
 
 
 def require_weight_offload(memory: MemoryConfig, num_layers: int) -> None:
