@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
+COMPILE = (None, "layer")
 HIDDEN_ACTS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 ROPE_TYPES = ("default", "linear", "llama3")
 RECOMPUTE_METHODS = (None, "uniform", "block", "nested")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nxd_memopt.parallel_layers import parallel_state
-
-RankGroups = list[list[int]]
+from nxd_memopt.parallel_layers.rank_grid import RankGroups
 
 
 def hybrid_groups(ranks_per_replica: int) -> tuple[RankGroups, RankGroups]:

@@ -30,7 +30,7 @@ PROGRAM = (sys.executable, "-m", "nxd_memopt.training")
 STOP_S = 120.0
 UNMEASURED_STOP_S = 600.0
 """Time to stop for a run that has not saved yet, so nobody knows how long a save takes."""
-LEAVE_S = 15.0
+RANKS_LEAVE_S = 15.0
 """Time that the other ranks have to end after one has ended, while the run stops."""
 FAILED_S = 5.0
 """Time that the other ranks have to report the same failure, or its cause."""
@@ -158,7 +158,7 @@ class Agent:
     def _patience_s(self, rank: int, returncode: int) -> float:
         """Return the time that the other ranks have after the failure of ``rank``."""
         if self._first_s is not None:
-            return LEAVE_S
+            return RANKS_LEAVE_S
         # Rank 0 has reported the user error, of which the other ranks do not say more.
         if rank == 0 and returncode == USAGE_ERROR:
             return 0.0

@@ -7,7 +7,7 @@ from typing import Literal, cast
 from torch import nn
 
 from nxd_memopt.backends import HostTransfers, backend
-from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.config import COMPILE, MemoryConfig, require_one_of
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import (
@@ -29,8 +29,6 @@ from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import is_wrapped
 from nxd_memopt.planner.recomputation import Recomputation
-
-COMPILE = (None, "layer")
 
 
 def apply_memory(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
 from nxd_memopt.training.command_line import override
 from nxd_memopt.training.config import (
+    RECIPES,
     DataConfig,
     LaunchConfig,
     ModelConfig,
@@ -27,8 +28,6 @@ from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.nemo_options import translate
 from nxd_memopt.training.sharding import DataParallelConfig
 from nxd_memopt.training.yaml_file import read_yaml_file
-
-RECIPES = Path(__file__).parent / "recipes"
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import (
+    COMPILE,
     MemoryConfig,
     ParallelConfig,
     require_at_least,
@@ -33,7 +34,7 @@ from nxd_memopt.training.sharding import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULE_CHANGES = ("error", "stretch", "keep")
-COMPILE = (None, "layer")
+RECIPES = Path(__file__).parent / "recipes"
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
 
 

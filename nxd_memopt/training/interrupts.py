@@ -21,7 +21,7 @@ SECOND_AFTER_S = 2.0
 A terminal delivers it to every process of its group, and the agent that started the ranks forwards
 it to them again.
 """
-LEAVE_S = 5.0
+MAIN_THREAD_S = 5.0
 """Time that the main thread has to leave a phase in which the first signal stops the run at once."""
 
 
@@ -184,7 +184,7 @@ class Interrupts:
         while not self._is_closed:
             timeout_s = None
             if self.first is not None and not self._is_deferred:
-                timeout_s = LEAVE_S
+                timeout_s = MAIN_THREAD_S
             if not select.select([descriptor], [], [], timeout_s)[0]:
                 if not self._is_deferred:
                     self._leave_stuck()
@@ -194,7 +194,7 @@ class Interrupts:
                     self.receive(number)
 
     def _leave_stuck(self) -> None:
-        """End the process, whose main thread has not left for ``LEAVE_S`` seconds."""
+        """End the process, whose main thread has not left for ``MAIN_THREAD_S`` seconds."""
         if self.first is not None and not self._is_closed:
             self._say(Interrupted(self.first, self.message).line())
             self._leave(exit_status(self.first))

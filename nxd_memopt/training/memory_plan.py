@@ -16,7 +16,15 @@ from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.architectures import sizes
 from nxd_memopt.planner.choice import choose_memory
-from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
+from nxd_memopt.planner.hardware import (
+    CUDA_CONTEXT_GIB,
+    GIB,
+    PAGE_LOCKING_S_PER_GIB,
+    Device,
+    device_named,
+    gpu_named,
+    host_device,
+)
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
 from nxd_memopt.planner.plan import Plan, evaluate
@@ -29,7 +37,6 @@ from nxd_memopt.training.moe_options import resolve_options
 from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
-PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:
 recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner_accuracy.md), and one

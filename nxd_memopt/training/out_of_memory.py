@@ -10,8 +10,7 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
-
-GIB = 2**30
+from nxd_memopt.planner.hardware import GIB
 
 
 @contextlib.contextmanager

@@ -22,14 +22,13 @@ from nxd_memopt.planner.model_configs import (
     with_experts,
 )
 from nxd_memopt.planner.problem import Setting
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config import RECIPES, TrainConfig
 from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions, completed_options
 from nxd_memopt.training.precision import resolve_precision
 
 STATIC_BLOCK = 128
 """Rows of a block of an expert that are planned for Trainium where no static form is given."""
-RECIPES = Path(__file__).parent / "recipes"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nxd_memopt.files import write_text
+from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.training.boards import Boards
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load
 from nxd_memopt.training.run_record import options_of, options_text, write_run_record
 
-GIB = 2**30
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"

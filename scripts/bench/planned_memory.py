@@ -48,7 +48,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.hardware import GIB, Device, device_named
+from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, Device, device_named
 from nxd_memopt.planner.plan import Plan, evaluate
 from nxd_memopt.planner.problem import Problem
 from nxd_memopt.profiling.calibration import launch_seconds
@@ -68,7 +68,6 @@ from scripts.bench.record import append, environment, last_commit
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_memory.csv"
 SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, and freeing it
-PAGE_LOCKING_S_PER_GIB = 0.5
 LEFT_BYTES = 48 << 20
 """Most that the cells before may leave allocated, which counts as this cell's: the bound of ``allocated_error``."""
 TIMED_S = 3.0

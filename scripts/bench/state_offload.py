@@ -43,6 +43,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
+from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.profiling.calibration import host_copies_per_s
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
@@ -53,7 +54,6 @@ from scripts.bench.record import append, environment
 from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
-GIB = 2**30
 
 
 def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:

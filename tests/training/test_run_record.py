@@ -16,9 +16,9 @@ from transformers import LlamaConfig, MixtralConfig
 from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.backends import backend
 from nxd_memopt.training import utilization
-from nxd_memopt.training.arguments import RECIPES, parse_config
+from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.boards import WANDB_ID, Boards, require_boards
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config import RECIPES, TrainConfig
 from nxd_memopt.training.run_record import environment, write_run_record
 from nxd_memopt.training.utilization import utilization_per_token
 

@@ -9,8 +9,7 @@ from typing import Any
 from nxd_memopt.backends import backend
 from nxd_memopt.certify.measure.baseline import without_recompute
 from nxd_memopt.certify.measure.measurement import Measurement
-
-_GIB = 2**30
+from nxd_memopt.planner.hardware import GIB
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Survival:
 
     def figures(self) -> str:
         """Return matmuls and saved bytes of both variants as text."""
-        recompute_gib = self.recompute.held_bytes / _GIB
-        baseline_gib = self.baseline.held_bytes / _GIB
+        recompute_gib = self.recompute.held_bytes / GIB
+        baseline_gib = self.baseline.held_bytes / GIB
         return (
             f"with recomputation {self.recompute.matmuls} matmuls and {recompute_gib:.4f} GiB held "
             f"for backward, without {self.baseline.matmuls} and {baseline_gib:.4f} GiB, "
