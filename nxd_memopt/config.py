@@ -176,8 +176,8 @@ class MemoryConfig:
             ``recompute_num_layers``; ``"block"`` recomputes only the first
             ``recompute_num_layers`` layers; ``"nested"`` keeps one input per chunk as ``uniform``
             does, and in backward recomputes the chunk's other inputs first and then layer by layer:
-            the activations of one layer at a time, for one more forward of all layers of a chunk
-            but the last. ``None`` recomputes each layer separately. For ``"selective"``: ``"block"``
+            the activations of one layer at a time, at the cost of a second recomputation of every layer
+            of a chunk except the last. ``None`` recomputes each layer separately. For ``"selective"``: ``"block"``
             recomputes the named submodules of the model's first ``recompute_num_layers`` layers
             only, ``None`` those of all layers.
         recompute_num_layers: layers per chunk (``uniform``, ``nested``) or recomputed layers

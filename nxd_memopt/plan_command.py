@@ -20,7 +20,7 @@ from nxd_memopt.planner.plan import Plan, plans, remedies, smallest
 from nxd_memopt.planner.problem import PRECISIONS, Problem, attention_notes, require_memory, require_size
 from nxd_memopt.planner.states import STAGES
 from nxd_memopt.planner.step_time import rates_of
-from nxd_memopt.training.plan_source import Source, planned_moe, read_source
+from nxd_memopt.training.plan_source import ModelSource, planned_moe, read_source
 from nxd_memopt.training.planned_yaml import configuration, require_trainable, write_yaml
 
 _OF_A_YAML = """Of a YAML, what the search chooses replaces the YAML's options: the micro-batch, the ZeRO stage,
@@ -166,7 +166,7 @@ def _require_directory(option: str, file: Path) -> None:
         raise ValueError(f"{option} {file}: {file.absolute().parent} is no directory: create it, or name another file")
 
 
-def _problem(options: argparse.Namespace, source: Source) -> Problem:
+def _problem(options: argparse.Namespace, source: ModelSource) -> Problem:
     """Return what is asked: the command's options before those of a configuration file."""
     device = device_named(options.device)
     config = source.model_config()
@@ -197,7 +197,7 @@ def _problem(options: argparse.Namespace, source: Source) -> Problem:
     )
 
 
-def _fixed(options: argparse.Namespace, source: Source) -> FixedOptions:
+def _fixed(options: argparse.Namespace, source: ModelSource) -> FixedOptions:
     """Return the options that the search keeps: the command's before those of a configuration file."""
     size = options.expert_model_parallel_size
     if size is None:

@@ -40,7 +40,7 @@ from nxd_memopt.checkpoint.logical import (
 from nxd_memopt.checkpoint.markers import Heartbeat, rank_file, report_failure, wait_for_ranks
 from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.plain import encode, require_plain
-from nxd_memopt.checkpoint.snapshot import Source
+from nxd_memopt.checkpoint.snapshot import SnapshotSource
 from nxd_memopt.checkpoint.steps import incomplete_directory, prune, step_directory
 from nxd_memopt.checkpoint.stream import (
     DTYPES,
@@ -108,7 +108,7 @@ class RankSave:
         """Bytes of the tensors that this rank writes."""
         return sum(source.entry.size_bytes for source in self.sources)
 
-    def _tensor_sources(self, state: TrainingState) -> list[Source]:
+    def _tensor_sources(self, state: TrainingState) -> list[SnapshotSource]:
         """Return the sources of this rank's boxes and record the boxes in the fragment."""
         logicals = list(model_tensors(state.model))
         if state.optimizer is not None:
@@ -130,16 +130,16 @@ class RankSave:
                 boxes.append(box)
                 self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
-                sources.append(Source(entry, logical.stored, part, logical.is_updated_by_optimizer))
+                sources.append(SnapshotSource(entry, logical.stored, part, logical.is_updated_by_optimizer))
             self._fragment["tensors"][logical.name] = _tensor(logical, boxes)
         return sources
 
-    def _plain_sources(self, state: TrainingState) -> list[Source]:
+    def _plain_sources(self, state: TrainingState) -> list[SnapshotSource]:
         """Encode the nested plain values.
 
         Their tensors become sources that are copied when the save begins.
         """
-        sources: list[Source] = []
+        sources: list[SnapshotSource] = []
 
         def put(tensor: Tensor) -> str:
             key = f"plain.{self._rank}.{len(sources)}"
@@ -152,7 +152,7 @@ class RankSave:
             # One box that covers the complete tensor.
             part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
             entry = Entry(key, DTYPES[dtype], shape)
-            sources.append(Source(entry, tensor, part, is_updated_by_optimizer=False))
+            sources.append(SnapshotSource(entry, tensor, part, is_updated_by_optimizer=False))
             return key
 
         plain: dict[str, Any] = {"per_rank": dict(state.per_rank)}

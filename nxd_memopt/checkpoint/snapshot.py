@@ -38,7 +38,7 @@ _QUEUED_WINDOWS = 2
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """The content of one file entry: a part of a tensor that may be on a device.
 
     Attributes:
@@ -78,7 +78,7 @@ class HostReader:
     def __init__(self) -> None:
         self._last: tuple[Tensor, Tensor] | None = None  # a device tensor and its host copy
 
-    def flat(self, source: Source) -> Tensor:
+    def flat(self, source: SnapshotSource) -> Tensor:
         """Return the current bytes of ``source``, 1-D uint8, on the host or on a GPU."""
         if source.stored.device.type in ("cpu", "cuda"):
             return source.flat()
@@ -87,7 +87,7 @@ class HostReader:
             self._last = (source.stored, source.stored.cpu())
         return source.flat(self._last[1])
 
-    def chunks(self, source: Source) -> Iterator[Tensor]:
+    def chunks(self, source: SnapshotSource) -> Iterator[Tensor]:
         """Yield the current bytes of ``source`` on the host, in chunks of bounded size."""
         flat = self.flat(source)
         for begin in range(0, flat.numel(), CHUNK_BYTES):
@@ -107,7 +107,7 @@ class _Chunk:
         is_copied: whether the block contains the bytes, or a copy was launched.
     """
 
-    source: Source
+    source: SnapshotSource
     begin: int
     end: int
     block: int
@@ -144,7 +144,7 @@ class Snapshot:
         transfers: asynchronous copies of the device, or None if it has none.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[SnapshotSource]
     pool: HostPool
     transfers: HostTransfers | None
     _blocks: list[_Block] = field(default_factory=list)
@@ -238,7 +238,7 @@ class Snapshot:
             # Also after an error: ``before_update`` waits for this event in the training thread.
             self._copies_launched.set()
 
-    def _has_async_copies(self, source: Source) -> bool:
+    def _has_async_copies(self, source: SnapshotSource) -> bool:
         """Return whether the tensor of ``source`` is on the device of ``transfers``."""
         if self.transfers is None:
             return False

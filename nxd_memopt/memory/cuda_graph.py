@@ -146,7 +146,7 @@ class GraphedLoss:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
         if self._addresses and self._addresses != [p.data_ptr() for p in self._all_parameters]:
             raise ValueError(
-                "parameters moved in memory, and the recordings read where they were: "
+                "parameters moved in memory, and the captured graphs still use the old addresses: "
                 "copy into them instead, or make another GraphedLoss"
             )
         # Grad mode and autocast are host state, which a replay does not see: the graph would
@@ -154,7 +154,7 @@ class GraphedLoss:
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off: call loss_of itself under no_grad or inference_mode")
         if torch.is_autocast_enabled(backend.device.type):
-            raise ValueError("autocast around a call would not reach its recording: put it inside loss_of")
+            raise ValueError("autocast around a call is not captured by the graph: put it inside loss_of")
 
     def _run_eagerly(self, state: _ShapeState, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run one warm-up call and record which parameters receive gradients."""

@@ -37,7 +37,7 @@ class _Unit:
     Attributes:
         is_on_device: whether the storages have device memory with the weights, perhaps once
             ``arrived`` is done.
-        is_truth: whether the device memory may be newer than the host's. It then goes to the host
+        device_is_newer: whether the device memory may be newer than the host's. It then goes to the host
             before it is freed.
         leaving: the copy to the host that must end before the device memory is freed.
     """
@@ -50,7 +50,7 @@ class _Unit:
         self.storages = list(distinct.values())
         self._host: list[Tensor] = []
         self.is_on_device = True
-        self.is_truth = True
+        self.device_is_newer = True
         self.leaving: Transfer | None = None
         self._arrived: Transfer | None = None
 
@@ -92,7 +92,7 @@ class _Unit:
         pairs = list(zip(map(_bytes_of, self.storages), self._host, strict=True))
         self._arrived = self._transfers.copy_in(pairs, self._transfers.mark())
         self.is_on_device = True
-        self.is_truth = False
+        self.device_is_newer = False
 
     def wait(self) -> None:
         """Make the device's subsequent work wait until the weights have arrived."""
@@ -107,7 +107,7 @@ class _Unit:
         # Also a copy that nobody used has to end before its target is freed.
         self.wait()
         self.is_on_device = False
-        if not self.is_truth:
+        if not self.device_is_newer:
             self._release()
             return
         pairs = list(zip(self._host, map(_bytes_of, self.storages), strict=True))
@@ -202,7 +202,7 @@ class WeightOffload:
         self._use(index, index + 1)
         output = forward(hidden, *context)
         unit.evict()
-        # After the last unit nothing is left on the device that a write would reach in vain.
+        # After the last unit no copy on the device is left: a write to one would be lost.
         is_last = index == len(self._units) - 1
         if is_last:
             self._free_all()
@@ -225,7 +225,7 @@ class WeightOffload:
         for unit in self._units:
             unit.fetch()
             # The caller may write to them.
-            unit.is_truth = True
+            unit.device_is_newer = True
         for unit in self._units:
             unit.wait()
 
@@ -261,7 +261,7 @@ class WeightOffload:
                 unit.evict()
         self._use(index, index - 1)
         if index < len(self._units):
-            self._units[index].is_truth = True
+            self._units[index].device_is_newer = True
 
     def _end_backward(self) -> None:
         self._is_in_backward = False

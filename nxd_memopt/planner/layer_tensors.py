@@ -143,12 +143,14 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
     if sizes.moe is not None and memory.cpu_offloading_weights:
-        raise ValueError("cpu_offloading_weights True has no units of experts: leave it out")
+        raise ValueError("cpu_offloading_weights True does not support layers with experts: leave it out")
     if sizes.moe is not None and memory.mlp_tile_tokens is not None:
-        raise ValueError(f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of experts: leave it out")
+        raise ValueError(
+            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} does not support layers with experts: leave it out"
+        )
     if sizes.moe is not None and memory.attention_head_groups is not None:
         raise ValueError(
-            f"attention_head_groups {memory.attention_head_groups!r} has no groups in layers with experts: leave it out"
+            f"attention_head_groups {memory.attention_head_groups!r} does not support layers with experts: leave it out"
         )
     if memory.attention_head_groups == "auto":
         raise ValueError(

@@ -61,7 +61,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """Documents of one origin, before they are split.
 
     Args:
@@ -94,8 +94,8 @@ def open_documents(config: DataConfig) -> Documents:
     train, held_out = split_documents(digests, config.held_out_every, can_cut=not config.has_conversations)
     if not train:
         raise ValueError(
-            f"dataset {config.dataset!r} has one conversation, {len(digests)} times, and one has to be held out: add "
-            "other ones"
+            f"dataset {config.dataset!r} contains {len(digests)} copies of one conversation, and the held-out "
+            "set needs a different one: add others"
         )
     # The text of each document, and nothing else: moved or copied data is the same data.
     facts = [str(config.held_out_every), *digests]
@@ -164,7 +164,7 @@ def _is_held_out(digest: str, held_out_every: int) -> bool:
     return held_out_every > 0 and int(digest[:16], 16) % held_out_every == 0
 
 
-def _open_stdlib() -> Source:
+def _open_stdlib() -> DocumentSource:
     """Return Python's standard library, one document per module."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Sorted: the order of a directory's entries differs between file systems, and indices and the
@@ -174,10 +174,10 @@ def _open_stdlib() -> Source:
     def read(index: int) -> str:
         return files[index].read_text(encoding="utf-8", errors="replace")
 
-    return Source(read, len(files))
+    return DocumentSource(read, len(files))
 
 
-def _open_dataset(config: DataConfig) -> Source:
+def _open_dataset(config: DataConfig) -> DocumentSource:
     """Return a dataset, one document per row, or text files, one document per file."""
     files = local_files(config.dataset)
     require_one_split(config, files)
@@ -202,7 +202,7 @@ def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
             )
 
 
-def _open_texts(config: DataConfig, files: list[Path]) -> Source:
+def _open_texts(config: DataConfig, files: list[Path]) -> DocumentSource:
     """Return text files, one document per file."""
     require_rows(config, "text files")
     rows = good_rows(len(files), bad_files(files), policy=config.on_bad_rows, dataset=config.dataset)
@@ -210,10 +210,10 @@ def _open_texts(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return files[rows[index]].read_text(encoding="utf-8")
 
-    return Source(read, len(rows))
+    return DocumentSource(read, len(rows))
 
 
-def _open_lines(config: DataConfig, files: list[Path]) -> Source:
+def _open_lines(config: DataConfig, files: list[Path]) -> DocumentSource:
     """Return files with one JSON object per line, one document per line."""
     files = [path for path in files if not is_blank(path)]
     if not files:
@@ -239,10 +239,10 @@ def _open_lines(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return dataset[int(rows[index])]["text"]
 
-    return Source(read, len(rows))
+    return DocumentSource(read, len(rows))
 
 
-def _open_table(config: DataConfig, files: list[Path]) -> Source:
+def _open_table(config: DataConfig, files: list[Path]) -> DocumentSource:
     """Return a dataset with columns, one document per row.
 
     Args:
@@ -276,10 +276,10 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return dataset[int(rows[index])][column]
 
-    return Source(read, len(rows))
+    return DocumentSource(read, len(rows))
 
 
-def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> Source:
+def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> DocumentSource:
     """Return a dataset with a conversation in each row."""
     reader = row_reader(config)
     columns = [*reader.columns, *reader.optional_columns]
@@ -297,7 +297,7 @@ def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> 
     def read(index: int) -> str:
         return str(table_row(chosen[int(rows[index])], reader, "")["text"])
 
-    return Source(read, len(rows))
+    return DocumentSource(read, len(rows))
 
 
 def _with_rows(name: str, files: list[Path]) -> list[Path]:

@@ -77,14 +77,14 @@ class MasterWeightOptimizer:
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(self.parameters)
-        self._zero1 = self._optimizer_of_stage(config, shard_ranks, pool)
+        self._sharded = self._optimizer_of_stage(config, shard_ranks, pool)
         # Without shards and masters the inner AdamW updates the parameters themselves.
         self._in_backward: OptimizerInBackward | None = None
         if config.in_backward:
-            self._in_backward = OptimizerInBackward(self._zero1.base_optimizer, computes_norm=True)
+            self._in_backward = OptimizerInBackward(self._sharded.base_optimizer, computes_norm=True)
         self._options = [
             {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
-            for group in self._zero1.param_groups
+            for group in self._sharded.param_groups
         ]
 
     def _optimizer_of_stage(
@@ -141,7 +141,7 @@ class MasterWeightOptimizer:
 
         The learning rate is set by every step.
         """
-        for group, options in zip(self._zero1.param_groups, self._options, strict=True):
+        for group, options in zip(self._sharded.param_groups, self._options, strict=True):
             group.update(options)
 
     def begin_step(self, lr: float) -> None:
@@ -149,7 +149,7 @@ class MasterWeightOptimizer:
         if self._in_backward is None:
             return
         self._set_learning_rate(lr)
-        self._zero1.copy_options()
+        self._sharded.copy_options()
 
     def last_backward(self) -> AbstractContextManager[None]:
         """Return the context of a step's last backward, which overlaps with gradient reduction.
@@ -173,7 +173,7 @@ class MasterWeightOptimizer:
         # overlap the gradients have been reduced during backward.
         if self._stage == "none" and self._overlapped is None:
             grads.bucket_allreduce_gradients(self.parameters)
-        return self._zero1.reduce_gradients()
+        return self._sharded.reduce_gradients()
 
     def step(self, lr: float) -> None:
         """Update the parameters with learning rate ``lr``; call after ``reduce_gradients``.
@@ -186,12 +186,12 @@ class MasterWeightOptimizer:
             self._in_backward.step()
             return
         self._set_learning_rate(lr)
-        self._zero1.update_parameters()
+        self._sharded.update_parameters()
         if self.loss_scaler is not None and self.loss_scaler.skipped_last:
             self._require_finite_weights(self.loss_scaler)
 
     def _set_learning_rate(self, lr: float) -> None:
-        for options, group in zip(self._zero1.param_groups, self._groups, strict=True):
+        for options, group in zip(self._sharded.param_groups, self._groups, strict=True):
             options["lr"] = lr * group.lr_multiplier
 
     def _require_finite_weights(self, scaler: LossScaler) -> None:
@@ -229,29 +229,29 @@ class MasterWeightOptimizer:
 
     def pace_backward(self, layers: Sequence[nn.Module]) -> None:
         """Let states in host memory arrive during the backward of ``layers``; no-op without such states."""
-        if isinstance(self._zero1, OffloadedZero1Optimizer):
-            self._zero1.pace_backward(layers)
+        if isinstance(self._sharded, OffloadedZero1Optimizer):
+            self._sharded.pace_backward(layers)
 
     def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
         """Leave the updates of offloaded states to the next forward of each of ``layers``."""
-        assert isinstance(self._zero1, OffloadedZero1Optimizer)
-        self._zero1.update_in_forward(layers)
+        assert isinstance(self._sharded, OffloadedZero1Optimizer)
+        self._sharded.update_in_forward(layers)
 
     def finish_update(self) -> None:
         """Complete a step whose updates were left to the next forward.
 
         Call it before parameters are read outside of a forward.
         """
-        self._zero1.finish_update()
+        self._sharded.finish_update()
 
     def zero_grad(self) -> None:
         """Release the gradients of all parameters."""
-        self._zero1.zero_grad()
+        self._sharded.zero_grad()
 
     @property
     def inner(self) -> NeuronZero1Optimizer:
         """The stage's optimizer with the master weights and optimizer states, for checkpoints."""
-        return self._zero1
+        return self._sharded
 
 
 def offload_fraction(config: OptimizerConfig) -> float:

@@ -32,7 +32,7 @@ STATIC_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model, and the run of a YAML if one is named.
 
     Args:
@@ -73,7 +73,7 @@ class Source:
         return config
 
 
-def read_source(name: str) -> Source:
+def read_source(name: str) -> ModelSource:
     """Return the model, or the run.
 
     Args:
@@ -93,7 +93,7 @@ def read_source(name: str) -> Source:
         # A name of the Hugging Face Hub, or a file that is not there.
         if len(path.parts) > 1 or path.suffix:
             raise ValueError(
-                f"--model {name} is no file and no directory here: of a model of the Hugging Face Hub the config.json "
+                f"--model {name} does not exist: of a model of the Hugging Face Hub the config.json "
                 "is enough: hf download ORGANIZATION/MODEL config.json --local-dir DIRECTORY, then --model DIRECTORY"
             )
         names = (*NAMED_CONFIGS, *sorted(file.stem for file in RECIPES.glob("*.yaml")))
@@ -103,10 +103,10 @@ def read_source(name: str) -> Source:
     # A directory may have weights and tokenizer too, which the training program then uses.
     if path.is_dir():
         section = {"pretrained": str(path.resolve())}
-    return Source({"model": {"config_overrides": config}}, {"model": section})
+    return ModelSource({"model": {"config_overrides": config}}, {"model": section})
 
 
-def _run(path: Path, stated: Collection[str]) -> Source:
+def _run(path: Path, stated: Collection[str]) -> ModelSource:
     """Return the run of a YAML, of whose ``parallel`` section the options ``stated`` are fixed."""
     # Here and not above: only a YAML needs the packages that read command lines and YAML.
     from nxd_memopt.training.arguments import read_yaml
@@ -122,7 +122,7 @@ def _run(path: Path, stated: Collection[str]) -> Source:
     precision, _, _ = resolve_precision(config.trainer.precision, model.dtype, optimizer.master_weights)
     options = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe", "lora")}
     parallel = config.parallel
-    return Source(
+    return ModelSource(
         options | {"trainer": {"precision": precision}},
         {section.name: given_options(getattr(config, section.name)) for section in dataclasses.fields(config)},
         _fixed_options(config, stated),
@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def planned_moe(source: Source, config: Mapping[str, Any], device: Device) -> MoEConfig | None:
+def planned_moe(source: ModelSource, config: Mapping[str, Any], device: Device) -> MoEConfig | None:
     """Return the options of the layers with experts; None for a dense model.
 
     Args:

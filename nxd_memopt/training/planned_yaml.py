@@ -12,7 +12,7 @@ from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Plan, shards_sequences
 from nxd_memopt.planner.problem import Problem, Setting
 from nxd_memopt.training.config import MemoryConfig, OptimizerConfig
-from nxd_memopt.training.plan_source import Source, given_options
+from nxd_memopt.training.plan_source import ModelSource, given_options
 
 _CHOSEN = {
     # The precision has a name of its own, which says what these two do.
@@ -69,7 +69,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     return notes
 
 
-def configuration(problem: Problem, setting: Setting, source: Source) -> dict[str, Any]:
+def configuration(problem: Problem, setting: Setting, source: ModelSource) -> dict[str, Any]:
     """Return the sections of a configuration of the training program.
 
     Args:
@@ -162,7 +162,7 @@ def _offload(setting: Setting) -> dict[str, Any]:
     return optimizer
 
 
-def _moe(problem: Problem, source: Source) -> dict[str, Any]:
+def _moe(problem: Problem, source: ModelSource) -> dict[str, Any]:
     """Return the ``moe`` section to write: what is given, and the static form that was planned for Trainium."""
     moe = problem.moe
     if moe is not None and moe.moe_expert_block_size is not None:

@@ -16,8 +16,8 @@ Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``w
 steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
 from the device in the step with the smallest limit with which it runs (``limited_steps``), and
 ``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory.
-Offloaded activations stay on the device while memory is left, so that such a step has no ``allocated``. Of
-several ranks each figure is that of the rank that has most. Errors are planned / measured - 1, so that a
+Offloaded activations stay on the device while memory is left, so that such a step has no ``allocated``. With
+several ranks, figures are the maximum over the ranks. Errors are planned / measured - 1, so that a
 negative one promises too little memory. The time of a step that waits for the host's launches
 (``waiting_part``, by plan) has a column of its own: it depends on the host's processor and load, and differs
 by 20 to 30 % between runs, of which the plan knows what a launch takes when the cell begins. ``formulas`` is

@@ -118,7 +118,7 @@ def test_a_tensor_of_many_boxes_is_copied_to_the_host_once(in_background):
     tensors = [Counted(each) for each in values]
     parts = [Part((16 * i,), (16,), 16 * i, (16,), 0, 0, (0,)) for i in range(4)]
     sources = [
-        snapshot.Source(Entry(f"{i} {part.start}", torch.float32, (16,)), tensor, part)
+        snapshot.SnapshotSource(Entry(f"{i} {part.start}", torch.float32, (16,)), tensor, part)
         for i, tensor in enumerate(tensors)
         for part in parts
     ]
