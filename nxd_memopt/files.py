@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written under another name, then renamed."""
+"""Files that are complete or absent, written under another name and renamed, and names that are free."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in UTF-8; the file is complete or as it was before."""
     with complete_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def require_new(option: str, path: Path) -> None:
+    """Raise ``ValueError`` if the file or directory that ``option`` names exists."""
+    if path.exists():
+        raise ValueError(f"{option} {path} exists already: choose another name, or remove it")

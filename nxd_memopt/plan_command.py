@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt._optional import require_installed
+from nxd_memopt.files import require_new
 from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.fixed_options import FixedOptions
 from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
@@ -154,8 +155,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _require_new_file(option: str, file: Path) -> None:
     """Raise ``ValueError`` if ``file`` exists, or its directory does not."""
     _require_directory(option, file)
-    if file.exists():
-        raise ValueError(f"{option} {file} exists already: name another file, or remove it")
+    require_new(option, file)
 
 
 def _require_directory(option: str, file: Path) -> None:

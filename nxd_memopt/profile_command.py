@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt._optional import require_installed
+from nxd_memopt.files import require_new
 from nxd_memopt.training.distributed import PROFILE_VARIABLE
 
 USAGE = """nxd-memopt profile [options] -- COMMAND ...
@@ -119,7 +120,7 @@ def _race(options: argparse.Namespace, output: Path) -> int:
     from nxd_memopt.backends import backend
     from nxd_memopt.profiling.loss_race import Sizes, race_losses, write_race
 
-    _require_absent(output)
+    require_new("--output", output)
     # LLaMA-3-8B's head at its context length; on a CPU what takes seconds.
     defaults = (512, 8000, 256, "float32") if backend.name == "cpu" else (8192, 128256, 4096, "bfloat16")
     asked = (options.seq_length, options.vocabulary, options.hidden, options.dtype)
@@ -129,11 +130,6 @@ def _race(options: argparse.Namespace, output: Path) -> int:
     print("\n".join(write_race(output, result)))
     print(f"\nwrote {output / 'race.html'}, race.json and a plot of memory")
     return 0
-
-
-def _require_absent(output: Path) -> None:
-    if output.exists():
-        raise ValueError(f"--output {output} exists already: name another directory, or remove it")
 
 
 def _training_command(options: argparse.Namespace, rest: Sequence[str], output: Path) -> list[str]:
@@ -153,7 +149,7 @@ def _profile(options: argparse.Namespace, command: Sequence[str], output: Path) 
     from nxd_memopt.profiling import ProfileRequest
     from nxd_memopt.profiling.report import write_report
 
-    _require_absent(output)
+    require_new("--output", output)
     is_own = options.config is not None or options.recipe is not None
     request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=is_own)
     environment = os.environ | {PROFILE_VARIABLE: request.to_json()}
@@ -162,7 +158,8 @@ def _profile(options: argparse.Namespace, command: Sequence[str], output: Path) 
     except FileNotFoundError as error:
         raise ValueError(f"-- {command[0]} is not a program: write -- PROGRAM ARGUMENTS") from error
     if status:
-        print(f"nxd-memopt profile: the command has ended with status {status}", file=sys.stderr)
+        remains = f"; remove {output}, which has what it wrote, before the next attempt" if output.exists() else ""
+        print(f"nxd-memopt profile: the command has ended with status {status}{remains}", file=sys.stderr)
         return status if status > 0 else 128 - status
     if not (output / "rank0.json").is_file():
         raise ValueError(

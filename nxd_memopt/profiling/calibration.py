@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import HostTransfers, backend
-from nxd_memopt.files import write_text
+from nxd_memopt.files import require_new, write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
 
@@ -78,8 +78,7 @@ def write_device(path: Path, device: Device, found: dict[str, Any]) -> None:
     Raises:
         ValueError: the file exists.
     """
-    if path.exists():
-        raise ValueError(f"--calibrate {path} exists already: name another file, or remove it")
+    require_new("--calibrate", path)
     write_text(path, json.dumps(dataclasses.asdict(device) | {"measurements": found}, indent=1))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.files import write_text
+from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Plan, shards_sequences
 from nxd_memopt.planner.problem import Problem, Setting
@@ -47,8 +47,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     """
     import yaml
 
-    if path.exists():
-        raise ValueError(f"--write {path} exists already: name another file, or remove it")
+    require_new("--write", path)
     lines = [
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
