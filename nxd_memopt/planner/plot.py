@@ -32,7 +32,9 @@ def draw_plans(plans: Sequence[Plan], title: str, path: Path) -> None:
         if any(values):
             axes.barh(labels, values, left=left, label=name)
             left = [start + value for start, value in zip(left, values, strict=True)]
-    axes.axvline(plans[0].usable_bytes / GIB, color="black", linestyle=":", label="tensors can use")
+    # Of each setting, because communicators and the allocator's holes take different parts of the memory.
+    limits = [plan.usable_bytes / GIB for plan in plans]
+    axes.scatter(limits, labels, marker="|", color="black", s=120, label="tensors can use")
     axes.invert_yaxis()
     axes.set_xlabel("GiB on each device, at the peak of a step")
     axes.set_title(title)

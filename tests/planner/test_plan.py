@@ -436,30 +436,31 @@ def test_recorded_peaks():
 
 
 def bars_of(monkeypatch, path, arguments):
-    """The widths of the bars of a plot, by the label of the term, and the place of the line."""
+    """The widths of the bars of a plot, by the label of the term, and the limits of the settings."""
     from matplotlib.axes import Axes
 
-    bars, lines = {}, []
-    barh, axvline = Axes.barh, Axes.axvline
+    bars, limits = {}, []
+    barh, scatter = Axes.barh, Axes.scatter
     monkeypatch.setattr(
         Axes, "barh", lambda self, y, width, **more: bars.update({more["label"]: width}) or barh(self, y, width, **more)
     )
-    monkeypatch.setattr(Axes, "axvline", lambda self, x, **more: lines.append(x) or axvline(self, x, **more))
+    monkeypatch.setattr(Axes, "scatter", lambda self, x, y, **more: limits.extend(x) or scatter(self, x, y, **more))
     code = plan_command.main([*arguments.split(), "--json", "--plot", str(path)])
-    return code, bars, lines
+    return code, bars, limits
 
 
 def test_the_plot_has_the_memory_of_the_shown_settings(tmp_path, monkeypatch, capsys):
     path = tmp_path / "plot.png"
-    arguments = "--model llama-3-8b --device h200 --devices 2 --seq-length 8192 --show 4"
-    code, bars, lines = bars_of(monkeypatch, path, arguments)
+    arguments = "--model llama-3-8b --device h200 --devices 4 --seq-length 8192 --show 40"
+    code, bars, limits = bars_of(monkeypatch, path, arguments)
     document = json.loads(capsys.readouterr().out)
     assert code == 0 and path.read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
-    assert lines == [document["usable_bytes"] / GIB]
+    assert limits == [plan["usable_bytes"] / GIB for plan in document["plans"]]
+    assert len(set(limits)) > 1  # two communicators need more memory than one
     for index, plan in enumerate(document["plans"]):
         drawn = {name: widths[index] * GIB for name, widths in bars.items() if widths[index]}
         assert drawn == pytest.approx({name: size for name, size in plan["device_bytes"].items() if size})
-    # Where nothing fits, the smallest setting and the line that it crosses.
-    code, bars, lines = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")
-    assert code == 1 and sum(widths[0] for widths in bars.values()) > lines[0]
+    # Where nothing fits, the smallest setting and the limit that it exceeds.
+    code, bars, limits = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")
+    assert code == 1 and sum(widths[0] for widths in bars.values()) > limits[0]
     assert_says(error_message(lambda: plan_command.main([*arguments.split(), "--plot", "a.pdf"])), "a.pdf", ".png")
