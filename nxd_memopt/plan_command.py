@@ -211,8 +211,11 @@ def _print(
     """Print the settings as a table, or the smallest one and what to change if there is none."""
     device = problem.device
     batch = problem.global_batch_size or "one sequence per data-parallel rank"
+    # A calibrated device has as many ranks on a host as were measured.
+    hosts = -(-problem.devices // device.ranks_per_host)
+    shown = f" on {hosts} hosts of {device.ranks_per_host}" if hosts > 1 else ""
     print(
-        f"{options.model} on {problem.devices} x {device.name}, {problem.sequence_length:,} tokens, "
+        f"{options.model} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {best.usable_bytes / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )

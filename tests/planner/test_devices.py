@@ -80,6 +80,21 @@ def test_what_is_outside_of_the_allocator_is_left_free():
     assert 0 <= left / 2**20 - 1601 < 64
 
 
+def test_devices_beyond_those_of_a_host_are_shown_as_hosts(tmp_path, capsys):
+    """Also where fewer ranks of a host were calibrated than it has."""
+    file = tmp_path / "device.json"
+    calibrated = dataclasses.replace(device_named("h200"), ranks_per_host=2, measured=True)
+    file.write_text(json.dumps(dataclasses.asdict(calibrated)), encoding="utf-8")
+    for device, devices, shown in (
+        ("h200", 8, "on 8 x h200, "),
+        ("h200", 16, "h200 on 2 hosts of 8, "),
+        (file, 6, "h200 on 3 hosts of 2, "),
+    ):
+        arguments = ["--model", "llama-3.2-1b", "--device", str(device), "--devices", str(devices)]
+        assert plan_command.main([*arguments, "--seq-length", "4096", "--show", "1"]) == 0
+        assert shown in capsys.readouterr().out
+
+
 def test_a_calibrated_device_is_not_called_uncalibrated(tmp_path, capsys):
     """A CPU whose rates one process has measured."""
     file = tmp_path / "cpu.json"
