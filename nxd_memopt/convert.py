@@ -6,11 +6,14 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 # Only tyro reads the annotations below that name it, so the class can be imported without tyro.
 with suppress(ImportError):
     import tyro
+
+if TYPE_CHECKING:
+    import torch
 
 Format = Literal["hf", "nxd"]
 
@@ -163,7 +166,7 @@ class Convert:
                 )
         # The model is built on the meta device, without memory; loading creates its weights. Names
         # and shapes are checked on the way, which copying the files would not do.
-        model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
+        model = model_class(config.model_type)(config, dtype=self._stored_dtype(cast(Any, config.dtype)), device="meta")
         if self.num_moe_experts is None:
             load_pretrained(model, self.source)
         else:
@@ -175,6 +178,20 @@ class Convert:
                 max_shard_size_bytes=self._max_shard_size_bytes,
                 companions=companions,
             )
+
+    def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
+        """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""
+        from nxd_memopt.checkpoint.files import find_gguf, floating_dtype, open_weights
+
+        source = Path(self.source)
+        if not source.is_dir() or find_gguf(source) is not None:
+            return configured
+        with open_weights(source) as sources:
+            stored = floating_dtype(sources)
+        if stored is None or stored == configured:
+            return configured
+        print(f"the weights are {stored}, and config.json says {configured}: they are written as {stored}")
+        return stored
 
     def _from_nxd(self) -> None:
         """Convert neuronx-distributed's rank files to a Hugging Face directory."""

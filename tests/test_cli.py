@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -61,6 +62,25 @@ def test_convert_writes_what_transformers_loads(monkeypatch, tmp_path):
     converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (name, expected), actual in zip(source.named_parameters(), converted.parameters(), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected), name
+
+
+@pytest.mark.parametrize(("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_convert_keeps_the_dtype_of_the_weights(stored, configured, monkeypatch, capsys, tmp_path):
+    """Another dtype of config.json would round them, or make 1e5 infinite."""
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    source = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    with torch.no_grad():
+        source.lm_head.weight[0, :2] = torch.tensor([1e5, 1e-9])
+    source.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"dtype": configured}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "out") == 0
+    assert f"the weights are torch.{stored}, and config.json says" in capsys.readouterr().out
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (name, expected), actual in zip(source.named_parameters(), converted.parameters(), strict=True):
+        assert torch.equal(actual, expected) and actual.dtype == expected.dtype, name
 
 
 def test_user_errors_are_one_line_and_status_2(monkeypatch, capsys, tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -79,6 +81,20 @@ def open_weights(directory: Path) -> Iterator[Sources]:
             yield _open_indexed(found, stack)
         else:
             yield _open_file(found, stack)
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point dtypes of weights by safetensors' names."""
+
+
+def floating_dtype(sources: Sources) -> torch.dtype | None:
+    """Return the dtype that has every value of the floating-point tensors exactly; None without such tensors."""
+    found: set[torch.dtype] = set()
+    for source in sources.values():
+        dtype = source.dtype if isinstance(source, Tensor) else _DTYPES.get(cast(Any, source).get_dtype())
+        if dtype is not None and dtype in _DTYPES.values():
+            found.add(dtype)
+    return functools.reduce(torch.promote_types, found) if found else None
 
 
 def _open_indexed(index: Path, stack: ExitStack) -> Sources:

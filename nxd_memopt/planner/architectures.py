@@ -112,14 +112,16 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
 
     Raises:
-        ValueError: ``layer_types`` is of another number of layers, or leaves layers without the window in a
-            model that transformers gives it in every layer.
+        ValueError: the window is below 1, or ``layer_types`` is of another number of layers, or leaves layers
+            without the window in a model that transformers gives it in every layer.
     """
     depth = option(config, "num_hidden_layers")
     window = option(config, "sliding_window")
     # Qwen's configs store a window that use_sliding_window turns off.
     if window is None or option(config, "use_sliding_window") is False:
         return (None,) * depth
+    if window < 1:
+        raise ValueError(f"sliding_window {window} must be at least 1: leave it out for attention to all tokens")
     kinds = option(config, "layer_types")
     if kinds is None:
         kinds = _kinds_of_attention(config, depth)

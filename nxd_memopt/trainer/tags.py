@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import flush_to_disk, remove_directory
+from nxd_memopt.checkpoint.directories import flush_to_disk, incomplete_path, remove_directory
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.pickled import BEGUN, DONE, MANIFEST
 from nxd_memopt.parallel_layers import parallel_state
@@ -59,8 +59,13 @@ def begin_writing(incomplete: Path) -> None:
         if _has_ended(path):
             remove_directory(path)
     incomplete.mkdir(parents=True)
-    (incomplete / _WRITER).write_text(json.dumps([*_process_ids(), os.getpid()]), encoding="utf-8")
+    _write_writer(incomplete)
     (incomplete / BEGUN).write_text("1")
+
+
+def _write_writer(directory: Path) -> None:
+    """Write the file that identifies this process as the one that writes or removes ``directory``."""
+    (directory / _WRITER).write_text(json.dumps([*_process_ids(), os.getpid()]), encoding="utf-8")
 
 
 def end_writing(incomplete: Path) -> None:
@@ -187,11 +192,11 @@ def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
     if num_kept_ckpts in (None, -1):
         return
     for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
-        # Without its markers the checkpoint is incomplete for both libraries, also after a kill
-        # in between.
-        (path / DONE).unlink(missing_ok=True)
-        (path / MANIFEST).unlink(missing_ok=True)
-        remove_directory(path)
+        # Under its new name the checkpoint is incomplete, and after a kill the next save removes it.
+        _write_writer(path)
+        removed = incomplete_path(path)
+        path.rename(removed)
+        remove_directory(removed)
 
 
 def find_tag(directory: Path, tag: str | None) -> Path:

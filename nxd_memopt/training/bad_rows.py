@@ -212,11 +212,11 @@ def bad_row(kind: str, description: str) -> dict[str, str | None]:
 
 
 def type_of(value: Any) -> str:
-    """Return the type of a JSON value, as JSON calls it."""
+    """Return the type of a value, as JSON calls it, or its Python name where JSON has none, as of a date."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}
-    return names[type(value)]
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def bad_lines(dataset: Any) -> Iterator[BadRow]:

@@ -8,7 +8,7 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
@@ -85,13 +85,13 @@ def _option_types() -> dict[str, Any]:
 
 
 def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Add new entries of ``model.config_overrides`` to ``base``.
+    """Set entries of ``model.config_overrides`` in ``base``.
 
-    tyro takes the keys of a mapping from the mapping's default, so it can override entries of the
-    file but not add an entry.
+    tyro takes the keys and types of a mapping from the mapping's default: it cannot add an entry, and gives
+    an entry of the file no value of another type, such as 1e6 for 10000.
 
     Returns:
-        ``base`` with the entries that only ``arguments`` name, and the remaining arguments.
+        ``base`` with the values that ``arguments`` give, and the remaining arguments.
     """
     prefix = "--model.config-overrides."
     added: dict[str, Any] = {}
@@ -99,12 +99,15 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
-        # Both forms of an option are accepted: --name=value and --name value. tyro keeps the keys
-        # that the file has (with no_ for booleans) and nested keys (with a dot).
+        # Both forms of an option are accepted: --name=value and --name value.
         name, separator, value = argument.removeprefix(prefix).partition("=")
         key = name.replace("-", "_")
-        is_known = key.removeprefix("no_") in base.model.config_overrides
-        if not argument.startswith(prefix) or is_known or "." in key:
+        known = base.model.config_overrides
+        has_value = bool(separator) or (bool(remaining) and not remaining[0].startswith("--"))
+        # Flags without a value, lists and mappings are tyro's, as are keys of mappings (with a dot).
+        is_tyros = isinstance(known.get(key), (list, tuple, Mapping)) or (not has_value and key in known)
+        is_tyros = is_tyros or (key.startswith("no_") and key.removeprefix("no_") in known) or "." in key
+        if not argument.startswith(prefix) or is_tyros:
             for_tyro.append(argument)
             continue
         if not separator:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,7 +82,8 @@ def content_at(fingerprint: str, logs: Mapping[str, TokenLog], needed: Mapping[s
     for name, rows in needed.items():
         entries = logs[name].entries
         index = bisect.bisect_left(entries, rows, key=lambda entry: entry.rows)
-        entry = entries[min(index, len(entries) - 1)]
+        # A source of a mixture may have no sequence yet.
+        entry = entries[min(index, len(entries) - 1)] if entries else Entry()
         # Also the last entry may be one without sequences, which says that the text has ended.
         ended = any(other.ended for other in _entries_at(entries, entry.rows))
         splits[name] = {"sequences": entry.rows, "sha256": entry.sha256, "ended": ended and rows > entry.rows}
@@ -102,11 +104,23 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, logs: Mapping[str, Toke
     """
     if plan.stored is None:
         return plan
+    differing: list[str] = []
     with raise_together("comparing the tokens with the checkpoint's"):
-        differs = is_rank_zero() and not _is_same(plan.stored, logs)
-    if share_texts(str(differs))[0] != str(True):
+        if is_rank_zero():
+            differing = _differing_splits(plan.stored, logs)
+    differing = json.loads(share_texts(json.dumps(differing))[0])
+    if not differing:
         return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, fingerprint)])
-    if "data.dataset" not in plan.config.trainer.allow_changes:
+    is_allowed = "data.dataset" in plan.config.trainer.allow_changes
+    if "train" not in differing:
+        if not is_allowed:
+            raise ValueError(
+                f"the held-out text has changed since {plan.stored.directory} was written: restore it, or "
+                "evaluate the other text with --trainer.allow-changes data.dataset"
+            )
+        note = "data.dataset: the held-out text differs from the checkpoint's; the training text goes on where it was"
+        return dataclasses.replace(plan, notes=[*plan.notes, note])
+    if not is_allowed:
         raise ValueError(
             f"the dataset or the tokenizer has changed since {plan.stored.directory} was written: the packed "
             f"tokens differ: restore it, or {WARM_START}, or continue at the first sequence of the other "
@@ -127,22 +141,27 @@ def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
     return [f"text or tokenizer have moved or changed: the sequences packed so far are equal ({counts})"]
 
 
-def _is_same(stored: StoredRun, logs: Mapping[str, TokenLog]) -> bool:
-    """Return whether the tokens have the sequences that the checkpoint counts, in the same order."""
-    for name, split in stored_tokens(stored)["splits"].items():
+def _differing_splits(stored: StoredRun, logs: Mapping[str, TokenLog]) -> list[str]:
+    """Return which of ``train`` and ``held_out`` lack the sequences that the checkpoint counts, in the same order."""
+    found = {
         # Another number of sources is another text.
-        if name not in logs:
-            return False
-        # Without evaluation a run has no held-out tokens.
-        if not logs[name].entries:
-            continue
-        found = _entries_at(logs[name].entries, split["sequences"])
-        if not any(entry.sha256 == split["sha256"] for entry in found):
-            return False
-        # A text that ended is repeated from its end on: it must end there again.
-        if split["ended"] and not any(entry.ended for entry in found):
-            return False
-    return True
+        "train" if name not in logs else name.partition(".")[0]
+        for name, split in stored_tokens(stored)["splits"].items()
+        if name not in logs or not _is_same(split, logs[name].entries)
+    }
+    return sorted(found)
+
+
+def _is_same(split: Mapping[str, Any], entries: list[Entry]) -> bool:
+    """Return whether a split begins with the sequences that a checkpoint has counted."""
+    # Nothing was read yet, or, without evaluation, a run has no held-out tokens.
+    if not split["sequences"] or not entries:
+        return True
+    found = _entries_at(entries, split["sequences"])
+    if not any(entry.sha256 == split["sha256"] for entry in found):
+        return False
+    # A text that ended is repeated from its end on: it must end there again.
+    return not split["ended"] or any(entry.ended for entry in found)
 
 
 def _entries_at(entries: list[Entry], rows: int) -> list[Entry]:

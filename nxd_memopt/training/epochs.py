@@ -46,7 +46,7 @@ def require_complete_epochs(plan: ResumePlan, epochs: float | None) -> None:
     steps, size = plan.config.trainer.max_steps, plan.config.data.global_batch_size
     raise ValueError(
         f"trainer.max_epochs {epochs:g} is {steps} steps of data.global_batch_size {size}, and the steps before this "
-        f"resume had another size: set trainer.max_steps {steps - plan.sequence_offset // size} instead"
+        f"resume had another size or other text: set trainer.max_steps {steps - plan.sequence_offset // size} instead"
     )
 
 

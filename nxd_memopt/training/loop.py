@@ -101,6 +101,8 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
         tokens = open_tokens(plan, vocabulary)
         try:
             plan = prepare_data(plan, tokens)
+            # Other text is read from its first sequence on.
+            require_complete_epochs(plan, epochs)
             run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
         finally:
             tokens.close()
@@ -152,7 +154,8 @@ def run_prepared(
         *plan.notes,
         *resume(training),
     ]
-    with open_reporter(config, training.step, notes, memory_plan.planned_bytes) as reporter:
+    continues = plan.stored is not None and plan.stored.directory.parent == Path(config.trainer.checkpoint_directory)
+    with open_reporter(config, training.step, notes, memory_plan.planned_bytes, continues=continues) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         evaluate_missed(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.
@@ -166,11 +169,22 @@ def run_prepared(
         finish(training, config, reporter, summary, vocabulary)
 
 
-def open_reporter(config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None) -> Reporter:
-    """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
+def open_reporter(
+    config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None, *, continues: bool
+) -> Reporter:
+    """Return the reporter of a run that has done ``first_step`` steps, and print its setup.
+
+    ``continues`` says whether a checkpoint of the run's own directory is continued.
+    """
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     with raise_together("reading the records of earlier steps"):
-        reporter = Reporter(config, enabled=is_rank_zero(), first_step=first_step, planned_memory_bytes=planned_bytes)
+        reporter = Reporter(
+            config,
+            enabled=is_rank_zero(),
+            first_step=first_step,
+            continues=continues,
+            planned_memory_bytes=planned_bytes,
+        )
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
     reporter.say(

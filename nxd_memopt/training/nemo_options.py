@@ -313,6 +313,8 @@ def _architecture(model: Mapping[str, Any], sizes: dict[str, Any], problems: lis
     # NeMo's is [tokens before, tokens after], of which a causal model has the first.
     if isinstance(window, list):
         window = window[0]
+    if window == -1:  # no bound
+        window = None
     if window is not None and model.get("qkv_bias"):
         problems.append("model.qkv_bias with an attention window is not supported: leave one of them out")
     if model.get("qkv_bias"):
@@ -377,14 +379,20 @@ def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str])
             paths = value if isinstance(value, list) else [value]
             if paths == [MISSING]:
                 continue
-            if len(paths) in (1, 2) and isinstance(paths[-1], str):
-                target.setdefault("dataset", f"{paths[-1]}.idx")
+            if len(paths) == 1 and isinstance(paths[0], str):
+                target.setdefault("dataset", f"{paths[0]}.idx")
                 continue
             weights, names = paths[::2], paths[1::2]
-            if len(weights) != len(names) or not all(isinstance(path, str) for path in names):
+            are_pairs = len(weights) == len(names) and all(isinstance(path, str) for path in names)
+            if not are_pairs or not all(isinstance(weight, (int, float)) for weight in weights):
                 problems.append(f"model.data.data_prefix {value!r} is neither a path nor pairs of a weight and a path")
                 continue
-            mixture = {f"{path}.idx": weight for path, weight in zip(names, weights, strict=True)}
+            if len(names) == 1:
+                target.setdefault("dataset", f"{names[0]}.idx")
+                continue
+            mixture: dict[str, float] = {}
+            for path, weight in zip(names, weights, strict=True):
+                mixture[f"{path}.idx"] = mixture.get(f"{path}.idx", 0) + weight
             target.setdefault("mixture", mixture)
         elif name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             # Megatron's three options are one here.

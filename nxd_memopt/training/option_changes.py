@@ -27,6 +27,8 @@ from nxd_memopt.training.resume_rules import (
 
 ARCHITECTURE = "architecture."
 OVERRIDES = "model.config_overrides."
+MICRO_BATCH = "data.micro_batch_size"
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
 
 
 @dataclass
@@ -90,6 +92,9 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
         stored = {"data_parallel.sharding": stage, **stored}
     for name, rule in RULES.items():
         old = stored.get(name, rule.before)
+        # Capacities and balancing losses are those of a micro-batch.
+        if name == MICRO_BATCH and any(after.get(f"{ARCHITECTURE}{each}") for each in EXPERT_COUNTS):
+            rule = Rule(Change.WHEN_ASKED)
         if old is UNKNOWN or rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
             continue
         if old != after[name]:

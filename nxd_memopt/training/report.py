@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nxd_memopt.files import write_text
+from nxd_memopt.files import complete_file
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.training.boards import Boards
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load
+from nxd_memopt.training.expert_load import LAST_STEPS, LOAD_PLOT, draw_load
 from nxd_memopt.training.run_record import options_of, options_text, write_run_record
 
 ROW_START = b'{"step": '
@@ -107,13 +107,27 @@ class Rows:
 
     Rows after ``last_step`` are removed, because the resumed run repeats their steps. An
     incomplete row, left by a process that was killed while writing, is removed too.
+
+    Attributes:
+        rows: the rows; lists, as of the tokens of each expert, of the last ``LAST_STEPS`` rows only.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
-        self.rows = [row for row in _complete_rows(path) if row["step"] <= last_step]
+        self.rows: list[dict[str, Any]] = []
         # A process that is killed here loses no row.
-        write_text(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
+        with complete_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for row in _complete_rows(path):
+                if row["step"] <= last_step:
+                    file.write(f"{json.dumps(row)}\n")
+                    self._keep(row)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        # The lists of 48 layers of 128 experts are 239 KiB a step.
+        if len(self.rows) > LAST_STEPS:
+            old = self.rows[-LAST_STEPS - 1]
+            self.rows[-LAST_STEPS - 1] = {name: value for name, value in old.items() if not isinstance(value, list)}
 
     def append(self, row: dict[str, Any]) -> None:
         """Add ``row`` to ``rows`` and to the file.
@@ -121,7 +135,7 @@ class Rows:
         Raises:
             OSError: the file cannot be written, because of a full disk perhaps.
         """
-        self.rows.append(row)
+        self._keep(row)
         # Opened and closed for each row, so every complete row survives a killed process.
         try:
             with self._path.open("a", encoding="utf-8") as file:
@@ -135,33 +149,31 @@ class Rows:
 def require_readable_records(directory: Path) -> None:
     """Raise ``ValueError`` if the records of earlier steps in ``directory`` cannot be continued."""
     for name in READ_AGAIN:
-        _complete_rows(directory / name)
+        for _ in _complete_rows(directory / name):
+            pass
 
 
-def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of ``path``; an empty list if the file does not exist.
+def _complete_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of ``path``; none if the file does not exist.
 
     Raises:
         ValueError: a line is not a row of a step.
     """
     if not path.is_file():
-        return []
+        return
     numbers = READ_AGAIN.get(path.name, ())
-    # A killed process leaves at most one incomplete line, the last one, without a newline.
-    complete, newline, last = path.read_bytes().rpartition(b"\n")
-    lines = (complete + newline).splitlines()
-    if not _is_cut_off(last):
-        lines.append(last)
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not _is_row(line, numbers):
-            content = " and ".join(f"a {name}" for name in ("step", *numbers))
-            raise ValueError(
-                f"{path} line {number} is not a row with {content}: it was altered, or another program wrote the file: "
-                "correct the line or rename the file; the run then records into a new one"
-            )
-        rows.append(json.loads(line))
-    return rows
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            # A killed process leaves at most one incomplete line, the last one, without a newline.
+            if not line.endswith(b"\n") and _is_cut_off(line):
+                return
+            if not _is_row(line, numbers):
+                content = " and ".join(f"a {name}" for name in ("step", *numbers))
+                raise ValueError(
+                    f"{path} line {number} is not a row with {content}: it was altered, or another program wrote the "
+                    "file: correct the line or rename the file; the run then records into a new one"
+                )
+            yield json.loads(line)
 
 
 def _is_cut_off(line: bytes) -> bool:
@@ -189,12 +201,20 @@ class Reporter:
         config: options of the run, which are recorded too.
         enabled: False on all ranks but one: the reporter then does nothing.
         first_step: optimizer steps done before this process; records of later steps are removed.
+        continues: whether these steps are of this output directory; other records are those of another run and
+            are removed.
         planned_memory_bytes: planned peak of this rank, which every row of metrics.jsonl has next
             to the measured one; None if it is not planned.
     """
 
     def __init__(
-        self, config: TrainConfig, *, enabled: bool, first_step: int, planned_memory_bytes: int | None = None
+        self,
+        config: TrainConfig,
+        *,
+        enabled: bool,
+        first_step: int,
+        continues: bool = True,
+        planned_memory_bytes: int | None = None,
     ) -> None:
         self._planned_memory_bytes = planned_memory_bytes
         self._config = config.trainer
@@ -204,12 +224,14 @@ class Reporter:
         """Set by the loop: with it, lines of progress say how much time is left."""
         # soft_wrap: a line of a log file is not broken at the width of a terminal that is not
         # there. quiet: other ranks call say and show too, and print nothing.
-        self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
+        # Text such as :100: stays as it is.
+        self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False, emoji=False)
         # The attributes below exist on rank 0 only, so that one process writes each file.
         if enabled:
             directory = Path(config.trainer.output_dir)
-            self._metrics = Rows(directory / METRICS, first_step)
-            self._evaluations = Rows(directory / EVALUATION, first_step)
+            last_step = first_step if continues else -1
+            self._metrics = Rows(directory / METRICS, last_step)
+            self._evaluations = Rows(directory / EVALUATION, last_step)
             write_run_record(config)
             self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
             self._boards.options(options_text(config), options_of(config))

@@ -234,10 +234,11 @@ NOT_ARCHITECTURE = {
 
 def options_when_asked() -> list[str]:
     """Return the names that ``trainer.allow_changes`` accepts."""
-    # data.dataset allows other content, not only another path.
+    # data.dataset allows other content, not only another path. data.micro_batch_size is asked for with experts.
     names = [name for name, rule in RULES.items() if rule.change is Change.WHEN_ASKED]
     return [
         *names,
+        "data.micro_batch_size",
         "data.dataset",
         "optimizer.decay_steps",
         *(f"model.config_overrides.{name}" for name in ARCHITECTURE_WHEN_ASKED),

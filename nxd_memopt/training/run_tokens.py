@@ -223,7 +223,8 @@ def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:
     config = plan.config
     if config.data.eval_sequences:
         tokens.wait("held_out", config.data.eval_sequences)
-    if config.trainer.max_steps:
+    steps_done = 0 if plan.stored is None else plan.stored.step
+    if config.trainer.max_steps > steps_done:
         tokens.wait("train", config.data.global_batch_size)
     tokens.wait_for(compared_sequences(plan))
     return with_same_tokens(plan, tokens.fingerprint, tokens.logs())

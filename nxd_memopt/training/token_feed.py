@@ -148,7 +148,16 @@ class TokenFeed:
                 continue
             if self._process is None:
                 self._process = TokenProcess(self._job)
+            has_ended = self._process.has_ended
             self._process.require_running()
+            if has_ended:
+                self._refresh()
+                if not self._has(name, rows):
+                    raise ValueError(
+                        f"tokenizing has ended with {self._known[name][0]} sequences of {name} text, and {rows} are "
+                        "needed: start the same command again"
+                    )
+                continue
             self._beat(self._process.progress)
             time.sleep(POLL_S)
 

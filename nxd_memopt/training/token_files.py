@@ -54,8 +54,10 @@ def create_directory(directory: Path, fingerprint: str) -> None:
         ValueError: the path is of something else, or of other tokens.
         OSError: it cannot be written.
     """
-    is_new = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    if is_new:
+    # A process may have been killed while it wrote the index, the first file.
+    remainder = f"{INDEX}.incomplete"
+    is_empty = directory.is_dir() and all(path.name == remainder for path in directory.iterdir())
+    if is_empty or not directory.exists():
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / INDEX, {"format": FORMAT, "version": FORMAT_VERSION, "fingerprint": fingerprint})
     require_directory(directory, fingerprint)

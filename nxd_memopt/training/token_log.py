@@ -141,7 +141,11 @@ class TokenLog:
 
     def _require_length(self) -> None:
         """Raise ``ValueError`` if the file of the tokens is shorter than the entries say."""
-        size = self.bin.stat().st_size if self.bin.is_file() else None
+        size = None
+        if self.bin.is_file():
+            # Opened, not only asked for: NFS may keep an old size until a file is opened.
+            with self.bin.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
         expected = self.last.rows * self._row_bytes
         # Longer only while the file grows: the window after the last entry is being written.
         if size is None or size < expected or (size > expected and self.last.ended):

@@ -118,13 +118,20 @@ class TokenProcess:
     def require_running(self) -> None:
         """Raise the error that the process has ended with, if it has."""
         if self._receiving.poll():
-            kind, message = self._receiving.recv()
-            raise (OSError if kind == "OSError" else ValueError)(message)
+            # The end of the pipe, if the process has ended without an error.
+            with suppress(EOFError):
+                kind, message = self._receiving.recv()
+                raise (OSError if kind == "OSError" else ValueError)(message)
         if not self._process.is_alive() and self._process.exitcode:
             raise ValueError(
                 f"the process that tokenizes ended with exit status {self._process.exitcode}: if the host's memory was "
                 "full, close other programs; start the same command to continue"
             )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended: it has written all that it was asked for."""
+        return not self._process.is_alive()
 
     def close(self) -> None:
         """End the process; what it has written completely stays."""

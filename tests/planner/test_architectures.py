@@ -115,3 +115,11 @@ def test_a_window_is_in_every_layer_where_transformers_reads_no_types(config) ->
         lambda: attention_windows({"model_type": theirs.model_type, **content, "layer_types": kinds})
     )
     assert_says(message, "every layer of", theirs.model_type, "sliding_window 7", "leave layer_types out")
+
+
+def test_a_window_below_one_is_refused():
+    """Megatron's -1 is no bound; as a window it would let queries see later keys."""
+    for window in (0, -1):
+        config = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": window}
+        message = error_message(lambda config=config: attention_windows(config))
+        assert_says(message, f"sliding_window {window} must be at least 1", "leave it out")

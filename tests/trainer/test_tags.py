@@ -17,6 +17,7 @@ from nxd_memopt.checkpoint import pickled
 from nxd_memopt.checkpoint.nxd.architectures import build_rules
 from nxd_memopt.checkpoint.nxd.parts import Layout
 from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
+from nxd_memopt.trainer import tags
 from tests.reference import assert_says, error_message
 
 
@@ -123,6 +124,22 @@ def test_the_next_save_removes_what_earlier_ones_left_incomplete(tmp_path, monke
     left = sorted(f".{name}.incomplete" for name in others)
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "tag"]
     assert not list((tmp_path / "tag").glob(".*"))
+
+
+def test_a_kill_while_old_checkpoints_are_removed_leaves_nothing(tmp_path, monkeypatch):
+    trainer.neuronx_distributed_config()
+    for tag in ("a", "b"):
+        trainer.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tags, "remove_directory", kill)
+        tags.prune_tags(tmp_path, 1)
+    assert list(tags.complete_tags(tmp_path)) == ["b"]
+    trainer.save_checkpoint(tmp_path, "c", {"w": torch.ones(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
+
+
+def kill(path):
+    raise KeyboardInterrupt
 
 
 def full_disk(path, content):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import datasets
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from nxd_memopt.training.bad_rows import type_of
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import open_documents
 
@@ -120,3 +122,7 @@ def test_a_dataset_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"x\ny\n")
     with pytest.raises(ValueError, match=r"skip leaves no row: 2 of the 2 rows .*2 not JSON.*a.jsonl line 1"):
         texts(tmp_path / "a.jsonl")
+
+
+def test_types_that_json_has_not_are_named() -> None:
+    assert [type_of(each) for each in (None, True, b"", date(2026, 1, 2))] == ["null", "a boolean", "a bytes", "a date"]

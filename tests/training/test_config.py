@@ -85,6 +85,16 @@ def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
     others = {"attention_dropout": 0.1, "tie_word_embeddings": True}
     assert added.model.config_overrides == config.model.config_overrides | others
     assert added.trainer.max_steps == 3
+    # Also with values of another type than the file's.
+    text = (
+        "model: {tokenizer: t, config_overrides: {model_type: llama, rope_theta: 10000, tie_word_embeddings: true}}\n"
+    )
+    typed = write(tmp_path / "typed.yaml", text)
+    arguments = ["--model.config-overrides.rope-theta", "1e6", "--model.config-overrides.tie-word-embeddings", "false"]
+    changed = parse_config(["--config", typed, *arguments]).model.config_overrides
+    assert changed == {"model_type": "llama", "rope_theta": 1e6, "tie_word_embeddings": False}
+    flag = parse_config(["--config", typed, "--model.config-overrides.no-tie-word-embeddings"])
+    assert flag.model.config_overrides["tie_word_embeddings"] is False
     with pytest.raises(ValueError, match="rope-theta has no value"):
         parse_config(["--config", file, "--model.config-overrides.rope-theta"])
 

@@ -229,6 +229,7 @@ def test_options_next_to_the_sections() -> None:
         ({"optim": {"name": "muon"}}, "model.optim.name 'muon' is not supported"),
         ({"optim": {"lr": 1e-4, "sched": {"name": "WarmupHold"}}}, "model.optim.sched.name 'WarmupHold'"),
         ({"data": {"data_prefix": [0.5, "a", 0.5]}}, "data_prefix [0.5, 'a', 0.5] is neither a path nor pairs"),
+        ({"data": {"data_prefix": ["a", "b"]}}, "data_prefix ['a', 'b'] is neither a path nor pairs"),
         ({"data": {"splits_string": "900,50,50"}}, "model.data.splits_string '900,50,50' is not supported"),
         ({"data": {"eod_mask_loss": True}}, "model.data.eod_mask_loss True is not supported"),
         ({"hidden_size": "${.width}"}, "model.hidden_size '${.width}' refers to nothing"),
@@ -314,3 +315,17 @@ def _run(path: Path, values: dict[str, Any]) -> None:
     (path / "c.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     outcome = run_here(path / "c.yaml")
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_paths_that_are_named_twice_have_both_shares() -> None:
+    prefix = [0.3, "/d/first", 0.5, "/d/second", 0.2, "/d/first"]
+    mixture = config_from_mapping(mapping(data={"data_prefix": prefix})).data.mixture
+    assert mixture == pytest.approx({"/d/first.idx": 0.5, "/d/second.idx": 0.5})
+    assert config_from_mapping(mapping(data={"data_prefix": [1.0, "/d/first"]})).data.dataset == "/d/first.idx"
+
+
+def test_a_window_without_a_bound_is_no_window() -> None:
+    for window in (-1, [-1, 0]):
+        overrides = config_from_mapping(mapping(window_size=window)).model.config_overrides
+        assert "sliding_window" not in overrides and overrides["model_type"] == "llama"
+    assert config_from_mapping(mapping(window_size=[7, 0])).model.config_overrides["sliding_window"] == 7

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.report import Rows
+from nxd_memopt.training.expert_load import LAST_STEPS
+from nxd_memopt.training.report import Reporter, Rows
+from tests.training.test_config import build
 
 ROWS = [{"step": step, "loss": 1.5} for step in (1, 2, 3)]
 TEXT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -63,3 +65,25 @@ def test_a_row_on_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> N
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"could not write .*metrics.jsonl: .*No space left.*: free disk space"):
         rows.append({"step": 1})
+
+
+def test_lists_of_old_rows_are_in_the_file_only(tmp_path: Path) -> None:
+    """The tokens of each expert of each layer: 239 KiB a step of 48 layers of 128 experts."""
+    path = tmp_path / "metrics.jsonl"
+    rows = Rows(path, 0)
+    for step in range(1, LAST_STEPS + 4):
+        rows.append({"step": step, "loss": 1.5, "tokens_per_expert": [[step]]})
+    for found in (rows, Rows(path, LAST_STEPS + 3)):
+        assert [row["step"] for row in found.rows if "tokens_per_expert" not in row] == [1, 2, 3]
+        assert found.rows[0] == {"step": 1, "loss": 1.5}
+    assert all("tokens_per_expert" in json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_records_of_another_run_are_not_continued(tmp_path: Path) -> None:
+    config = build(trainer={"output_dir": str(tmp_path)})
+    for name, row in (("metrics.jsonl", {"step": 1}), ("evaluation.jsonl", {"step": 0, "held_out_loss": 5.5})):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    for continues in (True, False):
+        with Reporter(config, enabled=True, first_step=3, continues=continues) as reporter:
+            assert reporter.recorded_evaluation(0) == (5.5 if continues else None)
+        assert bool((tmp_path / "metrics.jsonl").read_text()) == continues

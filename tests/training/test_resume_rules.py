@@ -218,3 +218,15 @@ def test_the_stage_of_a_checkpoint_that_records_zero1() -> None:
             changes = compare_options(old, recorded(build(data_parallel={"sharding": now})), ())
             expected = [] if now == stage else [f"data_parallel.sharding: {stage} -> {now}"]
             assert changes == Changes(notes=expected)
+
+
+def test_the_micro_batch_of_a_model_with_experts_decides_its_results() -> None:
+    """Capacities and balancing losses are those of a micro-batch."""
+    mixtral = {"tokenizer": "t", "config_overrides": LLAMA | {"model_type": "mixtral", "num_local_experts": 4}}
+    before, after = (
+        config_from_mapping({"model": mixtral, "data": {"micro_batch_size": size, "global_batch_size": 8}})
+        for size in (1, 2)
+    )
+    refused = compare(before, after)
+    assert len(refused.refusals) == 1 and "--trainer.allow-changes data.micro_batch_size" in refused.refusals[0]
+    assert not compare(before, after, "data.micro_batch_size").refusals

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from nxd_memopt.training import token_feed
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
 from nxd_memopt.training.token_files import create_directory
-from nxd_memopt.training.token_process import TokenJob
+from nxd_memopt.training.token_process import TokenJob, TokenProcess
 from nxd_memopt.training.vocabulary import Vocabulary
 from tests.training.packed_tokens import corpus_of, documents, vocabulary
 from tests.training.runs import LINES
@@ -118,3 +120,23 @@ def test_the_process_reports_a_changed_corpus(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="'stdlib' has changed since the run started"):
         writer.wait("train", 10**6)
     writer.close()
+
+
+def test_a_process_that_has_ended_too_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written what the run wanted when it began."""
+    writer, _ = feeds(tmp_path, monkeypatch)
+    writer._is_foreground_over = True
+    ended: Any = SimpleNamespace(has_ended=True, require_running=lambda: None)
+    writer._process = ended
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(ValueError, match="tokenizing has ended with 0 sequences of train text, and 10 are needed"):
+        writer.wait("train", 10)
+
+
+def test_the_end_of_the_pipe_of_a_process_without_an_error_is_none() -> None:
+    process: Any = object.__new__(TokenProcess)
+    process._receiving, sending = multiprocessing.Pipe(duplex=False)
+    process._process = SimpleNamespace(is_alive=lambda: False, exitcode=0)
+    sending.close()
+    process.require_running()
+    assert process.has_ended

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nxd_memopt.training import corpora, token_files, token_log, tokens
 from nxd_memopt.training import packing as packing_module
 from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.token_files import require_directory
+from nxd_memopt.training.token_files import create_directory, require_directory
 from nxd_memopt.training.token_log import TokenWriter
 from nxd_memopt.training.vocabulary import Vocabulary
 from tests.training import packed_tokens
@@ -280,3 +280,11 @@ def test_an_error_of_the_data_is_not_one_of_the_tokens(tmp_path: Path) -> None:
     broken = type(opened)(lambda _: missing.read_text(encoding="utf-8"), opened.train, opened.held_out, "test")
     with pytest.raises(FileNotFoundError, match=r"absent\.txt"):
         write(tmp_path / "tokens", documents=broken)
+
+
+def test_a_kill_while_the_index_is_written_is_no_obstacle(tmp_path: Path) -> None:
+    directory = tmp_path / "tokens"
+    directory.mkdir()
+    (directory / "index.json.incomplete").write_text('{"form')
+    create_directory(directory, "f")
+    assert [path.name for path in directory.iterdir()] == ["index.json"]

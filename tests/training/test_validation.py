@@ -65,7 +65,13 @@ def test_a_run_evaluates_the_validation_text_and_resumes(tmp_path: Path, monkeyp
     write_jsonl(tmp_path / "b" / "other.jsonl", OTHER[::-1] + ["QQQ " * 30] * 9)
     outcome = run_here(config, "--trainer.max-steps", "6")
     assert outcome.returncode == 2
-    assert_says(outcome.stderr, "the packed tokens differ")
+    assert_says(outcome.stderr, "the held-out text has changed", "--trainer.allow-changes data.dataset")
+    # Allowed, the training text goes on where it was.
+    for run, more in (("a", ()), ("b", ("--trainer.allow-changes", "data.dataset"))):
+        outcome = run_here(with_validation(tmp_path / run) if run == "a" else config, "--trainer.max-steps", "6", *more)
+        assert outcome.returncode == 0, outcome.stderr
+    assert "the training text goes on where it was" in outcome.stdout
+    assert exact(tmp_path / "b" / "run") == exact(tmp_path / "a" / "run")
 
 
 def changed(config: Path, **data: Any) -> Outcome:
