@@ -82,7 +82,9 @@ class C10dBackend(C10dCollectives, Backend):
             # torch saves the tensors among the arguments, and holds all else as it is. The tensors of a
             # layer's state would escape a checkpoint around this one, and hooks that offload.
             state = args[0]
-            run = _on_state(function, len(state))
+            # A named tuple takes its values one by one. dynamo traces plain tuples only.
+            make: Any = None if type(state) is tuple else getattr(type(state), "_make", None)
+            run = _on_state(function, len(state), make)
             return checkpoint(run, *state, *args[1:], use_reentrant=False, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
@@ -101,10 +103,18 @@ class C10dBackend(C10dCollectives, Backend):
         return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _on_state(function: Callable[..., Any], length: int) -> Callable[..., Any]:
-    """Return ``function`` with its first argument, a tuple of ``length``, given as so many arguments."""
+def _on_state(
+    function: Callable[..., Any], length: int, make: Callable[[tuple[Any, ...]], Any] | None
+) -> Callable[..., Any]:
+    """Return ``function`` with its first argument, a tuple of ``length``, given as so many arguments.
+
+    ``make`` returns the first argument of a tuple of its values; None leaves the tuple.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(args[:length], *args[length:], **kwargs)
+        state = args[:length]
+        if make is not None:
+            state = make(state)
+        return function(state, *args[length:], **kwargs)
 
     return run

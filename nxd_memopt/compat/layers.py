@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.parallel_layers import base_linear, embedding, layers, parallel_state
+from nxd_memopt.parallel_layers import base_linear, embedding, layers, mappings, parallel_state
 from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
@@ -77,7 +77,7 @@ def linear_with_async_allreduce(
     if sequence_parallel_enabled:
         dimension = sequence_dimension or 0
     # save_for_backward=False disables gradients; it does not enable them inside torch.no_grad.
-    sharding = ColumnActivationSharding(process_group, dimension, reduce_dtype, (None,))
+    sharding = ColumnActivationSharding(mappings.resolve_group(process_group), dimension, reduce_dtype, (None,))
     with torch.set_grad_enabled(torch.is_grad_enabled() and save_for_backward):
         (output,) = layers.column_parallel(input, [(weight, bias)], sharding)
     return output

@@ -1,14 +1,15 @@
-"""neuronx-distributed's signatures of QKV layer, attention kernels and rotary embedding."""
+"""neuronx-distributed's signatures of QKV layer, RMSNorm, attention kernels and rotary embedding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.compat.layers import refuse
-from nxd_memopt.modules import qkv_linear
+from nxd_memopt.modules import qkv_linear, rms_norm
 from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.rope import rotate_half
 from nxd_memopt.parallel_layers import parallel_state
@@ -49,6 +50,36 @@ class GQAQKVColumnParallelLinear(qkv_linear.GQAQKVColumnParallelLinear):
             keep_master_weight=keep_master_weight,
             fuse_qkv=fuse_qkv,
         )
+
+
+class RMSNorm(rms_norm.RMSNorm):
+    """RMSNorm with neuronx-distributed's arguments and its default ``eps``.
+
+    Args:
+        normalized_shape: H, or ``(H,)``.
+        eps: added to the mean square.
+        sequence_parallel_enabled: see ``nxd_memopt.modules.rms_norm.RMSNorm``.
+        elementwise_affine: True: the norm has a weight.
+
+    Raises:
+        ValueError: ``normalized_shape`` has several dimensions, or ``elementwise_affine`` is False.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        sequence_parallel_enabled: bool = False,
+        *,
+        elementwise_affine: bool = True,
+        **options: Any,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(shape) != 1:
+            raise ValueError(f"normalized_shape {shape} must have one dimension: only the last one is normalized")
+        if not elementwise_affine:
+            raise ValueError("elementwise_affine False is not supported: the norm has a weight")
+        super().__init__(shape[0], eps, sequence_parallel_enabled, **options)
 
 
 def nki_flash_attn_func(

@@ -90,7 +90,7 @@ _TABLE: dict[str, Sources] = {
     "modules.moe.token_shuffling": [(f"{_MOE}.token_shuffling", "token_shuffle token_unshuffle")],
     "modules.moe.routing": [(_MOE, "GroupLimitedRouter RouterBase RouterSinkhorn RouterTopK")],
     "modules.qkv_linear": [(f"{_COMPAT}.modules", "GQAQKVColumnParallelLinear")],
-    "modules.rms_norm": [("nxd_memopt.modules.rms_norm", "RMSNorm")],
+    "modules.rms_norm": [(f"{_COMPAT}.modules", "RMSNorm")],
     "optimizer": [("nxd_memopt.optimizer", _ZERO1)],
     "optimizer.zero_redundancy_optimizer": [("nxd_memopt.optimizer", _ZERO1)],
     "overrides": [],

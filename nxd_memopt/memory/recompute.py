@@ -333,6 +333,14 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
             f"{list(KEEPABLE_ATTENTION)}, and on backend {backend.name} it is {sorted(found)}: "
             "leave it out, or choose another attention_backend"
         )
+    # The kernel is not run again, and would not draw the numbers of its dropout: what draws after it, such as
+    # the dropout of hidden states, would get other numbers than in forward.
+    rates = {float(getattr(module, "dropout", 0.0)) for module in modules}
+    if any(rates):
+        raise ValueError(
+            f"recompute_keep_core_attn needs attention without dropout, and attention_dropout is {max(rates)}: leave "
+            "it out, or set attention_dropout to 0"
+        )
 
 
 def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool | Keep, is_nested: bool) -> None:

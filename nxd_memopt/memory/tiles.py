@@ -89,6 +89,8 @@ def require_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto
             f"mlp_tile_tokens {tile_tokens!r} writes tiles in place, and the backend {backend.name} "
             "compiles tensors without shared memory: leave it out"
         )
+    if not modules:
+        raise ValueError(f"mlp_tile_tokens {tile_tokens!r}: the model has no MLP to compute by tiles: leave it out")
     for module in modules:
         if not hasattr(module, "layers"):
             raise ValueError(f"mlp_tile_tokens {tile_tokens!r} has no tiles of a {type(module).__name__}: leave it out")

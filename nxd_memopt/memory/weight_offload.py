@@ -206,8 +206,9 @@ class WeightOffload:
         is_last = index == len(self._units) - 1
         if is_last:
             self._free_all()
-        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._begin_backward, index))
+        first = _first_tensor(output)
+        if torch.is_grad_enabled() and first is not None and first.requires_grad:
+            first.register_hook(functools.partial(self._begin_backward, index))
         return output
 
     def run_following(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
@@ -216,8 +217,9 @@ class WeightOffload:
         When its backward begins, the weights of the last unit are fetched.
         """
         output = forward(hidden, *context)
-        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._begin_backward, len(self._units)))
+        first = _first_tensor(output)
+        if torch.is_grad_enabled() and first is not None and first.requires_grad:
+            first.register_hook(functools.partial(self._begin_backward, len(self._units)))
         return output
 
     def to_device(self) -> None:
@@ -375,3 +377,9 @@ def _offload_of(param: Tensor) -> WeightOffload | None:
 def _fetch_before(layer: nn.Module, *_: Any) -> None:
     """Bring the weights to the device: a hook of ``state_dict`` and ``load_state_dict``."""
     weights_to_device(layer.parameters())
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return what a layer passes on: its output, or the first tensor of a tuple of several."""
+    found = output[0] if isinstance(output, tuple) and output else output
+    return found if isinstance(found, Tensor) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from nxd_memopt.parallel_layers.gradient_writes import adding_to_main_grad
 
 
-def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:
+def accumulate_in(
+    dtype: torch.dtype, parameters: Iterable[Tensor], owner: object | None = None
+) -> list[RemovableHandle]:
     """Accumulate each parameter's gradient in ``param.main_grad`` in ``dtype`` and free
     ``param.grad``.
 
@@ -21,10 +24,16 @@ def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[Remo
     rounding step of the sum. Parameters that already have ``dtype`` keep ``grad``.
     ``parallel_layers.grads`` reads ``main_grad`` instead of ``grad``.
 
+    Args:
+        dtype: dtype of the sums.
+        parameters: the parameters; those of ``dtype`` are left out.
+        owner: the optimizer that reads the sums: when it is gone, gradients stay in ``grad``, for another one.
+
     Returns:
         Handles that remove the hooks.
     """
-    hook = functools.partial(_add_to_main_grad, dtype)
+    owner_alive = None if owner is None else weakref.ref(owner)
+    hook = functools.partial(_add_to_main_grad, dtype, owner_alive)
     handles = []
     for parameter in parameters:
         if parameter.dtype != dtype and parameter.requires_grad:
@@ -32,8 +41,11 @@ def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[Remo
     return handles
 
 
-def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
-    """Add ``parameter.grad`` to ``parameter.main_grad`` and free it."""
+def _add_to_main_grad(dtype: torch.dtype, owner: weakref.ref[Any] | None, parameter: Any) -> None:
+    """Add ``parameter.grad`` to ``parameter.main_grad`` and free it, unless ``owner`` is gone."""
+    # Without a gradient the hook of another optimizer has moved it.
+    if (owner is not None and owner() is None) or parameter.grad is None:
+        return
     # The first micro-batch casts, which allocates the accumulator; later micro-batches add in
     # place. ``grad`` is freed immediately in both cases.
     accumulated = getattr(parameter, "main_grad", None)

@@ -328,10 +328,13 @@ class StreamedAdamW(torch.optim.AdamW):
             raise ValueError(f"the saved optimizer has {len(saved)} parameters, this one {len(weights)}")
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
-        self.state.clear()
+        # What is saved may be views of the buffers, as of ``state_dict()`` of this optimizer.
+        views = cast(_StateViews, self.state)
         for position, index in enumerate(saved):
             if index in state_dict["state"]:
-                self.state[weights[position]] = state_dict["state"][index]
+                views[weights[position]] = state_dict["state"][index]
+            else:
+                views.reset(weights[position])
 
     def _update(self, chunk: Chunk) -> None:
         """Update the weights and moments of a chunk."""
@@ -432,11 +435,15 @@ class _StateViews(dict[nn.Parameter, dict[str, Any]]):
 
     def clear(self) -> None:
         for weight in self._weights:
-            master, *moments = self._states.of_parameter(self._index[id(weight)])
-            state = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
-            if self._states.param_remainders:
-                state[REMAINDER] = master
-            for name in state:
-                if name != "step":
-                    state[name] = state[name].view(weight.shape).zero_()
-            super().__setitem__(weight, state)
+            self.reset(weight)
+
+    def reset(self, weight: nn.Parameter) -> None:
+        """Start the state of one weight again, with zeros."""
+        master, *moments = self._states.of_parameter(self._index[id(weight)])
+        state = {"step": torch.zeros(()), **dict(zip(MOMENTS, moments, strict=True))}
+        if self._states.param_remainders:
+            state[REMAINDER] = master
+        for name in state:
+            if name != "step":
+                state[name] = state[name].view(weight.shape).zero_()
+        super().__setitem__(weight, state)

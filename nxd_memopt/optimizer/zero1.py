@@ -167,7 +167,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         sharded = [self._shard(param) for param in group["params"] if param.requires_grad]
         self._sharded += sharded
         if self.use_grad_acc_hook:
-            self._hooks += accumulate_in(self.optimizer_dtype, [each.param for each in sharded])
+            self._hooks += accumulate_in(self.optimizer_dtype, [each.param for each in sharded], self)
         return {**group, "params": [each.shard for each in sharded]}
 
     @torch.no_grad()
@@ -446,15 +446,15 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             require_matching(state_dict, self._sharded, self._sharding())
         self._before_masters_are_used()
         weights_to_device(each.param for each in self._sharded)
-        for each in self._sharded:
-            # First cut all masters from the parameters, then overwrite those that the state has. A
-            # state without masters (``save_master_weights=False``) continues from the rounded
-            # parameters.
-            if each.shard is not each.param:
+        masters = state_dict["sharded_master_weights"]
+        for i, each in enumerate(self._sharded):
+            # A state without masters (``save_master_weights=False``) continues from the rounded
+            # parameters. Those of the state may be this optimizer's own tensors.
+            if i not in masters and each.shard is not each.param:
                 each.shard.copy_(cut_shard(each.param.detach(), self._group_of(each.param)))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
-        for i, master in state_dict["sharded_master_weights"].items():
+        for i, master in masters.items():
             self._set_master(i, master)
         self._gather_parameters()
 

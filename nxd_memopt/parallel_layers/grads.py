@@ -294,9 +294,12 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     replicas: list[int] = []
     for param in params:
         for chunk, count in _replica_chunks(param):
-            parts = _parts_for_norm(chunk)
+            # A shard may have no rows, of which there is no maximum.
+            parts = [part for part in _parts_for_norm(chunk) if part.numel()]
             grads += parts
             replicas += [count] * len(parts)
+    if not grads:
+        return torch.zeros((), device=backend.device)
     # One foreach call for all gradients; sums in fp32 (fp64 if a gradient is fp64).
     wide = torch.float32
     if any(grad.dtype == torch.float64 for grad in grads):

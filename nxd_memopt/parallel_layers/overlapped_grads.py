@@ -143,6 +143,11 @@ class OverlappedGradientReduction:
         for bucket in buckets:
             if bucket.is_started:
                 continue
+            # Ranks start a bucket when the gradients before it have arrived, several at a time or one by one. The
+            # second reductions of the buckets before it come first in both cases: ranks that started collectives
+            # of one group in different orders would exchange the gradients of different parameters.
+            for other in self._in_progress:
+                other.start_next()
             # Each needs two flat copies of its gradients, input and result.
             if len(self._in_progress) == OVERLAPPED_BUCKETS:
                 self._in_progress.popleft().finish()

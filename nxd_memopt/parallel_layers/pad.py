@@ -62,6 +62,12 @@ def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -
     # Zero output rows with zero biases give zero heads, which zero input columns of the following
     # row-parallel layer ignore: the model computes the same function as before.
     if isinstance(layer, ColumnParallelLinear):
+        # Of the gathered output the first columns are kept, and each rank's zeros are between them.
+        if layer.gather_output and round(layer.weight.size(0) * ratio) > layer.weight.size(0):
+            raise ValueError(
+                "pad_model pads each rank's output, and a ColumnParallelLinear has gather_output True: set it to "
+                "False, or leave the layer out of wrapped_classes"
+            )
         layer.weight = _padded(layer.weight, 0, ratio)
         if layer.bias is not None:
             layer.bias = _padded(layer.bias, 0, ratio)

@@ -240,7 +240,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([map_tensors(item, function) for item in value])
+        make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
+        return make([map_tensors(item, function) for item in value])
     return value
 
 

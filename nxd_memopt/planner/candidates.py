@@ -193,7 +193,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     # A model with windows is built with tiles, also if the sequence fits its windows.
     is_windowed = any(attention_windows(problem.config))
     is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not is_windowed
-    if is_kernel and is_gpu:
+    if is_kernel and is_gpu and not option(problem.config, "attention_dropout"):
         yield replace(same, **full, recompute_keep_core_attn=True)
     if depth > 3:
         yield replace(same, **full, recompute_method="nested")

@@ -62,6 +62,22 @@ def test_equals_the_plain_reductions(config, tensor_parallel, wide, recompute):
             torch.testing.assert_close(a, b, rtol=1e-6 if wide else 1e-12, atol=1e-8 if wide else 1e-14)
 
 
+@distributed(world_size=4)
+def test_a_parameter_that_one_rank_does_not_reach_keeps_the_order_of_the_collectives():
+    """Ranks start a bucket with two reductions and the one after it in one call, or in two."""
+    parallel_state.initialize_model_parallel(2)
+    first, second, norm = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+    norm.sequence_parallel_enabled = True
+    reduction = OverlappedGradientReduction([first, second, norm], bucket_bytes=16)
+    (first.sum() + 10 * second.sum() + 100 * norm.sum()).backward()
+    with reduction.last_backward():
+        loss = (first + 10 * second).sum()
+        if parallel_state.get_data_parallel_rank() == 1:
+            loss = loss + 100 * norm.sum()
+        loss.backward()
+    assert [param.grad[0].item() for param in (first, second, norm)] == [2, 20, 300]
+
+
 class Chain(torch.nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()

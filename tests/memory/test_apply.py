@@ -11,7 +11,7 @@ from nxd_memopt.memory import apply_memory, is_recomputed
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.wrapping import is_wrapped
 from tests.reference import assert_says, error_message
-from tests.reference_models import llama_config, parallel_model
+from tests.reference_models import llama_config, mixtral_config, parallel_model
 
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
@@ -37,3 +37,10 @@ def test_a_refused_call_leaves_the_techniques_before_it(name):
     options, words = REFUSED[name]
     assert_says(error_message(lambda: apply_memory(model, MemoryConfig(**options))), words)
     assert all(map(is_recomputed, layers)) and all(is_wrapped(mlp, "tiles") for mlp in mlps)
+
+
+def test_tiles_of_a_model_without_dense_mlps_are_refused():
+    parallel_state.initialize_model_parallel()
+    model = parallel_model(mixtral_config())
+    message = error_message(lambda: apply_memory(model, MemoryConfig(mlp_tile_tokens=4)))
+    assert_says(message, "mlp_tile_tokens 4", "no MLP to compute by tiles")

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import recompute
 from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed, remove_recompute
 from nxd_memopt.parallel_layers.wrapping import wrapper_of
 from tests.reference import assert_says, error_message
@@ -177,6 +178,16 @@ def test_fused_attention_is_said_to_save_nothing():
 )
 def test_refusals(options, facts):
     assert_says(error_message(lambda: model(**{**FULL, **options})), *facts)
+
+
+def test_kept_attention_with_dropout_is_refused():
+    """The kernel is not run again, and the dropout after it would draw other numbers than in forward."""
+    attention = torch.nn.Module()
+    attention.implementation, attention.dropout = "flash", 0.1
+    message = error_message(lambda: recompute._require_keepable([attention]))
+    assert_says(message, "attention without dropout", "attention_dropout is 0.1", "set attention_dropout to 0")
+    attention.dropout = 0.0
+    recompute._require_keepable([attention])
 
 
 class CountAttention(TorchDispatchMode):

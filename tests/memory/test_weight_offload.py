@@ -254,3 +254,25 @@ def test_refusals(monkeypatch, transfers):
         backward(model)
     monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: None)
     assert_says(error_message(lambda: apply_memory(build(), shared)), "cpu_offloading_weights", "an NVIDIA GPU", "cpu")
+
+
+class Pair(torch.nn.Linear):
+    """A layer that passes on two values."""
+
+    def forward(self, state, *context):
+        return torch.relu(super().forward(state[0])), None
+
+
+def test_layers_that_pass_on_tuples_have_their_weights_in_backward():
+    layers = torch.nn.ModuleList(Pair(64, 64) for _ in range(3))
+    state = (torch.randn(4, 64, requires_grad=True), None)
+    expected = torch.autograd.grad(run_layers(layers, state), list(layers.parameters()))
+    apply_weight_offload(list(layers), 2, DeferredTransfers(), HostPool())
+    run_layers(layers, state).backward()
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(layers.parameters(), expected, strict=True))
+
+
+def run_layers(layers, state):
+    for layer in layers:
+        state = layer(state)
+    return state[0].sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -401,3 +402,32 @@ def test_a_device_or_host_without_the_memory_is_an_error_before_anything_is_allo
 def test_a_loss_scaler_is_refused_when_the_optimizer_is_made() -> None:
     message = error_message(lambda: offloaded(parameters(torch.float16), 1.0, loss_scaler=LossScaler()))
     assert_says(message, "does not scale losses", "bf16-mixed")
+
+
+@pytest.mark.parametrize("kind", ["resident", "offloaded", "remainders"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_loading_the_own_state_changes_nothing(kind: str, fraction: float) -> None:
+    """What state_dict returns are the optimizer's own tensors."""
+    params = parameters(torch.bfloat16)
+    options = {"store_param_remainders": True} if kind == "remainders" else {}
+    optimizer = resident(params) if kind == "resident" else offloaded(params, fraction, **options)
+    train(optimizer, params, range(3))
+    before = values(optimizer, params)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_equal(values(optimizer, params), before)
+
+
+@pytest.mark.parametrize("second", [None, "zero1"])
+def test_gradients_are_those_of_another_optimizer_when_one_is_gone(second: str | None) -> None:
+    (param,) = parameters(torch.bfloat16)[:1]
+    options: dict[str, Any] = {"grad_clipping": False, "lr": 1.0}
+    first = NeuronZero1Optimizer([param], torch.optim.SGD, use_grad_acc_hook=True, **options)
+    del first
+    gc.collect()
+    other: Any = torch.optim.SGD([param], lr=1.0)
+    if second is not None:
+        other = NeuronZero1Optimizer([param], torch.optim.SGD, use_grad_acc_hook=True, **options)
+    before = param.detach().clone()
+    param.sum().backward()
+    other.step()
+    assert torch.equal(param.detach(), before - 1)

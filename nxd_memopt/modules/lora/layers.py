@@ -14,10 +14,10 @@ from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.parallel_layers.data_shards import gather_rows, local_rows, model_dtype
 from nxd_memopt.parallel_layers.initialization import InitMethod, default_weight_init, initialize_sharded_
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(ShardedModule):
     """Linear layer without bias whose weight is the same on all tensor-parallel ranks.
 
     Args:

@@ -43,7 +43,7 @@ def rope(
     cos_2 = tl.load(cos + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(sin + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(sin + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    head = tl.arange(0, HEADS)
+    head = tl.arange(0, HEADS).to(tl.int64)
     source = x + batch * x_batch + token * x_token + head[:, None] * x_head
     target = y + batch * y_batch + token * y_token + head[:, None] * y_head
     mask = (head < heads)[:, None] & is_column[None, :]

@@ -188,6 +188,13 @@ class _ParameterSums:
 
     def results(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients in the order and the dtypes of ``parameters``, None if not needed."""
+        # Without a token no tile has run.
+        if not self._sizes:
+            needed = (*self._needs_columns, self._needs_row, *self._needs_biases)
+            return [
+                torch.zeros_like(each) if is_needed else None
+                for each, is_needed in zip(parameters, needed, strict=True)
+            ]
         dtype = parameters[0].dtype
         rounded = [None if total is None else total.to(dtype) for total in (*self._columns, self._row, *self._biases)]
         if len(self._columns) == len(self._sizes):

@@ -11,12 +11,16 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.random import fork_if
-from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 _SMALL = 1e-8  # keeps divisions finite for an expert that no token may choose
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits ``[T, E]``, affinities of all experts ``[T, E]``, and chosen experts ``[T, k]`` int64."""
+
+
+class _RouterLinear(ShardedModule, nn.Linear):
+    """A linear layer whose weight keeps its sequence-parallel tag when it is copied or replaced."""
 
 
 class RouterBase(nn.Module):
@@ -72,7 +76,7 @@ class RouterBase(nn.Module):
         self.sequence_dimension = sequence_dimension
         self.jitter_eps = jitter_eps
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.linear_router = nn.Linear(hidden_size, num_experts, dtype=dtype, device=device, bias=bias)
+        self.linear_router = _RouterLinear(hidden_size, num_experts, dtype=dtype, device=device, bias=bias)
         mark_sequence_parallel(self.linear_router, sequence_parallel_enabled)
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""Inputs at the edge: named tuples, shards without rows, layers that cannot be padded, MLPs without tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.memory.recompute import checkpoint
+from nxd_memopt.parallel_layers import grads, pad
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
+from nxd_memopt.parallel_layers.utils import map_tensors
+from tests.reference import assert_says, error_message
+
+
+class State(NamedTuple):
+    hidden: Tensor
+    rows: int
+
+
+def test_a_recomputed_function_gets_its_named_tuple():
+    state = State(torch.ones(3, requires_grad=True), 2)
+    loss = checkpoint(lambda each: (each.hidden * each.rows).sum(), state)
+    loss.backward()
+    assert loss.item() == 6 and state.hidden.grad.tolist() == [2, 2, 2]
+
+
+def test_tensors_of_named_tuples_are_mapped():
+    found = map_tensors({"a": State(torch.ones(1), 2)}, torch.neg)
+    assert isinstance(found["a"], State) and found["a"].hidden.item() == -1
+
+
+def test_the_largest_element_of_a_shard_without_rows_is_none():
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2,), (0, 4))]
+    params[0].grad, params[1].grad = torch.tensor([0.0, -3.0]), torch.zeros(0, 4)
+    assert grads.get_grad_norm(params, torch.inf) == 3 and grads.get_grad_norm(params[1:], torch.inf) == 0
+
+
+def test_a_gathered_output_cannot_be_padded():
+    layer = ColumnParallelLinear(8, 6, gather_output=True)
+    message = error_message(lambda: pad.pad_model(layer, 4, 3))
+    assert_says(message, "gather_output True", "set it to", "False")
