@@ -43,8 +43,6 @@ def gpt_neox_sizes(model: Mapping[str, Any], sizes: Mapping[str, Any], problems:
             f"model.kv_channels {width!r} is not supported with normalization 'layernorm': {heads!r} heads of it are "
             f"not hidden_size {hidden!r}"
         )
-    if "position_embedding_type" not in model:
-        problems.append("model.position_embedding_type is NeMo's 'learned_absolute' unless it is given: write rope")
     rotary = model.get("rotary_percentage")
     rotary = 1.0 if rotary is None else rotary
     if not 0 < rotary <= 1:

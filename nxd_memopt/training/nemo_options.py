@@ -127,6 +127,17 @@ WITHOUT_EFFECT = frozenset(
         "sharp",
     ]
 )
+# NeMo's values of options that its files may leave out, which is an error where they are not supported, and for the
+# dropouts, because 0 is more likely meant.
+DEFAULTS: dict[str, Any] = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "normalization": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+    "position_embedding_type": "learned_absolute",
+}
+SAME = {"bias": ("bias", "has_bias")}
 OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "adamw", "adam", "adamw_fp32OptState", "mcore_distributed_optim")
 SHARDED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 SCHEDULES = {"CosineAnnealing": "cosine"}
@@ -234,10 +245,14 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     overrides = dict(own.pop("config_overrides", None) or {})
     overrides = _sizes(model, problems) | overrides
     sections["model"] = own | {"config_overrides": overrides}
-    for name in ("hidden_dropout", "attention_dropout"):
-        if model.get(name) is None:
-            problems.append(f"model.{name} is not given, and NeMo's default is 0.1: write it, 0.0 for none")
-    for name, allowed in _allowed(model).items():
+    supported = _allowed(model)
+    for name, default in DEFAULTS.items():
+        is_given = any(model.get(each) is not None for each in SAME.get(name, (name,)))
+        if not is_given and default not in supported.get(name, ()):
+            problems.append(f"model.{name} is not given, and NeMo's default is {default!r}: write it")
+    if model.get("ffn_hidden_size") is None:
+        problems.append("model.ffn_hidden_size is not given: write it, usually 4 times hidden_size")
+    for name, allowed in supported.items():
         if name in model and model[name] not in allowed:
             shown = " or ".join(repr(value) for value in allowed)
             problems.append(f"model.{name} {model[name]!r} is not supported: only {shown} is")
@@ -295,7 +310,13 @@ def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             others = [other for other in SIZES if SIZES[other] == theirs]
             problems.append(f"model.{name} {value!r} contradicts {sizes[theirs]!r}: write one of {', '.join(others)}")
     # NeMo takes the size from the tokenizer.
-    sizes = {"model_type": "llama", "vocab_size": VOCABULARY_OF_TOKENIZER, "tie_word_embeddings": True, **sizes}
+    sizes = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY_OF_TOKENIZER,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        **sizes,
+    }
     if is_gpt_neox(model):
         for name in ARCHITECTURE:
             if model.get(name):
@@ -350,10 +371,19 @@ def _read_optimizer(optim: Mapping[str, Any], sections: Sections, problems: list
             _read_schedule(value, optim, sections, problems)
         elif name not in OPTIMIZER_WITHOUT_EFFECT:
             problems.append(f"model.optim.{name} {value!r} is not supported: leave it out")
+    # NeMo's values of what is left out: apex's AdamW, a constant rate, and no clipping.
+    target.setdefault("weight_decay", 0.0)
+    target.setdefault("betas", [0.9, 0.999])
+    if "sched" not in optim:
+        target.setdefault("lr_schedule", "constant")
+    if "gradient_clip_val" not in sections.get("trainer", {}):
+        target.setdefault("clip_grad", 0.0)
 
 
 def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
     target = sections["optimizer"]
+    if sched.get("min_lr") is None:
+        target.setdefault("min_lr_ratio", 0.0)
     steps = sections.get("trainer", {}).get("max_steps")
     for name, value in sched.items():
         if value is None:  # a reference that is reported already
@@ -374,6 +404,9 @@ def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections:
 
 def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
     target = sections.setdefault("data", {})
+    # Megatron's two options are one here; NeMo's default of both is False.
+    isolated = {bool(data.get(name)) for name in ("reset_position_ids", "reset_attention_mask")}
+    target.setdefault("isolate_documents", isolated == {True})
     for name, value in data.items():
         if name == "data_prefix":
             paths = value if isinstance(value, list) else [value]
@@ -395,11 +428,7 @@ def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str])
                 mixture[f"{path}.idx"] = mixture.get(f"{path}.idx", 0) + weight
             target.setdefault("mixture", mixture)
         elif name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            # Megatron's three options are one here.
-            isolated = {bool(data.get(each)) for each in ("reset_position_ids", "reset_attention_mask")}
-            if name == "reset_position_ids" and len(isolated) == 1:
-                target.setdefault("isolate_documents", isolated.pop())
-            elif name == "reset_position_ids" or (name == "eod_mask_loss" and value):
+            if len(isolated) > 1 or (name == "eod_mask_loss" and value):
                 problems.append(f"model.data.{name} {value!r} is not supported: set data.isolate_documents")
         elif name == "seq_length":
             if value != sections["model"].get("encoder_seq_length", value):

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from nxd_memopt.compat.layers import LinearWithAsyncCommunication
-from nxd_memopt.compat.modules import RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
+from tests.alias_modules import import_without_alias
 from tests.dist.pool import distributed
+
+LinearWithAsyncCommunication = import_without_alias("layers").LinearWithAsyncCommunication
+RMSNorm = import_without_alias("modules").RMSNorm
 
 
 def test_rms_norm_has_the_other_librarys_defaults():

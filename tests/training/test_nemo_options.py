@@ -173,7 +173,9 @@ def test_layer_norms_are_gpt_neox(changes: dict[str, Any], expected: dict[str, A
 
 def test_gpt_neox_has_no_learned_positions() -> None:
     section = {name: value for name, value in (MODEL | GPT_NEOX).items() if name != "position_embedding_type"}
-    with pytest.raises(ValueError, match="position_embedding_type is NeMo's 'learned_absolute' unless it is given"):
+    with pytest.raises(
+        ValueError, match="position_embedding_type is not given, and NeMo's default is 'learned_absolute'"
+    ):
         config_from_mapping({"model": section, "trainer": dict(TRAINER)})
 
 
@@ -329,3 +331,41 @@ def test_a_window_without_a_bound_is_no_window() -> None:
         overrides = config_from_mapping(mapping(window_size=window)).model.config_overrides
         assert "sliding_window" not in overrides and overrides["model_type"] == "llama"
     assert config_from_mapping(mapping(window_size=[7, 0])).model.config_overrides["sliding_window"] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("normalization", "NeMo's default is 'layernorm'"),
+        ("activation", "NeMo's default is 'gelu'"),
+        ("bias", "NeMo's default is True"),
+        ("position_embedding_type", "NeMo's default is 'learned_absolute'"),
+        ("attention_dropout", "NeMo's default is 0.1"),
+        ("ffn_hidden_size", "usually 4 times hidden_size"),
+    ],
+)
+def test_options_that_are_left_out_are_asked_for_where_nemos_default_is_another_model(name: str, says: str) -> None:
+    values = mapping()
+    del values["model"][name]
+    with pytest.raises(ValueError, match=f"model.{name} is not given") as raised:
+        config_from_mapping(values)
+    assert says in str(raised.value)
+
+
+def test_options_that_are_left_out_have_nemos_values() -> None:
+    values = mapping(optim={"name": "fused_adam", "lr": 1e-3}, data={"data_prefix": [1.0, "/d/a"]})
+    del values["trainer"]["gradient_clip_val"], values["model"]["layernorm_epsilon"]
+    config = config_from_mapping(values)
+    found = config.optimizer
+    assert (found.lr_schedule, found.weight_decay, found.betas, found.clip_grad) == ("constant", 0, (0.9, 0.999), 0)
+    assert config.data.isolate_documents is False and config.model.config_overrides["rms_norm_eps"] == 1e-5
+    cosine = mapping(optim={"name": "adamw", "lr": 1e-3, "sched": {"name": "CosineAnnealing"}})
+    assert config_from_mapping(cosine).optimizer.min_lr_ratio == 0
+    # An option of the program's own section comes first.
+    own = values | {"optimizer": {"weight_decay": 0.2, "clip_grad": 2.0}, "data": {"isolate_documents": True}}
+    config = config_from_mapping(own)
+    assert (config.optimizer.weight_decay, config.optimizer.clip_grad, config.data.isolate_documents) == (
+        0.2,
+        2.0,
+        True,
+    )
