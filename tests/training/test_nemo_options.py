@@ -173,9 +173,7 @@ def test_layer_norms_are_gpt_neox(changes: dict[str, Any], expected: dict[str, A
 
 def test_gpt_neox_has_no_learned_positions() -> None:
     section = {name: value for name, value in (MODEL | GPT_NEOX).items() if name != "position_embedding_type"}
-    with pytest.raises(
-        ValueError, match="position_embedding_type is not given, and NeMo's default is"
-    ):
+    with pytest.raises(ValueError, match="position_embedding_type is not given, and NeMo's default is"):
         config_from_mapping({"model": section, "trainer": dict(TRAINER)})
 
 
