@@ -67,7 +67,7 @@ def test_it_runs_without_torch(precision):
         ("--model llama-3-8b --device h200 --tensor-model-parallel-size 3", ("parallel_size 3", "[1, 2, 4, 8]")),
         ("--model llama-3-8b --device h200 --tensor-model-parallel-size 0", ("--tensor-model-parallel-size", "0")),
         ("--model meta-llama/Meta-Llama-3-8B --device h200", ("meta-llama/Meta-Llama-3-8B", "hf download")),
-        ("--model other/config.json --device h200", ("other/config.json", "no file")),
+        ("--model other/config.json --device h200", ("other/config.json", "does not exist")),
         ("--model llama-3-8b --device h200 --seq-length 1", ("--seq-length", "2", "1", "next tokens")),
         ("--model llama-3-8b --device h200 --global-batch -4", ("--global-batch", "-4")),
         ("--model llama-3-8b --device h200 --show 0", ("--show", "0")),

@@ -116,5 +116,5 @@ CASES: tuple[BadInput, ...] = (
     BadInput("chat_template_syntax", _template("{% for"), ("chat.jinja line 1", "not Jinja")),
     BadInput("chat_template_name", _template("{{ messages[0].a.b }}"), ("chat template cannot render", "no attribute")),
     BadInput("chat_all_too_long", _all_too_long, ("a split", "is empty", "were dropped", "data.seq_length")),
-    BadInput("chat_copies", _copies, ("one conversation, 30 times", "held out")),
+    BadInput("chat_copies", _copies, ("30 copies of one conversation", "held-out")),
 )
