@@ -127,9 +127,7 @@ def initialize_model_parallel(
                 has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
                 _STATE.axes[name] = _create_axis(rank_groups) if has_own else _find_or_create_axis(rank_groups)
         except Exception:
-            created = _all_axes()
             _STATE.axes = {}
-            _destroy_groups(created)
             raise
     return grid
 
