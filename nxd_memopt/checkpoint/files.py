@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
+from nxd_memopt.checkpoint.stream import CODES
 from nxd_memopt.parallel_layers.checkpointing import read_tensors
 from nxd_memopt.parallel_layers.resharding import LazySlice
 
@@ -83,8 +84,8 @@ def open_weights(directory: Path) -> Iterator[Sources]:
             yield _open_file(found, stack)
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point dtypes of weights by safetensors' names."""
+# Without the dtypes of one byte, which are quantized weights.
+_DTYPES = {code: dtype for dtype, code in CODES.items() if dtype.is_floating_point and dtype.itemsize > 1}
 
 
 def floating_dtype(sources: Sources) -> torch.dtype | None:

@@ -27,7 +27,7 @@ CHUNK_BYTES = 32 << 20
 """Chunk size, 32 MiB: bytes that are copied to the host, added to the checksum and written at a
 time.
 """
-_CODES = {
+CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,7 +41,8 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
+"""safetensors' names of the dtypes that can be stored."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 """Dtypes that can be stored, by their name in the index."""
 
 
@@ -84,7 +85,7 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     for entry in entries:
         end = begin + entry.size_bytes
         header[entry.key] = {
-            "dtype": _CODES[entry.dtype],
+            "dtype": CODES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }
@@ -209,7 +210,7 @@ class TensorFile:
         """
         stored = self._header.get(entry.key)
         # Header, index and length must agree before the bytes are read.
-        expected = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape)}
+        expected = {"dtype": CODES[entry.dtype], "shape": list(entry.shape)}
         begin = self._begin(stored)
         if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
             raise ValueError(

@@ -238,7 +238,7 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
         # Parameters and the context are alive anyway: a host copy frees nothing.
-        resident = (*layer.parameters(), *_tensors_in(context))
+        resident = (*layer.parameters(), *tensors_in(context))
         resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in resident}
         # By address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
@@ -282,7 +282,7 @@ class ActivationOffload:
         point the storages of the previous layer are fetched, one layer ahead of their use.
         """
         # The hidden states are the first tensor of an output that has more (mixture of experts).
-        hidden = next(_tensors_in(output), None)
+        hidden = next(tensors_in(output), None)
         if self._saved_before and hidden is not None and hidden.requires_grad:
             hidden.register_hook(functools.partial(_fetch, self._saved_before))
         self._saved_before = saved
@@ -359,12 +359,13 @@ def _fetch(saved: Iterable[weakref.ref[_Storage]], grad: Tensor) -> None:
             storage.fetch()
 
 
-def _tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a layer's output: itself, or those of nested tuples and lists, in order."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
 
 
 def new_pool(transfers: HostTransfers) -> HostPool:

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.offload import tensors_in
 from nxd_memopt.memory.recompute import is_passed_over, layer_units
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
@@ -206,7 +207,7 @@ class WeightOffload:
         is_last = index == len(self._units) - 1
         if is_last:
             self._free_all()
-        first = _first_tensor(output)
+        first = next(tensors_in(output), None)
         if torch.is_grad_enabled() and first is not None and first.requires_grad:
             first.register_hook(functools.partial(self._begin_backward, index))
         return output
@@ -217,7 +218,7 @@ class WeightOffload:
         When its backward begins, the weights of the last unit are fetched.
         """
         output = forward(hidden, *context)
-        first = _first_tensor(output)
+        first = next(tensors_in(output), None)
         if torch.is_grad_enabled() and first is not None and first.requires_grad:
             first.register_hook(functools.partial(self._begin_backward, len(self._units)))
         return output
@@ -377,9 +378,3 @@ def _offload_of(param: Tensor) -> WeightOffload | None:
 def _fetch_before(layer: nn.Module, *_: Any) -> None:
     """Bring the weights to the device: a hook of ``state_dict`` and ``load_state_dict``."""
     weights_to_device(layer.parameters())
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return what a layer passes on: its output, or the first tensor of a tuple of several."""
-    found = output[0] if isinstance(output, tuple) and output else output
-    return found if isinstance(found, Tensor) else None
