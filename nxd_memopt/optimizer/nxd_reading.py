@@ -1,6 +1,6 @@
 """Reads ZeRO-1 states from the rank files of any tensor-, pipeline- and data-parallel sizes.
 
-The concatenated flat shards of all data-parallel ranks are the flat parameter followed by padding.
+The concatenated flat shards of a sharding group are the flat parameter followed by padding.
 This is true for torch_xla's layout (see ``nxd_layout``) and for this library's; only the length of
 a shard differs.
 """
@@ -70,6 +70,7 @@ class OptimizerFiles:
         self.files = files
         self.stage_names = stage_names
         self._opened: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._shards: dict[tuple[int, int], list[int]] = {}
 
     def content(self, tensor_rank: int, stage: int = 0, data_rank: int = 0) -> dict[str, Any]:
         """Return one rank's state dict; tensors of the xser format are not read yet.
@@ -88,6 +89,43 @@ class OptimizerFiles:
                 raise ValueError(f"{path} is of NeuronEPZero1Optimizer: expert parallelism is not supported")
             self._opened[ranks] = content
         return self._opened[ranks]
+
+    def shards(self, tensor_rank: int, stage: int = 0) -> list[int]:
+        """Return the data-parallel ranks whose files are the shards of one replica, in the order of the shards.
+
+        A file of this library says which shard of how many it is: with ``sharding_groups`` smaller than the
+        data-parallel group, files of several ranks are the same shard. Without that, as in
+        neuronx-distributed's files, the shards are the files of all ranks.
+
+        Raises:
+            ValueError: the file of a shard is missing, or files are of different numbers of shards.
+        """
+        key = (tensor_rank, stage)
+        if key not in self._shards:
+            self._shards[key] = self._find_shards(tensor_rank, stage)
+        return self._shards[key]
+
+    def _find_shards(self, tensor_rank: int, stage: int) -> list[int]:
+        ranks = range(self.files.data_parallel_size)
+        sharding = self.content(tensor_rank, stage).get("sharding")
+        if sharding is None or sharding[1] == len(ranks):
+            return list(ranks)
+        number = sharding[1]
+        found: dict[int, int] = {}
+        for data_rank in ranks:
+            shard, shards = self.content(tensor_rank, stage, data_rank)["sharding"]
+            if shards != number:
+                raise ValueError(
+                    f"{self.files.file(tensor_rank, stage, data_rank)} is one of {shards} shards, the file of "
+                    f"data-parallel rank 0 one of {number}: they are from different saves"
+                )
+            found.setdefault(shard, data_rank)
+            if len(found) == number:
+                return [found[shard] for shard in range(number)]
+        raise ValueError(
+            f"{self.files.directory} has {len(found)} of the {number} shards of tensor-parallel rank {tensor_rank}: "
+            "a rank file is missing"
+        )
 
     def values(self, number: int, tensor_rank: int, stage: int, data_rank: int) -> dict[str, Any]:
         """Return one parameter's states by name, its master as ``master``; empty for a frozen
@@ -245,10 +283,10 @@ class _ParameterReader:
         start, stop = elements
         chunks: list[Tensor] = []
         first = 0
-        for data_rank in range(self.source.files.data_parallel_size):
-            # File d stores [d length, (d + 1) length); take the intersection with [start, stop),
+        length = self._length(shape, tensor_rank)
+        for data_rank in self.source.shards(tensor_rank, self.stage):
+            # Shard d is [d length, (d + 1) length); take the intersection with [start, stop),
             # without padding.
-            length = self._length(shape, tensor_rank)
             low = max(start, first)
             high = min(stop, first + length, math.prod(shape))
             if low < high:
@@ -262,11 +300,11 @@ class _ParameterReader:
         return F.pad(flat, (0, stop - start - flat.numel()))
 
     def _length(self, shape: tuple[int, ...], tensor_rank: int) -> int:
-        """Return the number of elements in each data-parallel rank's file.
+        """Return the number of elements in the file of each shard.
 
         It is R n_1 n_2 ... in torch_xla's layout, and ceil(n / D) otherwise.
         """
-        size = self.source.files.data_parallel_size
+        size = len(self.source.shards(tensor_rank, self.stage))
         if "base_state" in self.source.content(tensor_rank, self.stage):
             rows = shape[0] if shape else 1  # a 0-dim parameter's files are those of shape [1]
             return padded_size(rows, size) // size * math.prod(shape[1:])
@@ -286,7 +324,7 @@ class _ParameterReader:
         if flat.numel() != length:
             raise ValueError(
                 f"{path}: {name!r} of parameter {self.number} has {flat.numel()} elements, its "
-                f"shape over {self.source.files.data_parallel_size} data-parallel ranks gives {length}: "
+                f"shape over {len(self.source.shards(tensor_rank, self.stage))} shards gives {length}: "
                 "a rank file is missing, or from another save"
             )
         return flat

@@ -110,7 +110,7 @@ def save(
     Raises:
         ValueError, OSError: on every rank, if one rank cannot write.
     """
-    _require_no_expert_ranks("saving")
+    require_no_expert_ranks("saving")
     backend.mark_step()  # torch_xla may return wrong values if pending results are read one by one
     writes = is_model_replica_zero() or not master_dp_only
     path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
@@ -138,7 +138,7 @@ def save(
                 write_tensors(path / "checkpoint.pt", content)
 
 
-def _require_no_expert_ranks(what: str) -> None:
+def require_no_expert_ranks(what: str) -> None:
     """Raise ValueError under expert parallelism: data-parallel rank 0 has some of the experts only."""
     size = parallel_state.get_expert_model_parallel_size()
     if size > 1:
@@ -206,7 +206,7 @@ def load(
     """
     del weights_only
     if sharded:
-        _require_no_expert_ranks("loading")
+        require_no_expert_ranks("loading")
     target = model_or_optimizer if model is None else model
     with raise_together(f"loading {chkpt_path}"):
         path = Path(chkpt_path)

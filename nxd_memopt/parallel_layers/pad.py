@@ -32,11 +32,16 @@ def pad_model(
     Column-parallel layers grow along their outputs, row-parallel layers along their inputs. Load
     the weights of an unpadded checkpoint before padding.
 
+    Without ``wrapped_classes`` a column-parallel layer is padded if a row-parallel layer is in the same module or in
+    the module around it. Others, such as the output layer over the vocabulary, stay as they are: nothing would
+    ignore their zeros. In neuronx-distributed they are padded too, which changes the loss.
+
     Args:
         model: model built for ``n_heads`` heads.
         tp_degree: tensor-parallel size that must divide the padded number of heads.
         n_heads: number of heads of ``model``.
-        wrapped_classes: pad only modules of these classes and their submodules; default all.
+        wrapped_classes: pad only modules of these classes and their submodules, with all their parallel
+            layers.
         pad_hook_fn: called with each module and ``padded heads / n_heads``, to adapt head counts.
 
     Returns:
@@ -45,17 +50,36 @@ def pad_model(
     ratio = (n_heads + get_number_of_extra_heads(n_heads, tp_degree)) / n_heads
     classes = tuple(wrapped_classes)
     roots = [model]
+    unpaired: set[nn.Module] = set()
     if classes:
         roots = [module for module in model.modules() if isinstance(module, classes)]
+    else:
+        unpaired = _unpaired_layers(model)
     # Wrapped modules may contain each other: dict.fromkeys visits each module once, in order.
     # Padding a layer twice would multiply its size by the ratio twice.
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     for module in modules:
         if pad_hook_fn is not None:
             pad_hook_fn(module, ratio)
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module not in unpaired:
             _pad_linear(module, ratio)
     return model
+
+
+def _unpaired_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the column-parallel layers below ``model`` without a row-parallel layer in one of the two modules
+    around them.
+    """
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        found.update(layer for layer in module.children() if isinstance(layer, ColumnParallelLinear))
+    for module in model.modules():
+        children = list(module.children())
+        if any(isinstance(child, RowParallelLinear) for child in children):
+            found.difference_update(children)
+            for child in children:
+                found.difference_update(child.children())
+    return found
 
 
 def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -> None:

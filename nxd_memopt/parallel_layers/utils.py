@@ -271,19 +271,33 @@ def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> An
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
     """Move ``model`` in place and keep shard attributes and ties.
 
-    ``Module.to`` may create new parameters, which loses both. Meta tensors become uninitialized.
+    Meta tensors become uninitialized. Parameters that are on ``device`` stay the same objects, as do those of
+    devices between which torch can replace a parameter's data (CPU and CUDA): an optimizer may have them.
+    ``Module.to`` creates new parameters for other devices, which loses attributes and ties.
     """
     # By id, so that tied parameters stay tied.
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in moved:
-                values = _to_device(param.detach(), device)
-                moved[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
-                copy_tensor_model_parallel_attributes(moved[id(param)], param)
+                moved[id(param)] = _moved_parameter(param, device)
             setattr(module, name, moved[id(param)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, _to_device(buffer, device))
+
+
+def _moved_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return ``param`` with its data on ``device``, or a new parameter with its attributes."""
+    values = _to_device(param.detach(), device)
+    # torch's own test of whether ``Module.to`` may keep the parameter.
+    if torch._has_compatible_shallow_copy_type(param, values):  # pyright: ignore[reportPrivateImportUsage]
+        grad = param.grad
+        param.data = values
+        param.grad = None if grad is None else _to_device(grad, device)
+        return param
+    moved = nn.Parameter(values, requires_grad=param.requires_grad)
+    copy_tensor_model_parallel_attributes(moved, param)
+    return moved
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from nxd_memopt.checkpoint.pickled import MANIFEST, require_kv_order, write_into
 from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
+from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, require_no_expert_ranks
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
 from nxd_memopt.parallel_layers.tensor_files import read_tensors
 from nxd_memopt.trainer.background import TagSave, finish_saves
@@ -44,6 +44,7 @@ from nxd_memopt.trainer.tags import (
     complete_tags,
     end_writing,
     find_tag,
+    local_directory,
     prune_tags,
     saved_numbers,
     tag_directory,
@@ -99,12 +100,15 @@ def save_checkpoint(
         avoid_saving_lower_precision_weights: must be False.
 
     Raises:
+        ValueError: with a model or an optimizer under expert parallelism, whose ranks have different experts.
         ValueError, OSError: on every rank, if one cannot write.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
-    directory = Path(checkpoint_dir_str)
-    target = tag_directory(checkpoint_dir_str, tag)
+    if model is not None or optimizer is not None:
+        require_no_expert_ranks("saving")
+    directory = local_directory(checkpoint_dir_str)
+    target = tag_directory(directory, tag)
     incomplete = incomplete_path(target)
     # One save at a time: the previous asynchronous save may write the same tag, and needs host
     # memory for its copies.
@@ -169,12 +173,14 @@ def load_checkpoint(
 
     Raises:
         ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or
-            does not fit.
+            does not fit; with a model or an optimizer under expert parallelism.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
+    if model is not None or optimizer is not None:
+        require_no_expert_ranks("loading")
     # A running asynchronous save may still write the checkpoint that is loaded.
     finish_saves()
-    source = find_tag(Path(path), tag)
+    source = find_tag(local_directory(path), tag)
     with raise_together(f"loading {source}"):
         require_kv_order(source)
     if model is not None:
@@ -189,7 +195,7 @@ def load_checkpoint(
 
 def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
     """Return whether the directory has a complete checkpoint."""
-    return bool(complete_tags(Path(checkpoint_dir_str)))
+    return bool(complete_tags(local_directory(checkpoint_dir_str)))
 
 
 def finalize_checkpoint() -> None:

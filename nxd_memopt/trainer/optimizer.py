@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.groups import require_no_context_parallelism
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.trainer.background import poll_saves
@@ -21,9 +22,13 @@ class NxDOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the optimizer with parameters, groups and states.
         nxd_config: configuration from ``neuronx_distributed_config``.
+
+    Raises:
+        ValueError: context parallelism is enabled: gradients are not reduced over its ranks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: Mapping[str, Any]) -> None:
+        require_no_context_parallelism()
         # No super().__init__(): the wrapped optimizer has everything that it would create, and
         # parameter groups of its own would differ from the wrapped ones after the first change.
         self.optimizer = optimizer

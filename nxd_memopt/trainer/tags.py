@@ -31,7 +31,20 @@ pid.
 """
 
 
-def tag_directory(directory: str | Path, tag: str) -> Path:
+def local_directory(path: str | Path) -> Path:
+    """Return ``path`` as the directory of all tags.
+
+    Raises:
+        ValueError: ``path`` is a URL, such as ``s3://bucket/run``, which would become a directory called ``s3:``.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoints are in directories, got {path}: use a directory, of a mounted bucket or copied to one"
+        )
+    return Path(path)
+
+
+def tag_directory(directory: Path, tag: str) -> Path:
     """Return the directory of the checkpoint of ``tag``.
 
     Raises:
@@ -42,7 +55,7 @@ def tag_directory(directory: str | Path, tag: str) -> Path:
     name = str(tag)
     if not name or Path(name).name != name or name.startswith("."):
         raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
-    return Path(directory) / name
+    return directory / name
 
 
 def begin_writing(incomplete: Path) -> None:

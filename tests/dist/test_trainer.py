@@ -272,3 +272,53 @@ def test_numbers_that_could_not_be_read_back_are_refused(tmp_path):
     content = {"loss": numpy.float64(1.5)}
     assert_says(error_message(lambda: trainer.save_checkpoint(tmp_path, "tag", user_content=content)), "float64")
     assert not trainer.has_checkpoint(tmp_path)
+
+
+@distributed(world_size=2)
+def test_experts_and_context_parallel_ranks_are_refused(tmp_path):
+    """A file per tensor-parallel rank would lose experts, and no gradient is reduced over context-parallel ranks."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model = nn.Linear(2, 2)
+    for function in (
+        lambda: trainer.save_checkpoint(tmp_path, "first", model=model),
+        lambda: trainer.save_checkpoint(tmp_path, "first", optimizer=torch.optim.SGD(model.parameters())),
+        lambda: trainer.load_checkpoint(tmp_path, model=model),
+    ):
+        assert_says(error_message(function), "would lose experts", "expert_model_parallel_size is 2")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    nxd_config = trainer.neuronx_distributed_config()
+    message = error_message(
+        lambda: trainer.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=1.0)
+    )
+    assert_says(message, "context_parallel_size 2")
+
+
+@distributed(world_size=4)
+def test_states_of_several_sharding_groups_are_loaded(tmp_path):
+    """Every rank has written a file, and two have the same shard; resumed with those groups, and with one of all."""
+    nxd_config = trainer.neuronx_distributed_config()
+    values = []
+    for saved, loaded in (([[0, 1], [2, 3]], [[0, 1], [2, 3]]), ([[0, 1], [2, 3]], None), ([[0], [1], [2], [3]], None)):
+        found = []
+        for groups in (saved, loaded):
+            torch.manual_seed(3)
+            model = nn.Linear(5, 3)
+            optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, sharding_groups=groups, lr=0.1)
+            if found:
+                trainer.load_checkpoint(tmp_path, str(len(values)), model=model, optimizer=optimizer)
+            else:
+                train_once(model, optimizer)
+                trainer.save_checkpoint(tmp_path, str(len(values)), model=model, optimizer=optimizer)
+            train_once(model, optimizer)
+            found.append(model.weight.detach().clone())
+        torch.testing.assert_close(*found, rtol=1e-6, atol=0)  # fp32: the norm is summed in another order
+        values.append(found)
+    assert nxd_config["tensor_parallel_size"] == 1
+
+
+def train_once(model, optimizer):
+    optimizer.zero_grad()
+    for number, param in enumerate(model.parameters()):
+        param.grad = torch.linspace(-1, 1, param.numel()).view(param.shape) + number
+    optimizer.step()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import grads, pad
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.utils import map_tensors
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.utils import map_tensors, move_model_to_device
 from tests.reference import assert_says, error_message
 
 
@@ -37,7 +37,36 @@ def test_the_largest_element_of_a_shard_without_rows_is_none():
     assert grads.get_grad_norm(params, torch.inf) == 3 and grads.get_grad_norm(params[1:], torch.inf) == 0
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = ColumnParallelLinear(6, 6, bias=False, gather_output=False)
+        self.output = RowParallelLinear(6, 6, bias=False, input_is_parallel=True)
+
+
+def test_only_layers_before_a_row_parallel_layer_are_padded():
+    """Zero rows of an output layer over the vocabulary would be a part of the softmax."""
+    model = nn.Module()
+    model.attention = Attention()
+    model.head = ColumnParallelLinear(6, 16, bias=False, gather_output=False)
+    pad.pad_model(model, 4, 3)
+    assert model.attention.query.weight.shape == (8, 6) and model.attention.output.weight.shape == (6, 8)
+    assert model.head.weight.shape == (16, 6)
+
+
+def test_moved_parameters_stay_those_of_an_optimizer():
+    layer = ColumnParallelLinear(2, 2, bias=False)
+    layer.again = layer.weight
+    before = layer.weight
+    before.grad = torch.ones(2, 2)
+    move_model_to_device(layer, torch.device("cpu"))
+    assert layer.weight is before and layer.again is before and before.grad.sum() == 4
+    meta = ColumnParallelLinear(2, 2, bias=False, device="meta")
+    move_model_to_device(meta, torch.device("cpu"))
+    assert meta.weight.device.type == "cpu" and meta.weight.partition_dim == 0
+
+
 def test_a_gathered_output_cannot_be_padded():
     layer = ColumnParallelLinear(8, 6, gather_output=True)
-    message = error_message(lambda: pad.pad_model(layer, 4, 3))
+    message = error_message(lambda: pad.pad_model(nn.Sequential(layer), 4, 3, [ColumnParallelLinear]))
     assert_says(message, "gather_output True", "set it to", "False")

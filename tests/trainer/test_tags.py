@@ -160,3 +160,16 @@ def test_tied_weights_are_stored_once(async_save, tmp_path):
     loaded = torch.load(file, weights_only=True)
     parts = {"embedding": slice(4000), "head": slice(4000), "rest": slice(4000, None), "whole": slice(None)}
     assert all(torch.equal(loaded[name], both_before[part]) for name, part in parts.items())
+
+
+def test_a_url_is_no_directory(tmp_path, monkeypatch):
+    """It would be a directory called s3: below the current one."""
+    monkeypatch.chdir(tmp_path)
+    trainer.neuronx_distributed_config()
+    for function in (
+        lambda: trainer.save_checkpoint("s3://bucket/run", "first", user_content={"step": 1}),
+        lambda: trainer.load_checkpoint("s3://bucket/run"),
+        lambda: trainer.has_checkpoint("s3://bucket/run"),
+    ):
+        assert_says(error_message(function), "s3://bucket/run", "directory")
+    assert not list(tmp_path.iterdir())
