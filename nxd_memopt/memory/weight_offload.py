@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ class _Unit:
         self.device_is_newer = True
         self.leaving: Transfer | None = None
         self._arrived: Transfer | None = None
+        # The last copy of each direction, which may run on after the stream was told to wait for it.
+        self._last: dict[str, Transfer] = {}
+
+    def synchronize(self) -> None:
+        """Make the host wait for the copies."""
+        for transfer in self._last.values():
+            transfer.synchronize()
 
     def size_bytes(self) -> int:
         """Return the bytes of the weights, with the padding between storages."""
@@ -91,7 +99,7 @@ class _Unit:
         # The allocator reuses memory in the order of the current stream: the previous user of the
         # block may still be queued there, so the copy starts after all work queued so far.
         pairs = list(zip(map(_bytes_of, self.storages), self._host, strict=True))
-        self._arrived = self._transfers.copy_in(pairs, self._transfers.mark())
+        self._arrived = self._last["in"] = self._transfers.copy_in(pairs, self._transfers.mark())
         self.is_on_device = True
         self.device_is_newer = False
 
@@ -112,7 +120,7 @@ class _Unit:
             self._release()
             return
         pairs = list(zip(self._host, map(_bytes_of, self.storages), strict=True))
-        self.leaving = self._transfers.copy_out(pairs, self._transfers.mark())
+        self.leaving = self._last["out"] = self._transfers.copy_out(pairs, self._transfers.mark())
 
     def free(self) -> None:
         """Complete an eviction: free the device memory once the host has the weights."""
@@ -174,6 +182,13 @@ class WeightOffload:
             start += unit.size_bytes()
         self._leaving_before: list[_Unit] = []
         self._is_in_backward = False
+
+    def __del__(self) -> None:
+        # Neither the allocator that gets the weights' memory nor the host's unmapping knows of copies that run.
+        # The constructor may have failed, and so may a copy, which is then over.
+        for unit in getattr(self, "_units", ()):
+            with suppress(Exception):
+                unit.synchronize()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightOffload:
         raise ValueError("a model with cpu_offloading_weights cannot be copied: copy it before apply_memory")

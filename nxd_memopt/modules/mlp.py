@@ -125,6 +125,7 @@ class GatedMLP(PackedWeights):
             cost="the activation is stored for backward",
             unavailable=unavailable_reason(backend.device),
             accepts_forward=_is_recomputed_activation,
+            overwritten=self.shared_input_layers,
         )
 
     def layers(self) -> MLPLayers:

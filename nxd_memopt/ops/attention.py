@@ -266,9 +266,9 @@ def _sdpa(
 
 
 def attention_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype of query, key and value in fused kernels: autocast's, if it is enabled."""
+    """Return the dtype of query, key and value in fused kernels: autocast's, if it is enabled and casts them."""
     device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return query.dtype
 

@@ -146,7 +146,7 @@ def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
 
 
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype, as autocast does for a matmul.
+    """Cast floating-point tensors to the autocast dtype, as autocast does for a matmul: not float64.
 
     Needed by autograd Functions, because their backward runs without autocast.
     """
@@ -158,7 +158,7 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
     dtype = torch.get_autocast_dtype(device_type)
     results: list[Tensor | None] = []
     for tensor in tensors:
-        if tensor is not None and tensor.is_floating_point():
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
             results.append(tensor.to(dtype))
         else:
             results.append(tensor)

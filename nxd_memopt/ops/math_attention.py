@@ -23,13 +23,23 @@ def math_attention(
     value = value.repeat_interleave(repeats, dim=1)
     if mask is None:
         mask = causal_mask(query.size(2), query.device)
-    scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
+    scores = scaled_scores(query, key, query.dtype)
     # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     # a bf16 sum over S exponentials would lose the small ones
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     return F.dropout(weights, dropout_p) @ value
+
+
+def scaled_scores(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``Q K^t / sqrt(d)`` in ``dtype``, of ``[..., S, d]`` and ``[..., S_k, d]``."""
+    key = key.transpose(-1, -2)
+    if query.dtype == torch.float16:
+        # The product alone exceeds the largest fp16 number, 65,504, at scores of 5,800 for d = 128.
+        root = query.size(-1) ** -0.25
+        return ((query * root) @ (key * root)).to(dtype)
+    return (query @ key).to(dtype) * query.size(-1) ** -0.5
 
 
 def causal_mask(sequence_length: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.math_attention import scaled_scores
 from nxd_memopt.planner.attention_tiles import tile_length
 
 Span = tuple[int, int]
@@ -242,7 +243,7 @@ def _scores(
     Scores of hidden keys are the dtype's least number.
     """
     wide = _wide(query_tile)
-    scores = (query_tile @ key_tile.transpose(-1, -2)).to(wide) * query_tile.size(-1) ** -0.5
+    scores = scaled_scores(query_tile, key_tile, wide)
     hidden = _hidden(mask, rows, cols, window, scores.device)
     if hidden is None:
         return scores

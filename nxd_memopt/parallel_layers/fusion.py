@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -98,6 +98,8 @@ class FusedPath:
         unavailable: why the path cannot run on this device or with this configuration, or None.
         accepts_forward: returns whether a submodule whose forward was replaced may be bypassed
             nevertheless.
+        overwritten: names of submodules that are called, and whose outputs backward overwrites: a hook could
+            keep an output, so that the path is off while one has a hook.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class FusedPath:
         cost: str,
         unavailable: str | None = None,
         accepts_forward: Callable[[nn.Module], bool] | None = None,
+        overwritten: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.unavailable = unavailable
@@ -118,6 +121,7 @@ class FusedPath:
         self._bypassed = dict(bypassed)
         self._cost = cost
         self._accepts_forward = accepts_forward
+        self._overwritten = tuple(overwritten)
         # Names of the paths that have warned; ``Fusions`` shares one set among all paths of a model.
         self.warned: set[str] = set()
         self._obstacle: str | None = None
@@ -184,6 +188,11 @@ class FusedPath:
                 is_accepted = self._accepts_forward is not None and self._accepts_forward(module)
                 if not is_accepted:
                     return f"{name} has a replaced forward"
+        for name in self._overwritten:
+            module = getattr(self._owner, name)
+            self._subscribe(module)
+            if has_hooks(module):
+                return f"{name} has a hook"
         return None
 
     def _subscribe(self, module: nn.Module) -> None:

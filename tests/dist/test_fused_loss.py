@@ -97,3 +97,15 @@ def test_labels_of_a_shard_are_refused():
         lambda: fused_linear_cross_entropy(x, weight, target, sequence_parallel_enabled=True), ValueError
     )
     assert_says(message, "[6, 24]", "2 ranks", "full sequence")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_narrow_labels(dtype):
+    """A label minus the first row of the second rank, 35,000, is beyond int16."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    vocab, hidden = 70_000, tensors(4, 3)
+    weight = tensors(vocab // 2, 3, seed=5 + parallel_state.get_tensor_model_parallel_rank())
+    labels = torch.tensor([100, 30_000, 7, 32_000])
+    found = [fused_linear_cross_entropy(hidden, weight, each, vocab_size=vocab) for each in (labels, labels.to(dtype))]
+    assert torch.equal(*found)

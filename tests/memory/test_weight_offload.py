@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -276,3 +277,42 @@ def run_layers(layers, state):
     for layer in layers:
         state = layer(state)
     return state[0].sum()
+
+
+def test_memory_of_a_dropped_model_outlives_its_copies():
+    """A wait on the device's stream leaves a copy running, whose memory the allocator and the host would reuse."""
+    ended = []
+
+    class Running:
+        def wait(self):
+            pass
+
+        def synchronize(self):
+            ended.append(self)
+
+        def is_done(self):
+            return self in ended
+
+    class StreamTransfers(DeferredTransfers):
+        def __init__(self):
+            super().__init__()
+            self.begun = []
+
+        def copy_in(self, pairs, after):
+            for target, source in pairs:
+                target.copy_(source)
+            self.begun.append(Running())
+            return self.begun[-1]
+
+        copy_out = copy_in
+
+    transfers = StreamTransfers()
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    apply_weight_offload(list(layers), 3, transfers, HostPool())
+    with torch.no_grad():
+        layers[1](layers[0](torch.ones(4)))
+    assert transfers.begun and not ended
+    last = transfers.begun[-1]
+    del layers
+    gc.collect()
+    assert last in ended

@@ -13,10 +13,12 @@ from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.ops import attention
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.attention import (
+    attention_dtype,
     attention_implementation,
     core_attention,
     select_attention,
 )
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled
 from nxd_memopt.ops.describe import describe_attention
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments
@@ -345,3 +347,26 @@ def test_dropout_is_off_in_evaluation():
     with pytest.raises(ValueError, match="dropout"):
         CoreAttention(attention_backend="tiled", head_dim=64, dropout=0.5, sharded=False)
     assert_float64_close(module.eval()(*inputs, None), core_attention(*inputs, implementation="math"))
+
+
+@pytest.mark.parametrize("implementation", ["math", "tiled"])
+def test_fp16_products_above_its_largest_number(implementation):
+    """q k^t is 73,728, and the score 6,517: the product must be scaled before it is rounded to fp16."""
+    torch.manual_seed(0)
+    query, key, value = torch.full((1, 1, 4, 128), 24.0), torch.full((1, 1, 4, 128), 24.0), torch.randn(1, 1, 4, 128)
+    inputs = [x.half().requires_grad_() for x in (query, key, value)]
+    output = core_attention(*inputs, implementation=implementation)
+    # Equal scores: every query has the mean of the values before it.
+    expected = value.cumsum(2) / torch.arange(1, 5).view(1, 1, 4, 1)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-3, atol=2e-3)  # fp16's rounding
+    output.sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+def test_float64_is_not_cast_by_autocast():
+    """As in torch's own autocast: a reference in float64 keeps its digits."""
+    x = torch.ones(2, 2, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cast_if_autocast_enabled(x, x.float())[0].dtype == torch.float64
+        assert cast_if_autocast_enabled(x, x.float())[1].dtype == torch.bfloat16
+        assert attention_dtype(x) == torch.float64 and attention_dtype(x.float()) == torch.bfloat16

@@ -268,3 +268,17 @@ def test_classes_of_the_paths_are_those_that_the_models_build():
             assert path.reason_off is None or path.unavailable is not None, path.name
     kinds = {type(module) for family in CONFIGS for module in build(family).modules()}
     assert {RMSNorm, LayerNorm, GatedActivation} <= kinds
+
+
+def test_a_hook_turns_off_a_path_that_overwrites_what_it_sees():
+    """Backward of the gated MLP writes gradients into the outputs of gate and up, which a hook could keep."""
+    mlp = parallel_model(llama_config()).model.layers[0].mlp
+    mlp.fused.unavailable = None
+    for projection in (mlp.gate_proj, mlp.up_proj):
+        assert mlp.fused.is_active
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = projection.register_forward_hook(lambda *_: None)
+            assert not mlp.fused.is_active
+        handle.remove()
+    assert mlp.fused.is_active

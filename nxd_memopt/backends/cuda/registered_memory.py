@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +31,17 @@ def registered_buffer(size_bytes: int) -> Tensor:
     memory.madvise(mmap.MADV_HUGEPAGE)
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(lambda start: _populate(memory, start, size_bytes), range(0, size_bytes, _SLICE_BYTES)))
-    buffer = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes)
+    # The storage keeps ``owner`` alive, and ``owner`` keeps ``memory``.
+    owner = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+    buffer = torch.frombuffer(owner, dtype=torch.uint8, count=size_bytes)
     address = buffer.data_ptr()
     driver: Any = torch.cuda.cudart()
     error = driver.cudaHostRegister(address, size_bytes, 0)
     if int(error) != 0:
         raise RuntimeError(f"cudaHostRegister of {size_bytes} bytes failed with error {error}: free host memory")
-    # The storage keeps ``memory`` alive. The driver must unlock the pages before they are unmapped.
-    weakref.finalize(memory, driver.cudaHostUnregister, address)
+    # The driver must unlock the pages before they are unmapped: another mapping may get their addresses at once.
+    # ``mmap`` unmaps before its finalizers run, a ctypes array releases ``memory`` after them.
+    weakref.finalize(owner, driver.cudaHostUnregister, address)
     return buffer
 
 

@@ -25,13 +25,19 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, torch.empty_like(x), transposed=False)
+        return _rotate(x, cos, sin, _empty(x), transposed=False)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
+        return _rotate(grad, cos, sin, _empty(grad), transposed=True), None, None
+
+
+def _empty(x: Tensor) -> Tensor:
+    """Return uninitialized memory for the rotation of ``x``, in its order of memory if heads are contiguous in it."""
+    memory_format = torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
+    return torch.empty_like(x, memory_format=memory_format)
 
 
 class _RopeQKV(torch.autograd.Function):
@@ -59,7 +65,7 @@ class _RopeQKV(torch.autograd.Function):
             # new tensors on the same memory, see increment_version below
             results = [x.detach() for x in inputs]
         else:
-            results = [torch.empty_like(x) for x in inputs]
+            results = [_empty(x) for x in inputs]
         _rotate_all(inputs, results, cos, sin, in_place=in_place, transposed=False)
         return tuple(results)
 

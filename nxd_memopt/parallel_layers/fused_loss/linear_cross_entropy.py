@@ -274,6 +274,8 @@ def fused_linear_cross_entropy(
         num_items=num_items_in_batch,
     )
     check_arguments(hidden, weight, target, options)
+    # Narrower integers overflow where a rank's first row is subtracted, and in offsets of the kernels.
+    target = target.long()
     # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
     if sharded and sequence_dimension is not None and check_sequence_dimension(sequence_dimension):
         hidden = hidden.movedim(1, 0)
