@@ -158,6 +158,7 @@ def _describe_fused_paths() -> list[str]:
             hidden_size=64,
             intermediate_size=128,
             num_attention_heads=8,
+            num_key_value_heads=8,
             vocab_size=256,
         )
         lines.append(f"fused paths of {model_type}:")

@@ -117,6 +117,8 @@ class Convert:
                 "xser": False,
                 "kv_size_multiplier": 1,
             }
+        else:
+            unused |= {"max_shard_size_gib": 5.0}
         if self.source_format != "nxd":
             unused |= {"config": None, "accept_drift": False}
         if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):

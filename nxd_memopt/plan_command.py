@@ -216,7 +216,7 @@ def _print(
     shown = f" on {hosts} hosts of {device.ranks_per_host}" if hosts > 1 else ""
     print(
         f"{options.model} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
-        f"global batch {batch}, {problem.precision}; {best.usable_bytes / GIB:.1f} of "
+        f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
     if not rates_of(device).is_calibrated:

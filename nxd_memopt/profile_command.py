@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt._optional import require_installed
+from nxd_memopt.child_process import run_child
 from nxd_memopt.files import require_new
 from nxd_memopt.training.distributed import PROFILE_VARIABLE
 
@@ -43,26 +43,57 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("-- has no COMMAND after it: write nxd-memopt profile -- nxd-memopt train --config FILE")
     options, rest = _parser().parse_known_args(arguments)
     require_installed("nxd-memopt profile", "matplotlib", extra="train")
-    if options.report is not None or options.compare is not None:
+    mode = _mode(options, command)
+    _complete(options, mode)
+    if mode in ("report", "compare"):
         _refuse(rest, command)
         return _show(options)
     output = Path(options.output)
-    if options.loss_race:
+    if mode == "loss_race":
         _refuse(rest, command)
         return _race(options, output)
-    if options.config is not None or options.recipe is not None:
-        if command:
-            raise ValueError("--config and -- COMMAND both name a run: pass one")
-        command = _training_command(options, rest, output)
-    elif not command:
-        raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
-    else:
+    if mode == "command":
         _refuse(rest, [])
-        if options.nproc is not None:
-            raise ValueError(
-                f"--nproc {options.nproc} starts the ranks of --config or --recipe: -- COMMAND starts its own"
-            )
+    else:
+        if "--trainer.output-dir" in rest:
+            raise ValueError("--trainer.output-dir is that of the profiled run, in --output: leave it out")
+        command = _training_command(options, rest, output)
     return _profile(options, command, output)
+
+
+_OPTIONS = {
+    "report": (),
+    "compare": ("html",),
+    "loss_race": ("output", "batch", "seq_length", "vocabulary", "hidden", "dtype", "turns", "malek"),
+    "config": ("output", "skip", "steps", "nproc"),
+    "recipe": ("output", "skip", "steps", "nproc"),
+    "command": ("output", "skip", "steps"),
+}
+"""What is done -> the options that it reads."""
+_DEFAULTS = {"output": "profile", "skip": 3, "steps": 3, "batch": 1, "turns": 5}
+
+
+def _mode(options: argparse.Namespace, command: Sequence[str]) -> str:
+    """Return which of ``_OPTIONS`` the arguments ask for."""
+    asked = {name: f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(options, name, None)}
+    if command:
+        asked["command"] = "-- COMMAND"
+    if not asked:
+        raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked.values())} are different things to do: pass one")
+    return next(iter(asked))
+
+
+def _complete(options: argparse.Namespace, mode: str) -> None:
+    """Set the defaults of the options that are not given; raise ``ValueError`` for one that ``mode`` does not read."""
+    for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
+        if getattr(options, name) is None:
+            setattr(options, name, _DEFAULTS.get(name))
+        elif name not in _OPTIONS[mode]:
+            readers = [f"--{each.replace('_', '-')}" for each, names in _OPTIONS.items() if name in names]
+            shown = " or ".join(reader.replace("--command", "-- COMMAND") for reader in readers)
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is read with {shown} only")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,20 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="profile this run, in a directory of its own, and stop")
     parser.add_argument("--recipe", metavar="NAME", help="the same with a recipe")
     parser.add_argument("--nproc", type=int, help="ranks of --config on this host")
-    parser.add_argument("--output", default="profile", metavar="DIRECTORY", help="new directory of the files")
-    parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one")
-    parser.add_argument("--steps", type=int, default=3, help="steps whose time is profiled; one more is for memory")
+    parser.add_argument("--output", metavar="DIRECTORY", help="new directory of the files, by default profile")
+    parser.add_argument("--skip", type=int, help="steps before the first profiled one, by default 3")
+    parser.add_argument("--steps", type=int, help="steps whose time is profiled, by default 3; one more is for memory")
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
     race = parser.add_argument_group("race of losses")
     race.add_argument("--loss-race", action="store_true", help="linear layer + cross entropy: ours and others")
-    race.add_argument("--batch", type=int, default=1, help="B")
+    race.add_argument("--batch", type=int, help="B, by default 1")
     race.add_argument("--seq-length", type=int, help="S; default: 8192, on the CPU 512")
     race.add_argument("--vocabulary", type=int, help="V; default: 128256, on the CPU 8000")
     race.add_argument("--hidden", type=int, help="H; default: 4096, on the CPU 256")
     race.add_argument("--dtype", help="default: bfloat16, on the CPU float32")
-    race.add_argument("--turns", type=int, default=5, help="measurements of each loss")
+    race.add_argument("--turns", type=int, help="measurements of each loss, by default 5")
     race.add_argument("--malek", metavar="DIRECTORY", help="checkout of mgmalek/efficient_cross_entropy")
     return parser
 
@@ -99,7 +130,7 @@ def _refuse(rest: Sequence[str], command: Sequence[str]) -> None:
     if rest:
         raise ValueError(f"unknown option {rest[0]}; nxd-memopt profile --help shows the options")
     if command:
-        raise ValueError(f"-- {command[0]} is not run with --report or --compare: leave it out")
+        raise ValueError(f"-- {command[0]} is not run: leave it out")
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -154,9 +185,9 @@ def _profile(options: argparse.Namespace, command: Sequence[str], output: Path) 
     request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=is_own)
     environment = os.environ | {PROFILE_VARIABLE: request.to_json()}
     try:
-        status = subprocess.call(list(command), env=environment)
-    except FileNotFoundError as error:
-        raise ValueError(f"-- {command[0]} is not a program: write -- PROGRAM ARGUMENTS") from error
+        status = run_child(command, environment).returncode
+    except OSError as error:
+        raise ValueError(f"-- {command[0]} cannot be run ({error.strerror}): write -- PROGRAM ARGUMENTS") from error
     if status:
         remains = f"; remove {output}, which has what it wrote, before the next attempt" if output.exists() else ""
         print(f"nxd-memopt profile: the command has ended with status {status}{remains}", file=sys.stderr)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
+from nxd_memopt.child_process import run_child
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
 from nxd_memopt.files import write_text
 from nxd_memopt.planner.architectures import require_supported_values
@@ -202,8 +202,22 @@ class Certify:
                 f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
                 f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
             )
+        if self.max_temp_ratio is not None:
+            if not 0 <= self.max_temp_ratio < math.inf:
+                raise ValueError(f"--max-temp-ratio must be at least 0 and finite, got {self.max_temp_ratio}")
+            if self.recompute_granularity is None:
+                raise ValueError(
+                    f"--max-temp-ratio {self.max_temp_ratio} is of a step with recomputation: pass "
+                    "--recompute-granularity, or leave it out"
+                )
+        if self.data_parallel_size > 1 and not self.zero1:
+            raise ValueError(
+                f"--data-parallel-size {self.data_parallel_size} changes nothing without sharding: pass --zero1 too"
+            )
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ValueError(f"--json {self.json}: {self.json.absolute().parent} is no directory: create it")
+        if self.json is not None and self.json.is_dir():
+            raise ValueError(f"--json {self.json} is a directory: name a file")
 
     def _experts(self, config: dict[str, Any], given: dict[str, Any]) -> MoEConfig | None:
         """Return the options of a model with experts, None for a dense model.
@@ -307,7 +321,7 @@ def run_worker(request: Request) -> Answer:
         question.write_text(json.dumps(dataclasses.asdict(request)), encoding="utf-8")
         environment = _worker_environment(request, Path(directory, "dump"))
         command = [sys.executable, "-m", _WORKER, str(question), str(answer)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = run_child(command, environment, capture_output=True)
         # An exit status of 0 without an answer is a failure too. The last line of a traceback is
         # the exception with its message.
         if done.returncode != 0 or not answer.is_file():

@@ -11,7 +11,6 @@ ranks have the time that their last save took, twice, and at least ``STOP_S``.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from nxd_memopt.child_process import death_signal
 from nxd_memopt.training.errors import USAGE_ERROR, user_errors
 from nxd_memopt.training.interrupts import SECOND_AFTER_S, SIGNALS, exit_status, final_status
 
@@ -36,7 +36,6 @@ FAILED_S = 5.0
 """Time that the other ranks have to report the same failure, or its cause."""
 SECOND_S = 2.0
 POLL_S = 0.05
-PR_SET_PDEATHSIG = 1
 
 
 class Agent:
@@ -93,7 +92,7 @@ class Agent:
     def _start(self, port: int) -> None:
         """Start every rank with the signals blocked, until its handlers for them exist."""
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        dies_with_agent = _death_signal()
+        dies_with_agent = death_signal()
         try:
             for rank in range(self._processes):
                 environ = dict(self._environ) | self._rank_variables(rank, port)
@@ -206,24 +205,6 @@ def _recorded(received: list[int]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _death_signal() -> Callable[[], None]:
-    """Return a function for new processes, with which the kernel kills them when this one ends."""
-    # Without it, ranks whose agent is killed would train on, and keep their output directory.
-    # The library is loaded here: between fork and exec nothing may be loaded.
-    agent = os.getpid()
-    prctl = None
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != agent:  # it ended before the call
-                os._exit(1)
-
-    return prepare
 
 
 def stop_s(file: Path) -> float:

@@ -168,16 +168,37 @@ def _memory(config: TrainConfig) -> list[str]:
     for option, value in values.items():
         if value is not None:
             options += [option, str(value)]
-    # By default certify measures 2 and 4 layers.
-    number = memory.recompute_num_layers or 1
-    if number > 2:
-        deeper = 2 * number if memory.recompute_method == "uniform" else number + 1
-        options += ["--measure-layers", str(number), str(deeper)]
+    options += _depths(config)
     if memory.recompute_keep_core_attn:
         options += ["--recompute-keep-core-attn"]
     if memory.recompute_modules:
         options += ["--recompute-modules", *memory.recompute_modules]
     return options
+
+
+def _depths(config: TrainConfig) -> list[str]:
+    """Return the option for the two depths that are measured; none for certify's own, 2 and 4.
+
+    Raises:
+        ValueError: the model has too few layers for two depths.
+    """
+    memory = config.memory
+    number = memory.recompute_num_layers or 1
+    few, many = max(2, number), 4
+    if number > 2:
+        many = 2 * number if memory.recompute_method == "uniform" else number + 1
+    # Of a pretrained model, certify reads the number itself.
+    depth = config.model.config_overrides.get("num_hidden_layers", many)
+    # Chunks of several layers are measured once and twice.
+    if memory.recompute_method != "uniform" or number == 1:
+        many = max(few + 1, min(many, depth))
+    if many > depth:
+        raise ValueError(
+            f"certify measures models of {few} and {many} layers, and this one has {depth}, with "
+            f"memory.recompute_num_layers {memory.recompute_num_layers}: set it to 1 with recompute_method uniform, or "
+            "certify a model of more layers"
+        )
+    return [] if (few, many) == (2, 4) else ["--measure-layers", str(few), str(many)]
 
 
 def _isolation(config: TrainConfig, platform: str, backend: str) -> list[str]:

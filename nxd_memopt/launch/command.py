@@ -13,13 +13,13 @@ import argparse
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxd_memopt.child_process import run_child
 from nxd_memopt.launch.certificate import DEVICES, certify_command
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import OPEN_FILES, Machine, set_open_files
@@ -263,4 +263,4 @@ def dry_run(launch: Launch, device_memory_gib: float | None) -> int:
         print(shlex.join(command), flush=True)
         # Of the ranks' environment, certify checks only the compiler's flags.
         flags = {name: value for name, value in launch.environment.items() if name == "NEURON_CC_FLAGS"}
-        return subprocess.run(command, env=os.environ | flags, check=False).returncode
+        return run_child(command, os.environ | flags).returncode

@@ -353,8 +353,33 @@ def require_supported_values(config: Any, remedy: str) -> None:
     require_one_of("rope_type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES)
     for name in ("attention_dropout", "hidden_dropout"):
         value = option(config, name) or 0.0
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {value}: set it in {remedy}")
+        if not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}: set it in {remedy}")
+    head_dim = sizes(config)["d"]
+    # RoPE rotates pairs of dimensions.
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd: set an even one, other heads or another size in {remedy}")
+    # transformers' default ids (bos 1, eos 2) are no choice of the user: with a smaller vocabulary
+    # they mean nothing, and the tokenizer's ids replace them.
+    padding, vocabulary = option(config, "pad_token_id"), option(config, "vocab_size")
+    if padding is not None and not 0 <= padding < vocabulary:
+        raise ValueError(f"pad_token_id {padding} is outside [0, vocab_size {vocabulary}): set it in {remedy}")
+
+
+def require_window(config: Any, sequence_length: int, remedy: str) -> None:
+    """Raise ``ValueError`` if a model with experts has an attention window below ``sequence_length``.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+        sequence_length: S.
+        remedy: where to change a value of the config, for the message.
+    """
+    window = smallest_window(config)
+    if any(moe_layers(config)) and window is not None and sequence_length > window:
+        raise ValueError(
+            f"data.seq_length {sequence_length} exceeds sliding_window {window}, and attention of models with experts "
+            f"has no window: shorten data.seq_length, or set sliding_window to null in {remedy}"
+        )
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:

@@ -14,7 +14,9 @@ Published rates are peaks; ``step_time.RATES`` has the parts that a step of this
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -345,9 +347,31 @@ def read_device(path: Path) -> Device:
         if content.get("kind") == "cuda":
             # Not measured by --calibrate: what the version that wrote the file assumed.
             content["reserve_gib"] = CUDA_RESERVE_GIB
-        return Device(**content)
+        device = Device(**content)
+        _require_valid(device)
+        return device
     except (TypeError, ValueError) as error:
         raise ValueError(f"--device {path} describes no device ({error}): calibrate again") from error
+
+
+_MAY_BE_0 = ("reserve_gib", "host_memory_gib", "compute_capability")
+
+
+def _require_valid(device: Device) -> None:
+    """Raise ``ValueError`` for a figure of a device that is not a positive number, or an unknown kind or dtype."""
+    require_one_of("kind", device.kind, ("neuron", "cuda", "cpu"))
+    if not isinstance(device.matmul_flops, dict) or set(device.matmul_flops) != {"bfloat16", "float16", "float32"}:
+        raise ValueError(f"matmul_flops must have bfloat16, float16 and float32, got {device.matmul_flops!r}")
+    figures = {f"matmul_flops of {dtype}": value for dtype, value in device.matmul_flops.items()}
+    texts = ("name", "kind", "source", "matmul_flops", "measured")
+    figures |= {name: value for name, value in dataclasses.asdict(device).items() if name not in texts}
+    for name, value in figures.items():
+        # type(), not isinstance(): a bool is an int too
+        is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+        if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_0):
+            raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if device.ranks_per_host != int(device.ranks_per_host):
+        raise ValueError(f"ranks_per_host must be an integer, got {device.ranks_per_host}")
 
 
 def device_named(name: str) -> Device:

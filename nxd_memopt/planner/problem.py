@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,10 +33,13 @@ def require_size(name: str, value: int | None, *, is_length: bool = False) -> No
         raise ValueError(f"{name} must be at least {least}, got {value}{reason}")
 
 
+_LARGEST_GIB = 1_000_000
+
+
 def require_memory(name: str, gib: float | None) -> None:
-    """Raise ``ValueError`` if a size of memory is not above 0 and finite."""
-    if gib is not None and not 0 < gib < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {gib}")
+    """Raise ``ValueError`` if a size of memory is not above 0, or beyond that of any machine."""
+    if gib is not None and not 0 < gib <= _LARGEST_GIB:
+        raise ValueError(f"{name} must be above 0 and at most {_LARGEST_GIB:,}, got {gib}")
 
 
 @dataclass(frozen=True)

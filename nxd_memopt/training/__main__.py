@@ -20,13 +20,17 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.t
             options; defaults to the command line's arguments.
         program: program name shown by ``--help`` and in messages.
     """
-    with Interrupts().handled() as interrupts:
-        # Outside user_errors, in which a rank may be stopped while it waits for rank 0's report.
-        try:
-            with user_errors():
-                _run(arguments, program, interrupts)
-        except Interrupted as stop:
-            return _end(stop)
+    try:
+        with Interrupts().handled() as interrupts:
+            # Outside user_errors, in which a rank may be stopped while it waits for rank 0's report.
+            try:
+                with user_errors():
+                    _run(arguments, program, interrupts)
+            except Interrupted as stop:
+                return _end(stop)
+    except Interrupted as stop:
+        # Of a signal that arrived before its handler: the agent starts ranks with the signals blocked.
+        return _end(stop)
     return 0
 
 

@@ -6,7 +6,6 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -24,7 +23,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import require_shardable, require_supported_values, sizes, smallest_window
+from nxd_memopt.planner.architectures import require_shardable, require_supported_values, require_window
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.isolation import require_attention
@@ -138,7 +137,7 @@ def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
 
 
 def _require_sizes(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` for a size below 1, or a head size that RoPE cannot rotate."""
+    """Raise ``ValueError`` for a size below 1, or one that the heads do not divide."""
     for name in SIZES:
         value = getattr(hf_config, name)
         if value < 1:
@@ -147,10 +146,6 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
     if not getattr(hf_config, "head_dim", None):
         remedy = f"choose another num_attention_heads in {OVERRIDES}, or set head_dim"
         require_divisible("hidden_size", hf_config.hidden_size, "num_attention_heads", heads, remedy)
-    head_dim = sizes(hf_config)["d"]
-    # RoPE rotates pairs of dimensions.
-    if head_dim % 2:
-        raise ValueError(f"head_dim {head_dim} is odd: set an even one, other heads or another size in {OVERRIDES}")
 
 
 def _require_values(hf_config: PretrainedConfig) -> None:
@@ -158,15 +153,6 @@ def _require_values(hf_config: PretrainedConfig) -> None:
     require_supported_values(hf_config, OVERRIDES)
     # The values of the type are there, too.
     rope_frequencies(2, hf_config.rope_parameters)
-    size = hf_config.vocab_size
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(hf_config, name, None)
-        ids: list[Any] = value if isinstance(value, list) else [value]
-        outside = [token for token in ids if token is not None and not 0 <= token < size]
-        # transformers' default ids (bos 1, eos 2) are no choice of the user: with a smaller
-        # vocabulary they mean nothing, and the tokenizer's ids replace them.
-        if outside and name == "pad_token_id":
-            raise ValueError(f"{name} {outside[0]} is outside [0, vocab_size {size}): set it in {OVERRIDES}")
 
 
 def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -199,12 +185,7 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
-    window = smallest_window(hf_config)
-    if window is not None and config.data.seq_length > window:
-        raise ValueError(
-            f"data.seq_length {config.data.seq_length} exceeds sliding_window {window}, and attention here has no "
-            f"window: shorten data.seq_length, or set sliding_window to null in {OVERRIDES}"
-        )
+    require_window(hf_config, config.data.seq_length, OVERRIDES)
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

@@ -342,8 +342,8 @@ class TrainConfig:
                 )
             raise ValueError(
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
-                f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
-                "reach optimizer.lr; shorten warmup_steps or set decay_steps"
+                f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps without constant_steps): the "
+                "learning rate would never reach optimizer.lr; shorten warmup_steps or set decay_steps"
             )
 
     def cuda_graph_conflict(self) -> str | None:
@@ -397,7 +397,7 @@ class TrainConfig:
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its minimum."""
         if self.optimizer.decay_steps is None:
-            return self.trainer.max_steps
+            return self.trainer.max_steps - self.optimizer.constant_steps
         return self.optimizer.decay_steps
 
     def data_parallel_size(self, world_size: int) -> int:

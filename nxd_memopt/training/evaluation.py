@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.math_attention import causal_mask
+from nxd_memopt.ops.math_attention import window_mask
+from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.architectures import attention_windows
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs
 from nxd_memopt.training.metrics import sum_over_data_parallel_ranks
@@ -47,6 +50,12 @@ def held_out_loss(
     if not batches or is_extracting_graphs():
         return None
     return total.item()
+
+
+def held_out_digest(training: Training, config: TrainConfig) -> str:
+    """Return what identifies the held-out tokens of one evaluation; empty without any."""
+    rows = _held_out_rows(training, config)
+    return "" if rows is None else hashlib.sha256(rows.tobytes()).hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -120,16 +129,28 @@ def _transformers_loss(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     # In evaluation too, a model that outputs its routers' logits adds its balancing loss.
     options: dict[str, Any] = {"output_router_logits": False} if has_experts(model.config) else {}
     if batch.documents is not None:
-        # transformers has no argument for document bounds. A mask that is added to the scores,
-        # [B, 1, S, S], is what all its attention implementations accept.
-        length = batch.ids.size(1)
-        visible = batch.documents.mask() & causal_mask(length, batch.ids.device)
-        dtype = next(model.parameters()).dtype
-        hidden = torch.zeros(visible.shape, dtype=dtype, device=batch.ids.device)
-        options["attention_mask"] = hidden.masked_fill(~visible, torch.finfo(dtype).min)
+        options["attention_mask"] = _masks(model, batch.documents)
         options["position_ids"] = batch.documents.positions()
     output = model(batch.ids, labels=batch.labels, use_cache=False, num_items_in_batch=batch.divisor[0], **options)
     return output.loss
+
+
+def _masks(model: PreTrainedModel, documents: PackedDocuments) -> Tensor | dict[str, Tensor]:
+    """Return the mask of all layers, ``[B, 1, S, S]``, or the masks by type of layer, for a transformers model."""
+    # transformers has no argument for document bounds. A mask that is added to the scores is what all
+    # its attention implementations accept. It adds no attention window to such a mask.
+    dtype = next(model.parameters()).dtype
+    same = documents.mask()
+
+    def mask(window: int | None) -> Tensor:
+        visible = same & window_mask(same.size(-1), window, same.device)
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=same.device)
+        return hidden.masked_fill(~visible, torch.finfo(dtype).min)
+
+    windows = set(attention_windows(model.config))
+    if len(windows) == 1:
+        return mask(windows.pop())
+    return {"full_attention": mask(None), "sliding_attention": mask(model.config.sliding_window)}
 
 
 def _total_loss(

@@ -31,7 +31,7 @@ from nxd_memopt.training.checks import (
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.epochs import require_complete_epochs, with_steps_of_epochs
-from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
+from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
 from nxd_memopt.training.lora_options import apply_lora, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
@@ -144,7 +144,8 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    rows = [*model_notes, *tokens.describe(config), *conversation_notes(training, config, vocabulary)]
+    read = plan.position(config.trainer.max_steps)
+    rows = [*model_notes, *tokens.describe(config, read), *conversation_notes(training, config, vocabulary)]
     notes = [
         *rows,
         *lora_notes,
@@ -166,6 +167,9 @@ def run_prepared(
         summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
         summary.freed_memory_bytes = backend.freed_bytes_kept()
         summary.held_out_loss_after = evaluate(training, config, reporter)
+        if not reporter.evaluated_same_tokens(0, training.step):
+            reporter.say("the held-out loss before training is of other tokens, so the summary has no change of it")
+            summary.held_out_loss_before = None
         finish(training, config, reporter, summary, vocabulary)
 
 
@@ -304,7 +308,7 @@ def evaluate(
     if training.step == 0:
         require_finite_weights(loss, config)
     if loss is not None:
-        reporter.evaluation(training.step, loss)
+        reporter.evaluation(training.step, loss, held_out_digest(training, config) if is_rank_zero() else "")
     return loss
 
 

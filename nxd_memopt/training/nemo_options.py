@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_memopt.training import nemo_gpt_neox
 from nxd_memopt.training.nemo_gpt_neox import gpt_neox_sizes, is_gpt_neox
+from nxd_memopt.training.nemo_sections import MISSING, Sections, read_data, read_optimizer, read_tokenizer
 
 VOCABULARY_OF_TOKENIZER = "tokenizer"
 """Value of ``vocab_size`` in ``model.config_overrides``: the tokenizer's number of tokens."""
@@ -136,40 +137,9 @@ DEFAULTS: dict[str, Any] = {
     "activation": "gelu",
     "bias": True,
     "position_embedding_type": "learned_absolute",
+    "use_scaled_init_method": True,
 }
 SAME = {"bias": ("bias", "has_bias")}
-OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "adamw", "adam", "adamw_fp32OptState", "mcore_distributed_optim")
-SHARDED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
-SCHEDULES = {"CosineAnnealing": "cosine"}
-OPTIMIZER_WITHOUT_EFFECT = frozenset(
-    [
-        "bucket_cap_mb",
-        "overlap_grad_sync",
-        "overlap_param_sync",
-        "contiguous_grad_buffer",
-        "contiguous_param_buffer",
-        "grad_sync_dtype",
-        "capturable",
-        "foreach",
-    ]
-)
-DATA_WITHOUT_EFFECT = frozenset(
-    [
-        "data_impl",
-        "skip_warmup",
-        "num_workers",
-        "dataloader_type",
-        "index_mapping_dir",
-        "validation_drop_last",
-        "no_seqlen_plus_one_input_tokens",
-        "pad_samples_to_global_batch_size",
-        "shuffle_documents",
-        "train_ds",
-        "validation_ds",
-        "test_ds",
-        "chat",
-    ]
-)
 # Sections and options of NeMo's trainer and its other parts, and what this program has instead.
 NOT_SUPPORTED = {
     "": {
@@ -187,11 +157,8 @@ NOT_SUPPORTED = {
 }
 # Options next to ``model``: checkpoints here are complete before an older one is removed.
 TOP_WITHOUT_EFFECT = ("enable_recovery_time_instrumentation", "enable_checkpoint_removal_protection")
-MISSING = "???"
 _COMPUTED = re.compile(r"\$\{([\w.]+):")  # a resolver of OmegaConf
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
-
-Sections = dict[str, dict[str, Any]]
 
 
 def knows(name: str) -> bool:
@@ -257,13 +224,15 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             shown = " or ".join(repr(value) for value in allowed)
             problems.append(f"model.{name} {model[name]!r} is not supported: only {shown} is")
     readers: dict[str, Callable[[Any, Sections, list[str]], None]] = {
-        "tokenizer": _read_tokenizer,
-        "optim": _read_optimizer,
-        "data": _read_data,
+        "tokenizer": read_tokenizer,
+        "optim": read_optimizer,
+        "data": read_data,
     }
     for name, read in readers.items():
         if isinstance(model.get(name), Mapping):
             read(resolved(model[name], values, f"model.{name}", problems), sections, problems)
+    if model.get("data") is None:
+        read_data({}, sections, problems)
     if "seed" in model:
         sections.setdefault("trainer", {}).setdefault("seed", model["seed"])
     if model.get("wrap_with_zero"):
@@ -303,7 +272,7 @@ def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name, theirs in SIZES.items():
         value = model.get(name)
-        # null is NeMo's default, which is that of transformers too.
+        # null is NeMo's default, which is that of transformers too, but for the number of KV heads.
         if value is None:
             continue
         if sizes.setdefault(theirs, value) != value:
@@ -322,6 +291,9 @@ def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             if model.get(name):
                 problems.append(f"model.{name} {model[name]!r} with normalization 'layernorm' is not supported")
         return gpt_neox_sizes(model, sizes, problems)
+    # transformers' Mistral and Qwen2 have another number of KV heads by default.
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return sizes | _architecture(model, sizes, problems)
 
 
@@ -336,8 +308,14 @@ def _architecture(model: Mapping[str, Any], sizes: dict[str, Any], problems: lis
         window = window[0]
     if window == -1:  # no bound
         window = None
-    if window is not None and model.get("qkv_bias"):
-        problems.append("model.qkv_bias with an attention window is not supported: leave one of them out")
+    differences = {
+        "an attention window": window is not None,
+        "qkv_bias": bool(model.get("qkv_bias")),
+        "scale_positional_embedding": bool(model.get("scale_positional_embedding")),
+    }
+    given = [name for name, is_given in differences.items() if is_given]
+    if len(given) > 1:
+        problems.append(f"model: {' with '.join(given)} is not supported: leave all but one of them out")
     if model.get("qkv_bias"):
         return {"model_type": "qwen2"}
     if window is not None:
@@ -346,95 +324,6 @@ def _architecture(model: Mapping[str, Any], sizes: dict[str, Any], problems: lis
         theta = sizes.pop("rope_theta", 10000.0)
         return {"rope_parameters": LLAMA31_ROPE | {"rope_theta": theta}}
     return {}
-
-
-def _read_tokenizer(tokenizer: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    library, name = tokenizer.get("library"), tokenizer.get("type")
-    if library == "huggingface" and isinstance(name, str) and name != MISSING:
-        sections["model"].setdefault("tokenizer", name)
-        return
-    problems.append(
-        f"model.tokenizer.library {library!r} is not supported: write model.tokenizer: DIRECTORY, with a Hugging Face "
-        "tokenizer"
-    )
-
-
-def _read_optimizer(optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    target = sections.setdefault("optimizer", {})
-    for name, value in optim.items():
-        if name in ("lr", "weight_decay", "betas", "eps"):
-            target.setdefault(name, value)
-        elif name == "name" and value in OPTIMIZERS:
-            if value in SHARDED_OPTIMIZERS:
-                sections.setdefault("data_parallel", {}).setdefault("sharding", "zero1")
-        elif name == "sched" and isinstance(value, Mapping):
-            _read_schedule(value, optim, sections, problems)
-        elif name not in OPTIMIZER_WITHOUT_EFFECT:
-            problems.append(f"model.optim.{name} {value!r} is not supported: leave it out")
-    # NeMo's values of what is left out: apex's AdamW, a constant rate, and no clipping.
-    target.setdefault("weight_decay", 0.0)
-    target.setdefault("betas", [0.9, 0.999])
-    if "sched" not in optim:
-        target.setdefault("lr_schedule", "constant")
-    if "gradient_clip_val" not in sections.get("trainer", {}):
-        target.setdefault("clip_grad", 0.0)
-
-
-def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    target = sections["optimizer"]
-    if sched.get("min_lr") is None:
-        target.setdefault("min_lr_ratio", 0.0)
-    steps = sections.get("trainer", {}).get("max_steps")
-    for name, value in sched.items():
-        if value is None:  # a reference that is reported already
-            continue
-        if name == "name" and value in SCHEDULES:
-            target.setdefault("lr_schedule", SCHEDULES[value])
-        elif name == "warmup_steps":
-            target.setdefault("warmup_steps", value)
-        elif name == "min_lr" and float(optim.get("lr") or 0) > 0:
-            target.setdefault("min_lr_ratio", float(value) / float(optim["lr"]))
-        elif name == "constant_steps" and (not value or isinstance(steps, int)):
-            # The last steps have the minimum: the decay ends before them.
-            if value:
-                target.setdefault("decay_steps", steps - value)
-        else:
-            problems.append(f"model.optim.sched.{name} {value!r} is not supported: set the schedule in optimizer")
-
-
-def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    target = sections.setdefault("data", {})
-    # Megatron's two options are one here; NeMo's default of both is False.
-    isolated = {bool(data.get(name)) for name in ("reset_position_ids", "reset_attention_mask")}
-    target.setdefault("isolate_documents", isolated == {True})
-    for name, value in data.items():
-        if name == "data_prefix":
-            paths = value if isinstance(value, list) else [value]
-            if paths == [MISSING]:
-                continue
-            if len(paths) == 1 and isinstance(paths[0], str):
-                target.setdefault("dataset", f"{paths[0]}.idx")
-                continue
-            weights, names = paths[::2], paths[1::2]
-            are_pairs = len(weights) == len(names) and all(isinstance(path, str) for path in names)
-            if not are_pairs or not all(isinstance(weight, (int, float)) for weight in weights):
-                problems.append(f"model.data.data_prefix {value!r} is neither a path nor pairs of a weight and a path")
-                continue
-            if len(names) == 1:
-                target.setdefault("dataset", f"{names[0]}.idx")
-                continue
-            mixture: dict[str, float] = {}
-            for path, weight in zip(names, weights, strict=True):
-                mixture[f"{path}.idx"] = mixture.get(f"{path}.idx", 0) + weight
-            target.setdefault("mixture", mixture)
-        elif name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            if len(isolated) > 1 or (name == "eod_mask_loss" and value):
-                problems.append(f"model.data.{name} {value!r} is not supported: set data.isolate_documents")
-        elif name == "seq_length":
-            if value != sections["model"].get("encoder_seq_length", value):
-                problems.append(f"model.data.seq_length {value!r} differs from encoder_seq_length: write one of them")
-        elif name not in DATA_WITHOUT_EFFECT and value not in (None, False):
-            problems.append(f"model.data.{name} {value!r} is not supported: see the options of data")
 
 
 def resolved(

@@ -26,6 +26,8 @@ class OptimizerConfig:
         warmup_steps: steps of linear warm-up.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
             ``max_steps`` will be raised later, or choose with ``trainer.on_schedule_change`` then.
+        constant_steps: last steps at the minimum: the decay ends that many steps before
+            ``trainer.max_steps`` (NeMo's name).
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
         no_decay: patterns of names of parameters without weight decay, such as ``[embed_tokens]``. A
             pattern matches a part of a name; ``*`` and ``?`` are those of a shell. One that matches
@@ -78,6 +80,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     decay_steps: int | None = None
+    constant_steps: int = 0
     weight_decay: float = 0.1
     no_decay: tuple[str, ...] = ()
     do_layer_norm_weight_decay: bool = False
@@ -138,11 +141,18 @@ class OptimizerConfig:
                 f"optimizer.wsd_decay_steps {self.wsd_decay_steps} is for optimizer.lr_schedule wsd, which is "
                 f"{self.lr_schedule}: leave one of them out"
             )
-        if not self.has_end and self.decay_steps is not None:
+        require_at_least("optimizer.constant_steps", self.constant_steps, 0)
+        if self.constant_steps and self.decay_steps is not None:
             raise ValueError(
-                f"optimizer.decay_steps {self.decay_steps} has no effect with lr_schedule {self.lr_schedule}: "
-                "leave it out"
+                f"optimizer.constant_steps {self.constant_steps} and decay_steps {self.decay_steps} both say where the "
+                "decay ends: leave one of them out"
             )
+        for name, is_given in (("decay_steps", self.decay_steps is not None), ("constant_steps", self.constant_steps)):
+            if is_given and not self.has_end:
+                raise ValueError(
+                    f"optimizer.{name} {getattr(self, name)} has no effect with lr_schedule {self.lr_schedule}: "
+                    "leave it out"
+                )
 
     def _check_groups(self) -> None:
         """Raise ``ValueError`` for patterns and factors that cannot be of a parameter."""

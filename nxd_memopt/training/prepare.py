@@ -26,15 +26,25 @@ def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> in
     default one for each core. The tokens are in the directory in which the run with the same options
     looks for them, and do not depend on ``N``.
     """
-    with Interrupts().handled() as interrupts:
-        interrupts.message = STOPPED
-        try:
-            with user_errors():
-                _prepare(arguments, program)
-        except Interrupted as stop:
-            print(stop.line(), flush=True)
-            return exit_status(stop.number)
+    interrupts = Interrupts()
+    interrupts.message = STOPPED
+    # The first of the two is of a signal that arrived before its handler.
+    try:
+        with interrupts.handled():
+            try:
+                with user_errors():
+                    _prepare(arguments, program)
+            except Interrupted as stop:
+                return _end(stop)
+    except Interrupted as stop:
+        return _end(stop)
     return 0
+
+
+def _end(stop: Interrupted) -> int:
+    """Show the line of a command that a signal has stopped; return the exit status."""
+    print(stop.line(), flush=True)
+    return exit_status(stop.number)
 
 
 def _prepare(arguments: Sequence[str], program: str) -> None:

@@ -300,6 +300,13 @@ class Reporter:
             return None
         return timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
 
+    def evaluated_same_tokens(self, first: int, last: int) -> bool:
+        """Return whether the losses recorded for two steps are of the same tokens, as far as their rows say."""
+        if not self._enabled:
+            return True
+        tokens = {row["step"]: row.get("tokens") for row in self._evaluations.rows}
+        return None in (tokens.get(first), tokens.get(last)) or tokens[first] == tokens[last]
+
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""
         if not self._enabled:
@@ -309,13 +316,19 @@ class Reporter:
                 return row["held_out_loss"]
         return None
 
-    def evaluation(self, step: int, held_out_loss: float) -> None:
-        """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it."""
+    def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
+        """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.
+
+        Args:
+            step: number of the step.
+            held_out_loss: mean over the held-out tokens.
+            tokens: identifies these tokens, which change with the options of the data.
+        """
         if not self._enabled:
             return
         # A finished run that is started again evaluates its last step again: one row is enough.
-        row = {"step": step, "held_out_loss": held_out_loss}
-        if self.recorded_evaluation(step) is None:
+        row = {"step": step, "held_out_loss": held_out_loss, "tokens": tokens}
+        if not any(known["step"] == step and known.get("tokens") == tokens for known in self._evaluations.rows):
             self._evaluations.append(row)
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")

@@ -136,6 +136,7 @@ RULES: dict[str, Rule] = {
     "optimizer.min_lr_ratio": WHEN_ASKED,
     "optimizer.warmup_steps": WHEN_ASKED,
     "optimizer.decay_steps": SPECIAL,
+    "optimizer.constant_steps": NOT_COMPARED,  # the step at which the decay ends follows from it
     "optimizer.weight_decay": WHEN_ASKED,
     # Checkpoints have the states by group.
     "optimizer.no_decay": Rule(Change.REFUSED, WARM_START, before=[]),

@@ -156,17 +156,16 @@ class RunTokens:
                 needed[split_name("held_out", source, len(self._feeds))] = feed.wanted("held_out")
         return content_at(self.fingerprint, self.logs(), needed)
 
-    def describe(self, config: TrainConfig) -> list[str]:
-        """Return the lines of the start report about sources and packed sequences."""
+    def describe(self, config: TrainConfig, sequences: int) -> list[str]:
+        """Return the start report's lines about sources and packed sequences, of which the run reads ``sequences``."""
         names = self._blend.names
         lines = [note for feed in self._feeds for note in feed.notes]
         if len(names) > 1:
             shares = ", ".join(f"{share:.2%} of {name}" for name, share in zip(names, self._blend.shares, strict=True))
             lines.append(f"data: the sequences are {shares}")
-        read = self._blend.counts(config.trainer.max_steps * config.data.global_batch_size)
-        for name, feed, sequences in zip(names, self._feeds, read, strict=True):
+        for name, feed, read in zip(names, self._feeds, self._blend.counts(sequences), strict=True):
             source = f"{name}: " if len(names) > 1 else ""
-            lines += [source + line for line in describe_rows(config, feed.log("train"), sequences)]
+            lines += [source + line for line in describe_rows(config, feed.log("train"), read)]
         return lines
 
     def close(self) -> None:

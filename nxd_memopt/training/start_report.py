@@ -18,13 +18,13 @@ def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
         sizes[param.requires_grad] += count_elements(param)
     of_all = f" of {sum(sizes.values()):,}" if sizes[False] else ""
     data, steps = config.data, config.trainer.max_steps
-    tokens = steps * data.global_batch_size * data.seq_length
+    tokens = data.global_batch_size * data.seq_length
     return [
         f"model: {sizes[True]:,}{of_all} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
         "weight, gradient and optimizer states before sharding",
         *describe_groups(model, config.optimizer),
         f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, {tokens:,} "
-        "tokens in total",
+        "tokens a step",
         f"held-out text: {_held_out(data)}",
     ]
 

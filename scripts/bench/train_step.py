@@ -323,7 +323,7 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
     names = (
         row["model"],
         row["variant"],
-        f"T{row['tensor_parallel']}",
+        f"T{row['tensor_parallel']}_EP{row['expert_parallel']}",
         row["tokens"],
         row["recompute"],
         f"rank{rank}",

@@ -20,6 +20,13 @@ def test_packed_rows_have_the_loss_of_separate_documents(name, options, world_si
     check_packed_losses(name, world_size, options)
 
 
+@distributed(world_size=1)
+@pytest.mark.parametrize("name", ["mistral", "qwen2 tied, window in the second layer"])
+def test_packed_rows_have_the_loss_of_separate_documents_in_a_window(name, world_size):
+    """The check of an export by transformers too: it adds no window to a mask that it is given."""
+    check_packed_losses(name, world_size, {})
+
+
 @pytest.mark.parametrize(
     ("ranks", "micro_batch_size", "options"),
     [

@@ -77,3 +77,19 @@ def test_refusals(tmp_path):
     )
     (tmp_path / "other.json").write_text('{"name": "x"}')
     assert_says(error_message(lambda: device_named(str(tmp_path / "other.json"))), "describes no device")
+    content = dataclasses.asdict(device_named("h100"))
+    for name, value in (
+        ("memory_gib", -5),
+        ("memory_gib", True),
+        ("memory_gib", "80"),
+        ("memory_gib", float("nan")),
+        ("host_memory_gib", -1),
+        ("memory_bytes_per_s", 0),
+        ("launch_s", float("inf")),
+        ("ranks_per_host", 2.5),
+        ("matmul_flops", [1]),
+        ("matmul_flops", {"bfloat16": 0, "float16": 1, "float32": 1}),
+        ("kind", "tpu"),
+    ):
+        (tmp_path / "bad.json").write_text(json.dumps(content | {name: value}))
+        assert_says(error_message(lambda: device_named(str(tmp_path / "bad.json"))), "bad.json", name)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_memopt.training import loop, save_times
+from nxd_memopt.training import loop, prepare, save_times
 from nxd_memopt.training.interrupts import Interrupted, Interrupts
 from nxd_memopt.training.step_decisions import MAX_POINTS, StepDecisions
 from tests.dist.pool import run_on_ranks
@@ -341,3 +341,22 @@ def test_ranks_of_a_run_stop_together_whoever_is_told(tmp_path: Path, receiver: 
     assert 3 <= number <= 3 + 2 * MAX_POINTS
     assert found[0][2].startswith(f"after step {number}: saved")
     assert rows(tmp_path / "run")[-1]["step"] == number
+
+
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_signal_before_the_handlers_ends_the_run_as_one_after_them(tmp_path: Path, command: str) -> None:
+    """The agent starts ranks with the signals blocked, so one may wait for the handlers."""
+    config = write_config(tmp_path)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        # To this thread: other threads of the tests do not block it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        if command == "train":
+            outcome = run_here(config)
+            assert outcome.returncode == 128 + signal.SIGTERM
+            assert stop_line(outcome).startswith("stopped by SIGTERM before training: nothing is lost")
+        else:
+            assert prepare.main(["--config", str(config)]) == 128 + signal.SIGTERM
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    assert not (tmp_path / "run").exists()

@@ -87,8 +87,8 @@ NOT_OF_THE_STEP = {
     "parallel": "use_cpu_initialization",
     "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
     "long_conversations end_of_text packing held_out_every eval_sequences on_bad_rows streaming",
-    "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps weight_decay no_decay "
-    "do_layer_norm_weight_decay lr_multipliers betas eps clip_grad initial_loss_scale min_loss_scale "
+    "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps constant_steps weight_decay "
+    "no_decay do_layer_norm_weight_decay lr_multipliers betas eps clip_grad initial_loss_scale min_loss_scale "
     "loss_scale_window hysteresis optimizer_update_in_forward",
     "trainer": "output_dir resume_from allow_changes on_schedule_change max_steps max_epochs seed val_check_interval "
     "save_interval save_checkpoints async_save keep_checkpoints log_every_n_steps export verify_export "

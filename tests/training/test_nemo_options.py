@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def test_a_computed_reference_is_named() -> None:
     """Of OmegaConf's resolvers, in files for clusters: the number of steps, from that of hosts."""
     with pytest.raises(ValueError, match=r"model.seed '\$\{multiply:.*' is computed by 'multiply', .* write its value"):
         config_from_mapping(mapping(seed="${multiply:${trainer.devices}, 2}"))
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": [4, 0]}, {"qkv_bias": True}])
+def test_a_model_without_query_groups_has_as_many_kv_heads_as_heads(options: dict[str, Any]) -> None:
+    """transformers' Mistral has 8 by default, and its Qwen2 32."""
+    sizes = {"num_query_groups": None, "hidden_size": 64, "num_attention_heads": 16, "kv_channels": None}
+    found = load_hf_config(config_from_mapping(mapping(**sizes, vocab_size=257, **options)).model)
+    assert found.num_key_value_heads == found.num_attention_heads == 16
+
+
+def test_what_optim_and_data_leave_out() -> None:
+    """AdamW's decay is torch's, Adam has none, and documents attend to each other without a data section too."""
+    for name, decay in (("adamw", 0.01), ("adam", 0.0), ("fused_adam", 0.0)):
+        config = config_from_mapping(mapping(optim={"name": name, "lr": 1e-3}, data=None))
+        assert config.optimizer.weight_decay == decay and not config.data.isolate_documents
+
+
+def test_constant_steps_count_from_the_last_step() -> None:
+    """Also if the command line changes it."""
+    config = config_from_mapping(mapping())
+    longer = replace(config, trainer=replace(config.trainer, max_steps=100))
+    assert (config.decay_steps, longer.decay_steps) == (7, 97)
+    with pytest.raises(ValueError, match="constant_steps 3 and decay_steps 5 both say where the decay ends"):
+        replace(config.optimizer, decay_steps=5)
+    with pytest.raises(ValueError, match="constant_steps 3 has no effect with lr_schedule constant"):
+        replace(config.optimizer, lr_schedule="constant")
 
 
 def test_a_section_pastes_in(tmp_path: Path) -> None:
@@ -203,7 +230,16 @@ def test_options_next_to_the_sections() -> None:
     ("changes", "says"),
     [
         ({"num_kv_heads": 3}, "model.num_kv_heads 3 contradicts 2: write one of num_query_groups, num_kv_heads"),
-        ({"qkv_bias": True, "window_size": [4, 0]}, "model.qkv_bias with an attention window is not supported"),
+        ({"qkv_bias": True, "window_size": [4, 0]}, "model: an attention window with qkv_bias is not supported"),
+        (
+            {"qkv_bias": True, "scale_positional_embedding": True},
+            "model: qkv_bias with scale_positional_embedding is not supported",
+        ),
+        ({"use_scaled_init_method": None}, "model.use_scaled_init_method is not given, and NeMo's default is True"),
+        (
+            {"optim": {"name": "adam", "weight_decay": 0.1}},
+            "model.optim.name 'adam' with weight_decay 0.1 is not supported",
+        ),
         ({"mcore_customization_config": {"parallel_attention": True}}, "mcore_customization_config"),
         ({"fsdp": True}, "model.fsdp True is not supported"),
         ({"normalization": "layernorm1p"}, "model.normalization 'layernorm1p' is not supported: only 'rmsnorm' is"),
@@ -298,7 +334,7 @@ def test_a_pasted_section_trains_the_model_of_these_sizes(is_gpt_neox: bool, tmp
             "weight_decay": 0.01,
             "betas": [0.9, 0.98],
             "warmup_steps": 2,
-            "decay_steps": 7,
+            "constant_steps": 3,
             "min_lr_ratio": 0.1,
             "clip_grad": 0.5,
         },

@@ -17,7 +17,7 @@ from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.token_files import TokenFile
-from tests.training.runs import LINES, Outcome, exact, losses, rows, run_here, write_config, write_jsonl
+from tests.training.runs import LINES, Outcome, exact, losses, rows, run_here, summary, write_config, write_jsonl
 
 SCHEDULE = {"decay_steps": 8}
 HALF = ("--trainer.max-steps", "4")
@@ -281,3 +281,38 @@ def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     weights = load_file(next((tmp_path / "next" / "export").glob("*.safetensors")))
     rounded = [bool(torch.equal(weight.bfloat16().float(), weight)) for weight in weights.values() if weight.dim() > 1]
     assert rounded and not any(rounded)
+
+
+def test_losses_of_other_held_out_tokens_are_not_compared(tmp_path: Path) -> None:
+    """eval_sequences may change: the losses before and after are then means of different tokens."""
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
+    succeed(run_here(config))
+    before = summary(tmp_path / "run")
+    assert before["held_out_change_percent"] is not None
+    output = succeed(run_here(config, "--trainer.max-steps", "8", "--data.eval-sequences", "2"))
+    assert "the held-out loss before training is of other tokens" in output
+    found = summary(tmp_path / "run")
+    assert found["held_out_loss_before"] is None and found["held_out_change_percent"] is None
+    # The finished run again, with the first number of sequences: a row of its own.
+    succeed(run_here(config, "--trainer.max-steps", "8"))
+    found = summary(tmp_path / "run")
+    assert found["held_out_loss_before"] == before["held_out_loss_before"]
+    last = [row["held_out_loss"] for row in rows(tmp_path / "run", "evaluation.jsonl") if row["step"] == 8]
+    assert len(last) == 2 and last[1] == found["held_out_loss_after"] != last[0]
+
+
+def test_the_start_report_counts_the_sequences_of_changed_batches(tmp_path: Path) -> None:
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
+    assert "4 steps read 16" in succeed(run_here(config))
+    larger = ("--data.global-batch-size", "8", "--trainer.allow-changes", "data.global_batch_size")
+    assert "8 steps read 48" in succeed(run_here(config, "--trainer.max-steps", "8", *larger))
+
+
+def test_an_earlier_checkpoint_of_the_same_run_is_refused(tmp_path: Path) -> None:
+    """The run goes on from its newest: that of resume_from would be passed over."""
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
+    succeed(run_here(config))
+    named = ("--trainer.max-steps", "6", "--trainer.resume-from")
+    earlier, newest = (str(tmp_path / "run" / "checkpoints" / f"step_0000000{step}") for step in (2, 4))
+    refuse(run_here(config, *named, earlier), "step_00000002", "step_00000004", "set another output_dir")
+    succeed(run_here(config, *named, newest))

@@ -1,0 +1,95 @@
+"""Runs another program: it ends with this process, and signals that end this process reach it first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+PR_SET_PDEATHSIG = 1
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def death_signal() -> Callable[[], None]:
+    """Return a ``preexec_fn`` for new processes, with which the kernel kills them when this one ends."""
+    # Without it, ranks whose agent is killed would train on, and keep their output directory.
+    # The library is loaded here: between fork and exec nothing may be loaded.
+    parent = os.getpid()
+    prctl = None
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it ended before the call
+                os._exit(1)
+
+    return prepare
+
+
+def run_child(
+    command: Sequence[str], env: Mapping[str, str], *, capture_output: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end.
+
+    SIGTERM and SIGUSR1 are forwarded, and a terminal sends SIGINT to both processes: a program that saves its state
+    and ends is waited for.
+
+    Args:
+        command: the program and its arguments.
+        env: its environment.
+        capture_output: return what it prints as text.
+
+    Raises:
+        SystemExit: with 128 + the number of a signal that has ended the program and would have ended this process.
+        OSError: the program cannot be started.
+    """
+    output = subprocess.PIPE if capture_output else None
+    dies_with_parent = death_signal()
+    # Blocked while the program starts: a signal would end this process, or be lost, in between.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGINT))
+
+    def prepare() -> None:
+        dies_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    try:
+        process = subprocess.Popen(
+            list(command), env=dict(env), preexec_fn=prepare, stdout=output, stderr=output, text=True
+        )
+        with _forwarded_to(process) as received:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+            printed, errors = process.communicate()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    if -process.returncode in received:
+        raise SystemExit(128 - process.returncode)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
+
+
+@contextmanager
+def _forwarded_to(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Send the signals of this process to another one inside the block; yield the numbers of those received."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        del frame
+        received.append(number)
+        if number in FORWARDED:
+            process.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield received
+        return
+    handlers = {number: signal.signal(number, handle) for number in (*FORWARDED, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
