@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -53,6 +54,8 @@ def _sharding_group(sharded: bool, groups: Sequence[Sequence[int]] | None) -> Pr
     # The norm's sum of squares is summed over this group: for parameters that are not sharded
     # that would count each of them once per rank.
     if not sharded:
+        if groups is not None:
+            raise ValueError(f"zero1_optimizer_groups {groups} are given, and zero1_optimizer is False: set it to True")
         return None
     if groups is None:
         return parallel_state.get_data_parallel_group()
@@ -65,6 +68,11 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     # over.
     refuse(reduce_over_ep_group=reduce_over_ep_group)
     grads.bucket_allreduce_gradients(grads_list)
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sum the gradients of norms and biases under sequence parallelism; see ``grads``."""
+    grads.allreduce_sequence_parallel_gradients(optimizer)
 
 
 def gather_from_sequence_parallel_region(

@@ -118,6 +118,11 @@ class BaseParallelLinear(base_linear.BaseParallelLinear):
     pad: bool = False
 
     @property
+    def can_be_adapted(self) -> bool:
+        """Whether ``modules.lora`` may replace the class: without padding the layer computes what ours does."""
+        return not self.pad
+
+    @property
     def pad_size(self) -> int:
         """Number of padding rows or columns of the full layer."""
         raise NotImplementedError
@@ -181,6 +186,13 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
     @property
     def pad_size(self) -> int:
         return self.output_size_per_partition * self._group_size() - self.output_size
+
+    def _gathered(self, columns: Tensor) -> Tensor:
+        """Gather the columns of all ranks, in the order of the ranks, also with ``stride`` above 1."""
+        # nxd_memopt's own layer undoes the interleaving of strided blocks. The full bias, and the
+        # layers behind, have neuronx-distributed's order.
+        gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
+        return gathered if self.keep_padded_output else gathered[..., : self.output_size]
 
     def forward(self, input: Tensor, slice_indices: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return ``X W^t + b``, or a tuple of ``X W^t`` and ``b`` with ``skip_bias_add``.
@@ -363,6 +375,9 @@ class ParallelEmbedding(embedding.ParallelEmbedding):
         del norm_type  # an option of max_norm, which is not supported
         refuse(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         refuse(use_spmd_rank=use_spmd_rank, tile_cc=tile_cc, rank_ordering=rank_ordering)
+        # neuronx-distributed ignores sequence parallelism here and returns all tokens.
+        if shard_across_embedding:
+            refuse(sequence_parallel_enabled=sequence_parallel_enabled)
         super().__init__(
             num_embeddings,
             embedding_dim,

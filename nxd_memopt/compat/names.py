@@ -49,9 +49,10 @@ _MAPPINGS = f"""
     scatter_input_channels_to_tensor_model_parallel_region
     scatter_to_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
     _split_along_first_dim _gather_along_first_dim"""
-_SHARD_ATTRIBUTES = "copy_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
+_SHARD_ATTRIBUTES = "copy_tensor_model_parallel_attributes"
 _UTILS = """
     EmbeddingUtility ensure_divisibility get_padding_length
+    set_tensor_model_parallel_attributes
     split_tensor_along_dim split_tensor_along_last_dim indices_split_along_dim
     param_is_not_tensor_parallel_duplicate
     set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -102,7 +103,8 @@ _TABLE: dict[str, Sources] = {
         (f"{_COMPAT}.parallel_state", "initialize_model_parallel"),
         (
             f"{_COMPAT}.utils",
-            "set_defaults_if_not_set_tensor_model_parallel_attributes split_tensor_along_last_dim",
+            "set_tensor_model_parallel_attributes set_defaults_if_not_set_tensor_model_parallel_attributes"
+            " split_tensor_along_last_dim",
         ),
         (f"{_OURS}.loss_functions", "parallel_cross_entropy"),
         (f"{_OURS}.mappings", _TENSOR_MAPPINGS),
@@ -111,8 +113,10 @@ _TABLE: dict[str, Sources] = {
     ],
     "parallel_layers.checkpointing": [(f"{_OURS}.checkpointing", "save load get_sharded_model_dict")],
     "parallel_layers.grads": [
-        (f"{_COMPAT}.functions", f"{_GRAD_NORMS} bucket_allreduce_gradients"),
-        (f"{_OURS}.grads", "allreduce_sequence_parallel_gradients"),
+        (
+            f"{_COMPAT}.functions",
+            f"{_GRAD_NORMS} bucket_allreduce_gradients allreduce_sequence_parallel_gradients",
+        ),
     ],
     "parallel_layers.layer_norm": [(f"{_OURS}.layer_norm", "LayerNorm")],
     "parallel_layers.layers": [

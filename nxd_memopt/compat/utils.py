@@ -13,15 +13,10 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron.topology import logical_nc_config, platform_target
+from nxd_memopt.compat.layers import refuse
 from nxd_memopt.compat.rank_groups import hardware
-from nxd_memopt.parallel_layers import pad, parallel_state
-from nxd_memopt.parallel_layers.utils import (
-    divide,
-    is_sharded,
-    map_tensors,
-    padded_size,
-    set_tensor_model_parallel_attributes,
-)
+from nxd_memopt.parallel_layers import pad, parallel_state, utils
+from nxd_memopt.parallel_layers.utils import divide, is_sharded, map_tensors, padded_size
 
 # Devices and processes
 
@@ -167,10 +162,27 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     return is_sharded(param) or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor,
+    is_parallel: bool,
+    dim: int,
+    stride: int,
+    num_partitions: int = -1,
+    rank_ordering: Sequence[int] | None = None,
+) -> None:
+    """Describe ``tensor`` as a shard; see ``parallel_layers.utils.set_tensor_model_parallel_attributes``.
+
+    Raises:
+        ValueError: ``rank_ordering`` is set.
+    """
+    refuse(rank_ordering=rank_ordering)
+    utils.set_tensor_model_parallel_attributes(tensor, is_parallel, dim, stride, num_partitions)
+
+
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Set the sharding attributes of a replicated tensor, unless ``tensor`` has attributes."""
     if not hasattr(tensor, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(tensor, False, -1, num_partitions=1)
+        utils.set_tensor_model_parallel_attributes(tensor, False, -1, num_partitions=1)
 
 
 # Dtypes

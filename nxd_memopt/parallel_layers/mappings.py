@@ -241,12 +241,12 @@ def _apply(
 # Tensor region
 
 
-def copy_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """Identity / all-reduce. ``tensor`` has any shape and is replicated, as is the result."""
-    return _apply(_Copy, tensor, resolve_group(process_group))
+def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """Identity / all-reduce. ``input_`` has any shape and is replicated, as is the result."""
+    return _apply(_Copy, input_, resolve_group(process_group))
 
 
-def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """All-reduce / identity. Return the sum of partial sums; outside autograd, sum in place.
 
     A tensor takes part in autograd if it requires a gradient and gradients are enabled. Any other
@@ -258,32 +258,32 @@ def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: Proc
     Regions under ``nxd_memopt.memory.checkpoint`` run twice and never modify their inputs.
 
     Args:
-        tensor: partial sum of any shape.
+        input_: partial sum of any shape.
         process_group: process group; default the tensor-parallel group.
 
     Raises:
-        ValueError: ``tensor`` would be modified in place and has several elements at one address
+        ValueError: ``input_`` would be modified in place and has several elements at one address
             (``expand``), is a gradient that was summed already, or is a part of such a gradient.
     """
     group = resolve_group(process_group)
     # neuronx-distributed's function is in place, and scripts for it drop the result when they sum
     # gradients. Autograd would reject the write to a tensor that it has saved, and a group of one
     # rank has nothing to sum.
-    is_recorded = torch.is_grad_enabled() and tensor.requires_grad
+    is_recorded = torch.is_grad_enabled() and input_.requires_grad
     is_functional = is_recorded or parallel_state.gradient_ledger.functional_mappings
     if is_functional or backend.group_size(group) == 1:
-        return _apply(_Reduce, tensor, group)
-    return _reduce_in_place(tensor, group)
+        return _apply(_Reduce, input_, group)
+    return _reduce_in_place(input_, group)
 
 
 def functional_reduce_from_tensor_model_parallel_region(
-    tensor: Tensor, process_group: ProcessGroup | None = None
+    input_: Tensor, process_group: ProcessGroup | None = None
 ) -> Tensor:
-    """All-reduce / identity that never modifies ``tensor``."""
-    return _apply(_Reduce, tensor, resolve_group(process_group))
+    """All-reduce / identity that never modifies ``input_``."""
+    return _apply(_Reduce, input_, resolve_group(process_group))
 
 
-def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+def reduce_from_context_model_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """All-reduce / identity over the context-parallel group by default; may sum in place.
 
     See ``reduce_from_tensor_model_parallel_region``.
@@ -291,8 +291,8 @@ def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: Pro
     group = process_group or parallel_state.get_context_model_parallel_group()
     # None is the group of one rank here; the function below would take the tensor-parallel group.
     if group is None:
-        return tensor
-    return reduce_from_tensor_model_parallel_region(tensor, group)
+        return input_
+    return reduce_from_tensor_model_parallel_region(input_, group)
 
 
 # A graph break for torch.compile: a traced in-place sum could not be recorded in the gradient
@@ -320,42 +320,42 @@ def _is_tensor_parallel(group: ProcessGroup) -> bool:
     return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(tensor_parallel)
 
 
-def scatter_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """Split / all-gather of the last dimension. ``[..., n] -> [..., n/T]``."""
-    return _apply(_Split, tensor, resolve_group(process_group), -1)
+    return _apply(_Split, input_, resolve_group(process_group), -1)
 
 
-def gather_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """All-gather / split of the last dimension. ``[..., n/T] -> [..., n]``."""
-    return _apply(_Gather, tensor, resolve_group(process_group), -1, False)
+    return _apply(_Gather, input_, resolve_group(process_group), -1, False)
 
 
 def gather_from_tensor_model_parallel_region_with_dim(
-    tensor: Tensor, gather_dim: int, process_group: ProcessGroup | None = None
+    input_: Tensor, gather_dim: int, process_group: ProcessGroup | None = None
 ) -> Tensor:
     """All-gather / split of ``gather_dim``. ``[..., n/T, ...] -> [..., n, ...]``."""
-    return _apply(_Gather, tensor, resolve_group(process_group), gather_dim, False)
+    return _apply(_Gather, input_, resolve_group(process_group), gather_dim, False)
 
 
 def scatter_input_channels_to_tensor_model_parallel_region(
-    tensor: Tensor, process_group: ProcessGroup | None = None
+    input_: Tensor, process_group: ProcessGroup | None = None
 ) -> Tensor:
     """Split / all-gather of the channels. ``[N, C, H, W] -> [N, C/T, H, W]``."""
-    return _apply(_Split, tensor, resolve_group(process_group), 1)
+    return _apply(_Split, input_, resolve_group(process_group), 1)
 
 
 # Sequence region
 
 
 def scatter_to_sequence_parallel_region(
-    tensor: Tensor, sequence_dimension: int = 0, process_group: ProcessGroup | None = None
+    input_: Tensor, sequence_dimension: int = 0, process_group: ProcessGroup | None = None
 ) -> Tensor:
     """Split / all-gather. ``[S, ...] -> [s, ...]`` along ``sequence_dimension``."""
-    return _apply(_Split, tensor, resolve_group(process_group), sequence_dimension)
+    return _apply(_Split, input_, resolve_group(process_group), sequence_dimension)
 
 
 def gather_from_sequence_parallel_region(
-    tensor: Tensor,
+    input_: Tensor,
     sequence_dimension: int = 0,
     to_model_parallel: bool = True,
     process_group: ProcessGroup | None = None,
@@ -363,18 +363,18 @@ def gather_from_sequence_parallel_region(
     """All-gather / reduce-scatter or split. ``[s, ...] -> [S, ...]`` along ``sequence_dimension``.
 
     Args:
-        tensor: this rank's sequence shard.
+        input_: this rank's sequence shard.
         sequence_dimension: dimension of the sequence.
         to_model_parallel: True if ranks continue with different work on the result; gradients are
             then partial sums and backward is a reduce-scatter. False if all ranks do the same work;
             gradients are then equal and backward is a split.
         process_group: process group; default the tensor-parallel group.
     """
-    return _apply(_Gather, tensor, resolve_group(process_group), sequence_dimension, to_model_parallel)
+    return _apply(_Gather, input_, resolve_group(process_group), sequence_dimension, to_model_parallel)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: Tensor,
+    input_: Tensor,
     sequence_dimension: int = 0,
     process_group: ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
@@ -382,22 +382,22 @@ def reduce_scatter_to_sequence_parallel_region(
     """Reduce-scatter / all-gather. Partial sums ``[S, ...] -> [s, ...]``.
 
     Args:
-        tensor: this rank's partial sum.
+        input_: this rank's partial sum.
         sequence_dimension: dimension of the sequence.
         process_group: process group; default the tensor-parallel group.
-        dtype: dtype of the reduction; default the dtype of ``tensor``. The result and the
-            all-gather of the gradient keep the dtype of ``tensor``.
+        dtype: dtype of the reduction; default the dtype of ``input_``. The result and the
+            all-gather of the gradient keep the dtype of ``input_``.
     """
-    return _apply(_ReduceScatter, tensor, resolve_group(process_group), sequence_dimension, dtype)
+    return _apply(_ReduceScatter, input_, resolve_group(process_group), sequence_dimension, dtype)
 
 
 # Expert region
 
 
-def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+def all_to_all_in_expert_parallel_region(input_: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """All-to-all / all-to-all of equal chunks of dim 0; default the expert-parallel group."""
     group = process_group or parallel_state.get_expert_model_parallel_group()
-    return _apply(_AllToAll, tensor, group)
+    return _apply(_AllToAll, input_, group)
 
 
 def all_to_all_rows_in_expert_parallel_region(

@@ -472,8 +472,8 @@ def is_global_rank_zero() -> bool:
     return get_global_rank() == 0
 
 
-def rmsg(message: str) -> str:
-    """Prefix ``message`` with this rank's coordinates, for logs of many ranks."""
+def rmsg(msg: str) -> str:
+    """Prefix ``msg`` with this rank's coordinates, for logs of many ranks."""
     axes = (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
     coordinates = "_".join(f"{name}{_axis(axis).rank}" for name, axis in axes)
-    return f"[rank_{get_global_rank()}_{coordinates}] {message}"
+    return f"[rank_{get_global_rank()}_{coordinates}] {msg}"

@@ -137,11 +137,11 @@ def set_tensor_model_parallel_attributes(
         setattr(tensor, name, value)
 
 
-def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -> None:
-    """Copy every shard attribute that ``source`` has."""
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Copy every shard attribute that ``source_tensor`` has."""
     for name in SHARD_ATTRIBUTES:
-        if hasattr(source, name):
-            setattr(destination, name, getattr(source, name))
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def is_sharded(param: Tensor) -> bool:

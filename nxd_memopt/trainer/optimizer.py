@@ -44,6 +44,13 @@ class NxDOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch.optim.Optimizer's have the groups and states alone, which are the wrapped optimizer's.
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     @property
     def grad_norm(self) -> Tensor | None:
         """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the

@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import signature
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
+from nxd_memopt.modules.lora import LoraConfig, get_lora_model
 from nxd_memopt.parallel_layers import parallel_state
 from tests.alias_modules import import_without_alias
 from tests.dist.pool import distributed
 
-LinearWithAsyncCommunication = import_without_alias("layers").LinearWithAsyncCommunication
+layers, functions, utils = (import_without_alias(name) for name in ("layers", "functions", "utils"))
+ColumnParallelLinear, RowParallelLinear = layers.ColumnParallelLinear, layers.RowParallelLinear
+LinearWithAsyncCommunication, ParallelEmbedding = layers.LinearWithAsyncCommunication, layers.ParallelEmbedding
 RMSNorm = import_without_alias("modules").RMSNorm
+NAMES = import_without_alias("names").NAMES
+
+_REGION = "input_ process_group"
+_SEQUENCE = "input_ sequence_dimension process_group"
+SIGNATURES = [
+    ("parallel_layers.mappings", "copy_to_tensor_model_parallel_region", _REGION),
+    ("parallel_layers.mappings", "reduce_from_tensor_model_parallel_region", _REGION),
+    ("parallel_layers.mappings", "scatter_to_tensor_model_parallel_region", _REGION),
+    ("parallel_layers.mappings", "gather_from_tensor_model_parallel_region", _REGION),
+    ("parallel_layers.mappings", "scatter_input_channels_to_tensor_model_parallel_region", _REGION),
+    (
+        "parallel_layers.mappings",
+        "gather_from_tensor_model_parallel_region_with_dim",
+        "input_ gather_dim process_group",
+    ),
+    ("parallel_layers.mappings", "scatter_to_sequence_parallel_region", _SEQUENCE),
+    ("parallel_layers.mappings", "reduce_scatter_to_sequence_parallel_region", _SEQUENCE),
+    (
+        "parallel_layers.mappings",
+        "gather_from_sequence_parallel_region",
+        "input_ sequence_dimension to_model_parallel process_group",
+    ),
+    ("parallel_layers.grads", "allreduce_sequence_parallel_gradients", "optimizer"),
+    ("parallel_layers.utils", "copy_tensor_model_parallel_attributes", "destination_tensor source_tensor"),
+    (
+        "parallel_layers.utils",
+        "set_tensor_model_parallel_attributes",
+        "tensor is_parallel dim stride num_partitions rank_ordering",
+    ),
+    ("parallel_layers.parallel_state", "rmsg", "msg"),
+    (
+        "modules.moe.moe_configs",
+        "RoutedExpertsMLPOpsConfig",
+        "num_experts hidden_size intermediate_size top_k hidden_act glu_mlp bias glu_type hidden_act_scaling_factor "
+        "hidden_act_bias hidden_size_actual intermediate_size_actual is_hidden_dim_shuffled "
+        "is_intermediate_dim_shuffled use_index_calc_kernel gate_clamp_upper_limit gate_clamp_lower_limit "
+        "up_clamp_upper_limit up_clamp_lower_limit normalize_top_k_affinities early_expert_affinity_modulation "
+        "input_layer_init_method output_layer_init_method capacity_factor enable_spmd_rank is_prefill "
+        "expert_distribution",
+    ),
+    (
+        "modules.moe.routing",
+        "RouterBase",
+        "num_experts top_k hidden_size act_fn sequence_parallel_enabled sequence_dimension dtype device bias "
+        "tensor_model_parallel_group jitter_eps store_transposed_weights apply_act_fn_over_topk",
+    ),
+]
 
 
 def test_rms_norm_has_the_other_librarys_defaults():
@@ -40,3 +94,54 @@ def test_a_linear_function_without_a_group_has_the_tensor_parallel_one(gathers):
     torch.testing.assert_close(output, F.linear(x, weight).chunk(2, -1)[rank])
     output.square().sum().backward()
     torch.testing.assert_close(own.grad, expected.chunk(2)[rank] if gathers else expected)
+
+
+@pytest.mark.parametrize(("module", "name", "names"), SIGNATURES, ids=lambda value: str(value)[:60])
+def test_arguments_have_the_other_librarys_names(module, name, names):
+    """For calls by keyword, and in this order for calls by position."""
+    ours, _, attribute = NAMES[f"neuronx_distributed.{module}"][name].partition(":")
+    ours = ours.removeprefix("nxd_memopt.compat.")
+    found = getattr(import_without_alias(ours) if not ours.startswith("nxd_memopt") else import_module(ours), attribute)
+    assert list(signature(found).parameters)[: len(names.split())] == names.split()
+
+
+@distributed(world_size=2)
+def test_a_gathered_output_of_strided_blocks_has_the_order_of_the_ranks():
+    """As its full bias has; nxd_memopt's own layer undoes the interleaving."""
+    parallel_state.initialize_model_parallel(2)
+    layer = ColumnParallelLinear(4, 12, bias=False, gather_output=True, stride=3)
+    rows = [torch.empty_like(layer.weight) for _ in range(2)]
+    torch.distributed.all_gather(rows, layer.weight.detach())
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(layer(x), F.linear(x, torch.cat(rows)))
+
+
+@distributed(world_size=2)
+def test_lora_adapts_the_layers_of_the_other_library():
+    """The base's output is unchanged, B is 0 at first, and only the adapters are trained."""
+    parallel_state.initialize_model_parallel(2)
+    model = nn.Sequential()
+    model.up = ColumnParallelLinear(4, 8, gather_output=False)
+    model.down = RowParallelLinear(8, 4, input_is_parallel=True)
+    for layer in model:
+        nn.init.normal_(layer.bias)
+    x = torch.ones(3, 4)
+    expected = model(x)
+    get_lora_model(model, LoraConfig(lora_rank=2, target_modules=("up", "down")))
+    torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
+        f"{layer}.lora_{factor}.weight" for layer in ("up", "down") for factor in "AB"
+    }
+    padded = ColumnParallelLinear(4, 7, gather_output=False, pad=True)
+    with pytest.raises(ValueError, match="adapters are for"):
+        get_lora_model(nn.Sequential(padded), LoraConfig(lora_rank=2, target_modules=("0",)))
+
+
+def test_what_the_other_library_ignores_is_refused():
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="sequence_parallel_enabled=True is not offered"):
+        ParallelEmbedding(8, 4, shard_across_embedding=True, sequence_parallel_enabled=True)
+    with pytest.raises(ValueError, match="zero1_optimizer is False"):
+        functions.get_grad_norm([nn.Parameter(torch.ones(1))], zero1_optimizer_groups=[[0]])
+    with pytest.raises(ValueError, match=r"rank_ordering=\[0\] is not offered"):
+        utils.set_tensor_model_parallel_attributes(torch.ones(2), True, 0, 1, rank_ordering=[0])

@@ -120,9 +120,11 @@ def adapt(name: str, layer: nn.Module, config: LoraConfig) -> AdaptedLinear:
     """
     # The class is replaced, not the module: names, shard attributes and packed storages stay, and
     # fused paths that would bypass the adapter see another class.
-    if type(layer) is ColumnParallelLinear:
+    # A subclass with another forward says whether adapters may take its place.
+    is_known = type(layer) in (ColumnParallelLinear, RowParallelLinear) or getattr(layer, "can_be_adapted", False)
+    if is_known and isinstance(layer, ColumnParallelLinear):
         return _adapt_column(name, layer, config)
-    if type(layer) is RowParallelLinear:
+    if is_known and isinstance(layer, RowParallelLinear):
         return _adapt_row(name, layer, config)
     raise ValueError(
         f"target_modules names {name}, a {type(layer).__name__}: adapters are for ColumnParallelLinear and "

@@ -312,7 +312,7 @@ def test_other_refusals_and_default_dimensions() -> None:
         RouterSinkhorn(EXPERTS, 2, HIDDEN)
     with pytest.raises(NotImplementedError, match="return_bias"):
         Case().experts(return_bias=True)
-    with pytest.raises(TypeError, match="expert_distribution"):
+    with pytest.raises(ValueError, match="expert_distribution"):
         Case().experts(expert_distribution=[[0]])
     experts = Case().experts(block_size=128, use_index_calc_kernel=True)
     layer = MoE(router_of(sequence_parallel_enabled=True), experts, sequence_parallel_enabled=True)

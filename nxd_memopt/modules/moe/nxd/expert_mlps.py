@@ -55,6 +55,8 @@ class RoutedExpertsMLPOpsConfig:
         glu_type: how the gate acts.
         hidden_act_scaling_factor: a, factor of the gate in the activation.
         hidden_act_bias: b, added to up.
+        hidden_size_actual, intermediate_size_actual: must be None, as the two options after them: sizes without
+            the padding of kernels for inference.
         gate_clamp_upper_limit: largest value of the gate, or None.
         gate_clamp_lower_limit: smallest value of the gate, or None.
         up_clamp_upper_limit: largest value of up, or None.
@@ -68,6 +70,7 @@ class RoutedExpertsMLPOpsConfig:
         enable_spmd_rank: without effect; no graph depends on the rank.
         use_index_calc_kernel: without effect.
         is_prefill: without effect.
+        expert_distribution: must be None.
     """
 
     num_experts: int
@@ -80,6 +83,11 @@ class RoutedExpertsMLPOpsConfig:
     glu_type: GLUType = GLUType.GLU
     hidden_act_scaling_factor: float = 1.0
     hidden_act_bias: float = 0.0
+    hidden_size_actual: int | None = None
+    intermediate_size_actual: int | None = None
+    is_hidden_dim_shuffled: bool | None = None
+    is_intermediate_dim_shuffled: bool | None = None
+    use_index_calc_kernel: bool = True
     gate_clamp_upper_limit: float | None = None
     gate_clamp_lower_limit: float | None = None
     up_clamp_upper_limit: float | None = None
@@ -90,8 +98,8 @@ class RoutedExpertsMLPOpsConfig:
     output_layer_init_method: InitMethod | None = None
     capacity_factor: float | None = None
     enable_spmd_rank: bool = False
-    use_index_calc_kernel: bool = True
     is_prefill: bool | None = None
+    expert_distribution: Any = None
 
     def __post_init__(self) -> None:
         require_one_of("hidden_act", self.hidden_act, tuple(ACT2FN))
@@ -105,9 +113,17 @@ class RoutedExpertsMLPOpsConfig:
             raise ValueError(
                 "normalize_top_k_affinities=True makes the affinity of one choice, top_k=1, 1: leave it out"
             )
-        for name in ("bias", "early_expert_affinity_modulation"):
+        for name in (
+            "bias",
+            "early_expert_affinity_modulation",
+            "hidden_size_actual",
+            "intermediate_size_actual",
+            "is_hidden_dim_shuffled",
+            "is_intermediate_dim_shuffled",
+            "expert_distribution",
+        ):
             if getattr(self, name):
-                raise ValueError(f"{name}=True is not supported for experts: leave it out")
+                raise ValueError(f"{name}={getattr(self, name)} is not supported for experts: leave it out")
 
     def capacity(self, tokens: int) -> int | None:
         """Return how many of ``tokens`` an expert takes in training; None for all."""

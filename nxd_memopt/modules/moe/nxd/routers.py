@@ -41,9 +41,12 @@ class RouterBase(nn.Module):
         bias: add a bias to the logits.
         tensor_model_parallel_group: ranks that have the other shards of the sequence.
         jitter_eps: in training, multiply a copy of the input by numbers from ``[1 - eps, 1 + eps]``.
+        store_transposed_weights: must be False.
+        apply_act_fn_over_topk: activation of the k chosen logits alone, other affinities are 0.
 
     Raises:
-        ValueError: k is not in 1 to E, ``act_fn`` is unknown, or ``jitter_eps`` is not in [0, 1).
+        ValueError: k is not in 1 to E, ``act_fn`` is unknown, ``jitter_eps`` is not in [0, 1), or
+            ``store_transposed_weights`` is set.
     """
 
     def __init__(
@@ -59,8 +62,16 @@ class RouterBase(nn.Module):
         bias: bool = False,
         tensor_model_parallel_group: ProcessGroup | None = None,
         jitter_eps: float = 0.0,
+        store_transposed_weights: bool = False,
+        apply_act_fn_over_topk: bool = False,
     ) -> None:
         super().__init__()
+        if store_transposed_weights:
+            raise ValueError(
+                "store_transposed_weights=True keeps a second copy of the weight that training does not update: "
+                "leave it out"
+            )
+        self.apply_act_fn_over_topk = apply_act_fn_over_topk
         if not 0 < top_k <= num_experts:
             raise ValueError(f"Invalid top_k={top_k} for num_experts={num_experts}: choose 1 to {num_experts}")
         require_one_of("act_fn", act_fn, ("softmax", "sigmoid"))
@@ -112,7 +123,6 @@ class RouterTopK(RouterBase):
         num_experts: E.
         top_k: k.
         hidden_size: H.
-        apply_act_fn_over_topk: activation of the k chosen logits alone, other affinities are 0.
 
     Other arguments are those of ``RouterBase``.
     """
@@ -133,11 +143,6 @@ class RouterTopK(RouterBase):
         jitter_eps: float = 0.0,
         store_transposed_weights: bool = False,
     ) -> None:
-        if store_transposed_weights:
-            raise ValueError(
-                "store_transposed_weights=True keeps a second copy of the weight that training does not update: "
-                "leave it out"
-            )
         super().__init__(
             num_experts,
             top_k,
@@ -150,8 +155,9 @@ class RouterTopK(RouterBase):
             bias,
             tensor_model_parallel_group,
             jitter_eps,
+            store_transposed_weights,
+            apply_act_fn_over_topk,
         )
-        self.apply_act_fn_over_topk = apply_act_fn_over_topk
 
     def forward(self, hidden_states: Tensor) -> Routed:
         """Route ``hidden_states``, ``[..., H]``; affinities have its dtype."""
