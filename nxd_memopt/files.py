@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,13 @@ from pathlib import Path
 def complete_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces ``path`` when the block ends.
 
-    If the block raises, or the process is killed in it, ``path`` is what it was before.
+    If the block raises, or the process is killed in it, ``path`` is what it was before. Of a symbolic link the file
+    is replaced that it leads to. A device or a pipe (``/dev/stdout``) is written to itself: a rename would replace it.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     # In the same directory, because a rename is atomic within one file system only. With the same suffix, by
     # which matplotlib and PyTorch's profiler choose a format.
     temporary = path.with_name(f"incomplete.{path.name}")

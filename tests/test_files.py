@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from nxd_memopt.files import complete_file, write_text
@@ -34,3 +36,18 @@ def test_an_error_leaves_what_was_there(exists, tmp_path):
     with pytest.raises(OSError, match="no space left"):
         fail()
     assert [each.read_text() for each in tmp_path.iterdir()] == ["old"] * exists
+
+
+def test_a_link_stays_and_a_device_is_written_to(tmp_path):
+    """A rename would replace the link, and as root /dev/full or /dev/stdout."""
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "device").symlink_to(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        write_text(tmp_path / "device", "through")
+        assert reader.read() == "through"
+    assert pipe.is_fifo() and (tmp_path / "device").is_symlink()

@@ -197,3 +197,18 @@ def test_rope_is_in_place_where_nobody_looks(watch, settings, monkeypatch):
     }
     assert calls == expected[watch]
     assert all(torch.equal(a, b) for a, b in kept) and (kept or watch == "dispatch")
+
+
+def test_rope_of_transposed_heads():
+    """Gradients of the reference attention's keys have the sequence innermost."""
+    tables = rope_tables(
+        rope_frequencies(32, {"rope_theta": 10000.0}), torch.arange(7, device=backend.device)[None], torch.float32
+    )
+    x = random(2, 3, 32, 7, dtype=torch.float32).detach().transpose(-1, -2).requires_grad_()
+    y = apply_rope(x, *tables)
+    upstream = torch.randn(2, 3, 32, 7, device=backend.device).transpose(-1, -2)
+    (found,) = torch.autograd.grad(y, x, upstream)
+    again = x.detach().contiguous().requires_grad_()
+    expected = apply_rope(again, *tables)
+    assert torch.equal(y, expected)
+    assert torch.equal(found, torch.autograd.grad(expected, again, upstream.contiguous())[0])

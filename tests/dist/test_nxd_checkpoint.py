@@ -285,7 +285,7 @@ def test_pieces_of_another_length_are_refused(tmp_path):
             (tmp_path / "theirs" / "optim" / rank_name(rank, 0, 3)).unlink()
     dist.barrier()
     message = error_message(lambda: trainer.load_checkpoint(tmp_path, None, model, optimizer))
-    assert_says(message, "over 3 data-parallel ranks", "a rank file is missing")
+    assert_says(message, "over 3 shards", "a rank file is missing")
 
 
 @distributed(world_size=2)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -298,3 +299,32 @@ def test_slurm_script_gives_every_host_the_first_ones_address(tmp_path: Path) ->
 def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"]} | environ
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("depth", "options", "measured"),
+    [
+        (32, (), None),
+        (3, (), "2 3"),
+        (4, ("block", "3"), "3 4"),
+        (4, ("uniform", "2"), None),
+        (2, (), "certify measures models of 2 and 3 layers, and this one has 2"),
+        (4, ("block", "4"), "certify measures models of 4 and 5 layers, and this one has 4"),
+        (5, ("uniform", "3"), "certify measures models of 3 and 6 layers, and this one has 5"),
+    ],
+)
+def test_measured_depths_are_within_the_model(depth, options, measured, tmp_path: Path) -> None:
+    chosen = ("--memory.recompute-method", options[0], "--memory.recompute-num-layers", options[1]) if options else ()
+    config = planned("llama3_8b", *chosen).config
+    overrides = {**config.model.config_overrides, "num_hidden_layers": depth}
+    config = replace(config, model=replace(config.model, config_overrides=overrides))
+
+    def command() -> str:
+        words = certify_command(config, "trn2", world_size=32, device_memory_gib=None, directory=tmp_path)
+        return " ".join(words)
+
+    if measured and measured.startswith("certify"):
+        with pytest.raises(ValueError, match=measured):
+            command()
+    else:
+        assert (f"--measure-layers {measured}" in command()) if measured else "--measure-layers" not in command()

@@ -103,7 +103,7 @@ def test_minus_one_is_not_given() -> None:
     """As in NeMo's and Lightning's files, which name both. NeMo ends at the first of two others."""
     nemo = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "tokenizer": "d"}
     nemo |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "rmsnorm", "activation": "swiglu"}
-    nemo |= {"bias": False, "position_embedding_type": "rope"}
+    nemo |= {"bias": False, "position_embedding_type": "rope", "use_scaled_init_method": False}
     for steps, number, expected in ((10, -1, (10, None)), (-1, 3, (100, 3))):
         trainer = config_from_mapping({"model": nemo, "trainer": {"max_epochs": number, "max_steps": steps}}).trainer
         assert (trainer.max_steps, trainer.max_epochs) == expected

@@ -223,7 +223,8 @@ def test_cuda_graphs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_certify_gets_all_options_of_experts(tmp_path: Path) -> None:
     moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5, "moe_layer_recompute": True}
-    command = certify_command(build(LLAMA, moe=moe), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
+    model = LLAMA | {"num_hidden_layers": 4}
+    command = certify_command(build(model, moe=moe), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
     pairs = [f"{name}={str(value).lower()}" for name, value in moe.items()]
     start = command.index("--moe") + 1
     assert sorted(command[start : start + len(pairs)]) == sorted(pairs)
