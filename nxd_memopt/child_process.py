@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def death_signal() -> Callable[[], None]:
-    """Return a ``preexec_fn`` for new processes, with which the kernel kills them when this one ends."""
+def death_signal(number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """Return a ``preexec_fn`` for new processes, to which the kernel sends ``number`` when this process ends."""
     # Without it, ranks whose agent is killed would train on, and keep their output directory.
     # The library is loaded here: between fork and exec nothing may be loaded.
     parent = os.getpid()
@@ -26,7 +27,7 @@ def death_signal() -> Callable[[], None]:
 
     def prepare() -> None:
         if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, number)
             if os.getppid() != parent:  # it ended before the call
                 os._exit(1)
 
@@ -38,8 +39,7 @@ def run_child(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end.
 
-    SIGTERM and SIGUSR1 are forwarded, and a terminal sends SIGINT to both processes: a program that saves its state
-    and ends is waited for.
+    The signals of ``FORWARDED`` are sent on, and the program is waited for: it may save its state before it ends.
 
     Args:
         command: the program and its arguments.
@@ -51,9 +51,10 @@ def run_child(
         OSError: the program cannot be started.
     """
     output = subprocess.PIPE if capture_output else None
-    dies_with_parent = death_signal()
+    # Not SIGKILL: the program may be a launcher, which has to end its ranks.
+    dies_with_parent = death_signal(signal.SIGTERM)
     # Blocked while the program starts: a signal would end this process, or be lost, in between.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGINT))
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
     def prepare() -> None:
         dies_with_parent()
@@ -81,15 +82,26 @@ def _forwarded_to(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     def handle(number: int, frame: object) -> None:
         del frame
         received.append(number)
-        if number in FORWARDED:
+        # A terminal sends Ctrl-C to the program too: a second one could interrupt its cleanup.
+        if number != signal.SIGINT or not _is_in_foreground():
             process.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
         yield received
         return
-    handlers = {number: signal.signal(number, handle) for number in (*FORWARDED, signal.SIGINT)}
+    handlers = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
         yield received
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python has not installed cannot be restored
+                signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether this process is in the foreground of a terminal."""
+    try:
+        with Path("/dev/tty").open(encoding="utf-8") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False

@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces ``path`` when the block ends.
 
-    If the block raises, or the process is killed in it, ``path`` is what it was before. Of a symbolic link the file
-    is replaced that it leads to. A device or a pipe (``/dev/stdout``) is written to itself: a rename would replace it.
+    If the block raises, or the process is killed in it, ``path`` is what it was before. A symbolic link stays, and its
+    target is replaced. A device, a pipe or ``/dev/stdout`` is yielded itself: a rename would replace it.
     """
-    if path.exists() and not path.is_file():
+    # A file to which the output is redirected has other output too.
+    is_stream = str(path.absolute()).startswith(_STREAMS)
+    if is_stream or (path.exists() and not path.is_file()):
         yield path
         return
     path = Path(os.path.realpath(path))
@@ -31,8 +35,9 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in UTF-8; the file is complete or as it was before."""
-    with complete_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    # A stream is not truncated.
+    with complete_file(path) as opened, opened.open("a" if opened == path else "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def require_new(option: str, path: Path) -> None:

@@ -44,7 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
     require_installed("nxd-memopt profile", "matplotlib", extra="train")
     mode = _mode(options, command)
-    _complete(options, mode)
+    _require_read(options, mode)
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     if mode in ("report", "compare"):
         _refuse(rest, command)
         return _show(options)
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     if mode == "command":
         _refuse(rest, [])
     else:
-        if "--trainer.output-dir" in rest:
+        if any(word.partition("=")[0].replace("_", "-") == "--trainer.output-dir" for word in rest):
             raise ValueError("--trainer.output-dir is that of the profiled run, in --output: leave it out")
         command = _training_command(options, rest, output)
     return _profile(options, command, output)
@@ -75,25 +78,27 @@ _DEFAULTS = {"output": "profile", "skip": 3, "steps": 3, "batch": 1, "turns": 5}
 
 def _mode(options: argparse.Namespace, command: Sequence[str]) -> str:
     """Return which of ``_OPTIONS`` the arguments ask for."""
-    asked = {name: f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(options, name, None)}
+    asked = [name for name in _OPTIONS if getattr(options, name, None)]
     if command:
-        asked["command"] = "-- COMMAND"
+        asked.append("command")
     if not asked:
         raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
     if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked.values())} are different things to do: pass one")
-    return next(iter(asked))
+        raise ValueError(f"{' and '.join(map(_flag, asked))} are different things to do: pass one")
+    return asked[0]
 
 
-def _complete(options: argparse.Namespace, mode: str) -> None:
-    """Set the defaults of the options that are not given; raise ``ValueError`` for one that ``mode`` does not read."""
+def _require_read(options: argparse.Namespace, mode: str) -> None:
+    """Raise ``ValueError`` for an option that is given and that ``mode`` does not read."""
     for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
-        if getattr(options, name) is None:
-            setattr(options, name, _DEFAULTS.get(name))
-        elif name not in _OPTIONS[mode]:
-            readers = [f"--{each.replace('_', '-')}" for each, names in _OPTIONS.items() if name in names]
-            shown = " or ".join(reader.replace("--command", "-- COMMAND") for reader in readers)
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is read with {shown} only")
+        if getattr(options, name) is not None and name not in _OPTIONS[mode]:
+            readers = [_flag(each) for each, names in _OPTIONS.items() if name in names]
+            raise ValueError(f"{_flag(name)} {getattr(options, name)} is read with {' or '.join(readers)} only")
+
+
+def _flag(name: str) -> str:
+    """Return an option of the parser, or a mode, as users write it."""
+    return "-- COMMAND" if name == "command" else f"--{name.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,20 +112,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="profile this run, in a directory of its own, and stop")
     parser.add_argument("--recipe", metavar="NAME", help="the same with a recipe")
     parser.add_argument("--nproc", type=int, help="ranks of --config on this host")
-    parser.add_argument("--output", metavar="DIRECTORY", help="new directory of the files, by default profile")
-    parser.add_argument("--skip", type=int, help="steps before the first profiled one, by default 3")
-    parser.add_argument("--steps", type=int, help="steps whose time is profiled, by default 3; one more is for memory")
+    parser.add_argument(
+        "--output", metavar="DIRECTORY", help=f"new directory of the files, by default {_DEFAULTS['output']}"
+    )
+    parser.add_argument("--skip", type=int, help=f"steps before the first profiled one, by default {_DEFAULTS['skip']}")
+    steps = f"steps whose time is profiled, by default {_DEFAULTS['steps']}; one more is for memory"
+    parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
     race = parser.add_argument_group("race of losses")
     race.add_argument("--loss-race", action="store_true", help="linear layer + cross entropy: ours and others")
-    race.add_argument("--batch", type=int, help="B, by default 1")
+    race.add_argument("--batch", type=int, help=f"B, by default {_DEFAULTS['batch']}")
     race.add_argument("--seq-length", type=int, help="S; default: 8192, on the CPU 512")
     race.add_argument("--vocabulary", type=int, help="V; default: 128256, on the CPU 8000")
     race.add_argument("--hidden", type=int, help="H; default: 4096, on the CPU 256")
     race.add_argument("--dtype", help="default: bfloat16, on the CPU float32")
-    race.add_argument("--turns", type=int, help="measurements of each loss, by default 5")
+    race.add_argument("--turns", type=int, help=f"measurements of each loss, by default {_DEFAULTS['turns']}")
     race.add_argument("--malek", metavar="DIRECTORY", help="checkout of mgmalek/efficient_cross_entropy")
     return parser
 

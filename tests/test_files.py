@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +53,13 @@ def test_a_link_stays_and_a_device_is_written_to(tmp_path):
         write_text(tmp_path / "device", "through")
         assert reader.read() == "through"
     assert pipe.is_fifo() and (tmp_path / "device").is_symlink()
+
+
+def test_a_redirected_output_keeps_what_it_has(tmp_path):
+    program = "from nxd_memopt.files import write_text; from pathlib import Path; print(1, flush=True); "
+    program += "write_text(Path('/dev/stdout'), 'two\\n'); print(3, flush=True)"
+    with (tmp_path / "log").open("a") as log:
+        log.write("0\n")
+        log.flush()
+        subprocess.run([sys.executable, "-c", program], stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "0\n1\ntwo\n3\n"

@@ -207,8 +207,8 @@ class Certify:
                 raise ValueError(f"--max-temp-ratio must be at least 0 and finite, got {self.max_temp_ratio}")
             if self.recompute_granularity is None:
                 raise ValueError(
-                    f"--max-temp-ratio {self.max_temp_ratio} is of a step with recomputation: pass "
-                    "--recompute-granularity, or leave it out"
+                    f"--max-temp-ratio {self.max_temp_ratio} needs recomputation: pass --recompute-granularity, or "
+                    "leave it out"
                 )
         if self.data_parallel_size > 1 and not self.zero1:
             raise ValueError(

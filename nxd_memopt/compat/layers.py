@@ -119,8 +119,11 @@ class BaseParallelLinear(base_linear.BaseParallelLinear):
 
     @property
     def can_be_adapted(self) -> bool:
-        """Whether ``modules.lora`` may replace the class: without padding the layer computes what ours does."""
-        return not self.pad
+        """Whether ``modules.lora`` may replace the class: without padding the layer computes what ours does.
+
+        A subclass may compute something else.
+        """
+        return not self.pad and type(self) in (ColumnParallelLinear, RowParallelLinear)
 
     @property
     def pad_size(self) -> int:
@@ -189,8 +192,8 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
 
     def _gathered(self, columns: Tensor) -> Tensor:
         """Gather the columns of all ranks, in the order of the ranks, also with ``stride`` above 1."""
-        # nxd_memopt's own layer undoes the interleaving of strided blocks. The full bias, and the
-        # layers behind, have neuronx-distributed's order.
+        # nxd_memopt's own layer undoes the interleaving of strided blocks. The full bias and the
+        # following layers have neuronx-distributed's order.
         gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
         return gathered if self.keep_padded_output else gathered[..., : self.output_size]
 

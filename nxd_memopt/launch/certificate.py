@@ -189,15 +189,14 @@ def _depths(config: TrainConfig) -> list[str]:
         many = 2 * number if memory.recompute_method == "uniform" else number + 1
     # Of a pretrained model, certify reads the number itself.
     depth = config.model.config_overrides.get("num_hidden_layers", many)
-    # Chunks of several layers are measured once and twice.
+    # With chunks of n layers, models of n and of 2n layers are measured.
     if memory.recompute_method != "uniform" or number == 1:
         many = max(few + 1, min(many, depth))
     if many > depth:
-        raise ValueError(
-            f"certify measures models of {few} and {many} layers, and this one has {depth}, with "
-            f"memory.recompute_num_layers {memory.recompute_num_layers}: set it to 1 with recompute_method uniform, or "
-            "certify a model of more layers"
-        )
+        remedy = "certify a model of more layers"
+        if number > 2 and depth > 2:
+            remedy = f"set memory.recompute_num_layers {number} to 1 with recompute_method uniform, or {remedy}"
+        raise ValueError(f"certify measures models of {few} and {many} layers, and this one has {depth}: {remedy}")
     return [] if (few, many) == (2, 4) else ["--measure-layers", str(few), str(many)]
 
 

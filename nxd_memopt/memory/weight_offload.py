@@ -55,13 +55,15 @@ class _Unit:
         self.device_is_newer = True
         self.leaving: Transfer | None = None
         self._arrived: Transfer | None = None
-        # The last copy of each direction, which may run on after the stream was told to wait for it.
-        self._last: dict[str, Transfer] = {}
+        # May run on after the stream was told to wait for them.
+        self._last_copy_in: Transfer | None = None
+        self._last_copy_out: Transfer | None = None
 
     def synchronize(self) -> None:
         """Make the host wait for the copies."""
-        for transfer in self._last.values():
-            transfer.synchronize()
+        for transfer in (self._last_copy_in, self._last_copy_out):
+            if transfer is not None:
+                transfer.synchronize()
 
     def size_bytes(self) -> int:
         """Return the bytes of the weights, with the padding between storages."""
@@ -99,7 +101,7 @@ class _Unit:
         # The allocator reuses memory in the order of the current stream: the previous user of the
         # block may still be queued there, so the copy starts after all work queued so far.
         pairs = list(zip(map(_bytes_of, self.storages), self._host, strict=True))
-        self._arrived = self._last["in"] = self._transfers.copy_in(pairs, self._transfers.mark())
+        self._arrived = self._last_copy_in = self._transfers.copy_in(pairs, self._transfers.mark())
         self.is_on_device = True
         self.device_is_newer = False
 
@@ -120,7 +122,7 @@ class _Unit:
             self._release()
             return
         pairs = list(zip(self._host, map(_bytes_of, self.storages), strict=True))
-        self.leaving = self._last["out"] = self._transfers.copy_out(pairs, self._transfers.mark())
+        self.leaving = self._last_copy_out = self._transfers.copy_out(pairs, self._transfers.mark())
 
     def free(self) -> None:
         """Complete an eviction: free the device memory once the host has the weights."""

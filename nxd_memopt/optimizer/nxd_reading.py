@@ -113,7 +113,7 @@ class OptimizerFiles:
         number = sharding[1]
         found: dict[int, int] = {}
         for data_rank in ranks:
-            shard, shards = self.content(tensor_rank, stage, data_rank)["sharding"]
+            shard, shards = self.content(tensor_rank, stage, data_rank).get("sharding", (None, None))
             if shards != number:
                 raise ValueError(
                     f"{self.files.file(tensor_rank, stage, data_rank)} is one of {shards} shards, the file of "

@@ -32,8 +32,8 @@ def pad_model(
     Column-parallel layers grow along their outputs, row-parallel layers along their inputs. Load
     the weights of an unpadded checkpoint before padding.
 
-    Without ``wrapped_classes`` a column-parallel layer is padded if a row-parallel layer is in the same module or in
-    the module around it. Others, such as the output layer over the vocabulary, stay as they are: nothing would
+    Without ``wrapped_classes`` a column-parallel layer is padded if a submodule of ``model`` around it has a
+    row-parallel layer too. Others, such as the output layer over the vocabulary, stay as they are: nothing would
     ignore their zeros. In neuronx-distributed they are padded too, which changes the loss.
 
     Args:
@@ -67,19 +67,17 @@ def pad_model(
 
 
 def _unpaired_layers(model: nn.Module) -> set[nn.Module]:
-    """Return the column-parallel layers below ``model`` without a row-parallel layer in one of the two modules
-    around them.
+    """Return the column-parallel layers whose output no row-parallel layer reads, such as one over the vocabulary.
+
+    A layer has a partner if a module around it, other than ``model``, has a row-parallel layer at any depth. Of
+    ``model`` itself its own row-parallel layers count.
     """
-    found: set[nn.Module] = set()
+    paired: set[nn.Module] = set()
     for module in model.modules():
-        found.update(layer for layer in module.children() if isinstance(layer, ColumnParallelLinear))
-    for module in model.modules():
-        children = list(module.children())
-        if any(isinstance(child, RowParallelLinear) for child in children):
-            found.difference_update(children)
-            for child in children:
-                found.difference_update(child.children())
-    return found
+        readers = module.modules() if module is not model else module.children()
+        if any(isinstance(each, RowParallelLinear) for each in readers):
+            paired.update(module.modules() if module is not model else module.children())
+    return {module for module in model.modules() if isinstance(module, ColumnParallelLinear) and module not in paired}
 
 
 def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -> None:

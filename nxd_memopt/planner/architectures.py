@@ -362,23 +362,24 @@ def require_supported_values(config: Any, remedy: str) -> None:
     # transformers' default ids (bos 1, eos 2) are no choice of the user: with a smaller vocabulary
     # they mean nothing, and the tokenizer's ids replace them.
     padding, vocabulary = option(config, "pad_token_id"), option(config, "vocab_size")
-    if padding is not None and not 0 <= padding < vocabulary:
-        raise ValueError(f"pad_token_id {padding} is outside [0, vocab_size {vocabulary}): set it in {remedy}")
+    if padding is not None and (not isinstance(padding, int) or not 0 <= padding < vocabulary):
+        raise ValueError(f"pad_token_id {padding!r} is outside [0, vocab_size {vocabulary}): set it in {remedy}")
 
 
-def require_window(config: Any, sequence_length: int, remedy: str) -> None:
+def require_window(config: Any, sequence_length: int, option: str, remedy: str) -> None:
     """Raise ``ValueError`` if a model with experts has an attention window below ``sequence_length``.
 
     Args:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
         sequence_length: S.
-        remedy: where to change a value of the config, for the message.
+        option: name of S, for the message.
+        remedy: where to change a value of the config, likewise.
     """
     window = smallest_window(config)
     if any(moe_layers(config)) and window is not None and sequence_length > window:
         raise ValueError(
-            f"data.seq_length {sequence_length} exceeds sliding_window {window}, and attention of models with experts "
-            f"has no window: shorten data.seq_length, or set sliding_window to null in {remedy}"
+            f"{option} {sequence_length} exceeds sliding_window {window}, and attention of models with experts has no "
+            f"window: shorten {option}, or set sliding_window to null in {remedy}"
         )
 
 

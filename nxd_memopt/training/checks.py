@@ -185,7 +185,7 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
-    require_window(hf_config, config.data.seq_length, OVERRIDES)
+    require_window(hf_config, config.data.seq_length, "data.seq_length", OVERRIDES)
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

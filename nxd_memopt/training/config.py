@@ -334,6 +334,12 @@ class TrainConfig:
         # run of epochs are not known yet (``epochs.py``).
         optimizer = self.optimizer
         has_steps = self.trainer.max_steps and self.trainer.max_epochs is None
+        if has_steps and optimizer.constant_steps >= self.trainer.max_steps:
+            raise ValueError(
+                f"optimizer.constant_steps {optimizer.constant_steps} leave none of trainer.max_steps "
+                f"{self.trainer.max_steps} for the decay: lower constant_steps, which a shorter run of the same file "
+                "needs too, or raise max_steps"
+            )
         if has_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
             if optimizer.wsd_decay_steps:
                 raise ValueError(

@@ -53,9 +53,12 @@ def held_out_loss(
 
 
 def held_out_digest(training: Training, config: TrainConfig) -> str:
-    """Return what identifies the held-out tokens of one evaluation; empty without any."""
+    """Return what identifies the held-out tokens of one evaluation, and what each sees; empty without any."""
     rows = _held_out_rows(training, config)
-    return "" if rows is None else hashlib.sha256(rows.tobytes()).hexdigest()[:16]
+    if rows is None:
+        return ""
+    isolation = str(config.data.isolate_documents).encode()
+    return hashlib.sha256(rows.tobytes() + isolation).hexdigest()[:16]
 
 
 @torch.no_grad()

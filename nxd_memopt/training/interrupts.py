@@ -107,8 +107,8 @@ class Interrupts:
         # the signal's number to the wakeup descriptor at once, and a thread reads it.
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        # Blocked while the handlers change: a signal raises inside the block or not at all. The agent
-        # starts ranks with the signals blocked, so none arrives before their handlers are there.
+        # Blocked while the handlers change. The agent starts ranks with the signals blocked: one that is pending
+        # raises when it is unblocked, before the block.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._process = os.getpid()
         os.register_at_fork(after_in_child=self._forget_in_child)

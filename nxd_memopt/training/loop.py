@@ -168,7 +168,7 @@ def run_prepared(
         summary.freed_memory_bytes = backend.freed_bytes_kept()
         summary.held_out_loss_after = evaluate(training, config, reporter)
         if not reporter.evaluated_same_tokens(0, training.step):
-            reporter.say("the held-out loss before training is of other tokens, so the summary has no change of it")
+            reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
             summary.held_out_loss_before = None
         finish(training, config, reporter, summary, vocabulary)
 

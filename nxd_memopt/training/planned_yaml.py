@@ -102,7 +102,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     if _lacks_tokenizer(model):
         model = {**model, "tokenizer": "DIRECTORY"}
     try:
-        require_window(problem.config, problem.sequence_length, "model.config_overrides")
+        require_window(problem.config, problem.sequence_length, "the sequence length", "the model's config")
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)

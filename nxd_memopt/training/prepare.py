@@ -28,23 +28,13 @@ def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> in
     """
     interrupts = Interrupts()
     interrupts.message = STOPPED
-    # The first of the two is of a signal that arrived before its handler.
     try:
-        with interrupts.handled():
-            try:
-                with user_errors():
-                    _prepare(arguments, program)
-            except Interrupted as stop:
-                return _end(stop)
+        with interrupts.handled(), user_errors():
+            _prepare(arguments, program)
     except Interrupted as stop:
-        return _end(stop)
+        print(stop.line(), flush=True)
+        return exit_status(stop.number)
     return 0
-
-
-def _end(stop: Interrupted) -> int:
-    """Show the line of a command that a signal has stopped; return the exit status."""
-    print(stop.line(), flush=True)
-    return exit_status(stop.number)
 
 
 def _prepare(arguments: Sequence[str], program: str) -> None:

@@ -311,10 +311,9 @@ class Reporter:
         """Return the recorded held-out loss of ``step``, or None without a record."""
         if not self._enabled:
             return None
-        for row in self._evaluations.rows:
-            if row["step"] == step:
-                return row["held_out_loss"]
-        return None
+        # The last one, where other tokens were evaluated later.
+        losses = [row["held_out_loss"] for row in self._evaluations.rows if row["step"] == step]
+        return losses[-1] if losses else None
 
     def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
         """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.
@@ -328,7 +327,9 @@ class Reporter:
             return
         # A finished run that is started again evaluates its last step again: one row is enough.
         row = {"step": step, "held_out_loss": held_out_loss, "tokens": tokens}
-        if not any(known["step"] == step and known.get("tokens") == tokens for known in self._evaluations.rows):
+        # Rows of earlier versions do not say of which tokens they are.
+        same = [known for known in self._evaluations.rows if known["step"] == step]
+        if not any(known.get("tokens") in (None, tokens) for known in same):
             self._evaluations.append(row)
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")

@@ -64,26 +64,17 @@ def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
     if checkpoint is None and config.trainer.resume_from is not None:
         checkpoint = find_checkpoint("trainer.resume_from", config.trainer.resume_from)
         notes.append(f"continuing the run of {checkpoint}, which stays as it is")
-    elif checkpoint is not None:
-        _require_newest(config.trainer.resume_from, checkpoint)
+    elif checkpoint is not None and config.trainer.resume_from is not None:
+        notes.append(
+            f"trainer.resume_from {config.trainer.resume_from} is not read: trainer.output_dir has a checkpoint, "
+            f"{checkpoint.name}, and the run goes on from there; to go back, choose another trainer.output_dir"
+        )
     if checkpoint is None:
         recorded = recorded_options(config, hf_config)
         return ResumePlan(config, recorded, warm_start=_warm_start(config))
     with raise_together(f"resuming from {checkpoint}"):
         stored = read_stored_run(checkpoint)
         return _compared(config, hf_config, stored, notes)
-
-
-def _require_newest(resume_from: str | None, newest: Path) -> None:
-    """Raise ``ValueError`` if ``trainer.resume_from`` is another checkpoint of the run that goes on from ``newest``."""
-    if resume_from is None:
-        return
-    named = Path(resume_from).resolve()
-    if named.parent == newest.resolve().parent and named != newest.resolve():
-        raise ValueError(
-            f"trainer.resume_from {resume_from} is a checkpoint of trainer.output_dir, which goes on from its newest, "
-            f"{newest.name}: set another output_dir, which leaves both as they are, or remove the later checkpoints"
-        )
 
 
 def _warm_start(config: TrainConfig) -> Path | None:
@@ -168,8 +159,8 @@ def _with_schedule(config: TrainConfig, stored: StoredRun, changes: Changes) -> 
         return dataclasses.replace(config, optimizer=optimizer)
     else:
         changes.refusals.append(
-            f"the decay of the learning rate ended at step {old} and would end at trainer.max_steps {new}: "
-            "choose with --trainer.on-schedule-change keep (it still ends there, the learning rate then "
-            "stays at its minimum) or stretch (it ends at the new last step)"
+            f"the decay of the learning rate ended at step {old} and would end at step {new}, trainer.max_steps "
+            "without optimizer.constant_steps: choose with --trainer.on-schedule-change keep (it still ends there, the "
+            f"learning rate then stays at its minimum) or stretch (it ends at step {new})"
         )
     return config

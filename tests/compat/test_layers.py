@@ -132,9 +132,17 @@ def test_lora_adapts_the_layers_of_the_other_library():
     assert {name for name, param in model.named_parameters() if param.requires_grad} == {
         f"{layer}.lora_{factor}.weight" for layer in ("up", "down") for factor in "AB"
     }
-    padded = ColumnParallelLinear(4, 7, gather_output=False, pad=True)
-    with pytest.raises(ValueError, match="adapters are for"):
-        get_lora_model(nn.Sequential(padded), LoraConfig(lora_rank=2, target_modules=("0",)))
+
+    class Doubled(ColumnParallelLinear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    for layer in (
+        ColumnParallelLinear(4, 7, gather_output=False, pad=True),
+        Doubled(4, 8, gather_output=False),
+    ):
+        with pytest.raises(ValueError, match="adapters are for"):
+            get_lora_model(nn.Sequential(layer), LoraConfig(lora_rank=2, target_modules=("0",)))
 
 
 def test_what_the_other_library_ignores_is_refused():

@@ -52,6 +52,13 @@ def test_only_layers_before_a_row_parallel_layer_are_padded():
     pad.pad_model(model, 4, 3)
     assert model.attention.query.weight.shape == (8, 6) and model.attention.output.weight.shape == (6, 8)
     assert model.head.weight.shape == (16, 6)
+    # As in BERT: the output projection is in a sibling of the module with the query projection.
+    block = nn.ModuleDict({"self": nn.ModuleDict({"query": Attention().query})})
+    block["output"] = nn.ModuleDict({"dense": Attention().output})
+    model = nn.ModuleDict({"layer": block, "head": ColumnParallelLinear(6, 16, bias=False, gather_output=False)})
+    pad.pad_model(model, 4, 3)
+    assert block["self"]["query"].weight.shape == (8, 6) and block["output"]["dense"].weight.shape == (6, 8)
+    assert model["head"].weight.shape == (16, 6)
 
 
 def test_moved_parameters_stay_those_of_an_optimizer():

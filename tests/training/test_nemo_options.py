@@ -115,6 +115,8 @@ def test_constant_steps_count_from_the_last_step() -> None:
     config = config_from_mapping(mapping())
     longer = replace(config, trainer=replace(config.trainer, max_steps=100))
     assert (config.decay_steps, longer.decay_steps) == (7, 97)
+    with pytest.raises(ValueError, match="constant_steps 3 leave none of trainer"):
+        replace(config, trainer=replace(config.trainer, max_steps=3))
     with pytest.raises(ValueError, match="constant_steps 3 and decay_steps 5 both say where the decay ends"):
         replace(config.optimizer, decay_steps=5)
     with pytest.raises(ValueError, match="constant_steps 3 has no effect with lr_schedule constant"):

@@ -42,7 +42,8 @@ class RouterBase(nn.Module):
         tensor_model_parallel_group: ranks that have the other shards of the sequence.
         jitter_eps: in training, multiply a copy of the input by numbers from ``[1 - eps, 1 + eps]``.
         store_transposed_weights: must be False.
-        apply_act_fn_over_topk: activation of the k chosen logits alone, other affinities are 0.
+        apply_act_fn_over_topk: read by ``RouterTopK``: activation of the k chosen logits alone, other affinities
+            are 0.
 
     Raises:
         ValueError: k is not in 1 to E, ``act_fn`` is unknown, ``jitter_eps`` is not in [0, 1), or
