@@ -6,9 +6,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.checkpoint.files import WEIGHTS, find_gguf, require_directory, write_safetensors
+from nxd_memopt.checkpoint.gguf_metadata import read_gguf_tensor_names
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
@@ -40,7 +42,9 @@ def _convert(gguf: Path, target: Path) -> None:
     """Write the dequantized weights of ``gguf`` to ``target``, in the format of safetensors."""
     auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
     try:
-        model = auto_model.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        model, loaded = auto_model.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, local_files_only=True, output_loading_info=True
+        )
     except ImportError as error:
         raise ValueError(f"{gguf} needs more packages: {error}: pip install 'nxd_memopt[gguf]'") from error
     except Exception as error:  # a damaged file raises many types of errors
@@ -49,7 +53,24 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
+    _require_complete(gguf, model, sorted(loaded["missing_keys"]))
     # Parameters only: transformers registers tied weights once, and the model computes its
     # buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)
+
+
+def _require_complete(gguf: Path, model: Any, missing: list[str]) -> None:
+    """Raise ``ValueError`` if the model has random weights, or if biases of the file have no place in it."""
+    kind = model.config.model_type
+    if missing:
+        raise ValueError(
+            f"{gguf} lacks {len(missing)} tensors of a {kind}, such as {missing[0]}: download it again, or use a model "
+            "type that transformers reads from GGUF files"
+        )
+    biases = [name for name in read_gguf_tensor_names(gguf) if name.endswith(".bias")]
+    if biases and not any(name.endswith("bias") for name, _ in model.named_parameters()):
+        raise ValueError(
+            f"{gguf} has {len(biases)} biases that a {kind} of its metadata lacks, such as {biases[0]}: use the "
+            "model's safetensors"
+        )

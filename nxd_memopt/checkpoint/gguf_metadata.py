@@ -1,4 +1,4 @@
-"""Reads the metadata of a GGUF file, without its tensors and without the package gguf."""
+"""Reads the metadata and the names of the tensors of a GGUF file, without the package gguf."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
     each token; this takes 0.1 s.
 
     Raises:
+        ValueError: see ``_read_header``.
+    """
+    return _read_header(path)[0]
+
+
+def read_gguf_tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors of a GGUF file.
+
+    Raises:
+        ValueError: see ``_read_header``.
+    """
+    return _read_header(path)[1]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return metadata and names of tensors.
+
+    Raises:
         ValueError: the file is not a GGUF file of version 2 or 3 in little-endian, or is cut
             short.
     """
@@ -27,7 +45,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             if file.read(4) != MAGIC:
                 raise ValueError("it does not begin with GGUF")
-            version, _, count = _unpack(file, "IQQ")
+            version, tensors, count = _unpack(file, "IQQ")
             if version not in (2, 3):
                 raise ValueError(f"it has version {version}, supported are 2 and 3")
             metadata = {}
@@ -36,7 +54,12 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                 value = _value(file, _unpack(file, "I")[0])
                 if value is not None:
                     metadata[name] = value
-            return metadata
+            names = []
+            for _ in range(tensors):
+                names.append(_string(file).decode())
+                (dimensions,) = _unpack(file, "I")
+                _unpack(file, f"{dimensions}QIQ")  # shape, type and offset
+            return metadata, names
     except (ValueError, EOFError, KeyError) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}: download it again") from error
 

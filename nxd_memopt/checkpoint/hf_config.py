@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.checkpoint.files import find_gguf, read_json, require_directory
+from nxd_memopt.checkpoint.gguf_metadata import read_gguf_metadata, read_gguf_tensor_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,12 +47,27 @@ def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
     if gguf is None:
         raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
     require_installed(f"reading {gguf}", "gguf", extra="gguf")
+    _require_no_rope_scaling(gguf)
     try:
         return auto_config.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:  # a damaged file raises many types of errors
         raise ValueError(
             f"{gguf} has no readable config: {type(error).__name__}: {error}: download it again"
         ) from error
+
+
+def _require_no_rope_scaling(gguf: Path) -> None:
+    """Raise ``ValueError`` for scaled rotary frequencies, which transformers does not read from GGUF files."""
+    metadata = read_gguf_metadata(gguf)
+    scaling = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.type")
+    # llama.cpp writes LLaMA 3.1's as a tensor of factors.
+    if scaling in (None, "none") and "rope_freqs.weight" in read_gguf_tensor_names(gguf):
+        scaling = "llama3"
+    if scaling not in (None, "none"):
+        raise ValueError(
+            f"{gguf} has RoPE scaling {scaling!r}, without which the model would be read: put the model's config.json "
+            f"into {gguf.parent}"
+        )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from nxd_memopt.checkpoint.files import (
     open_weights,
 )
 from nxd_memopt.checkpoint.gguf import weights_directory
-from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.checkpoint.names import match_names, stored_copies
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
@@ -25,6 +25,7 @@ from nxd_memopt.parallel_layers.data_shards import (
     row_range,
 )
 from nxd_memopt.parallel_layers.resharding import LazySlice, local_slice, require_full_shape
+from nxd_memopt.parallel_layers.utils import bit_equal
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
@@ -70,6 +71,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)
             _require_unquantized(name, sources[name], param)
+        _require_equal_copies(model, sources)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     # Meta tensors are replaced after the loop, all at once: until then ``targets`` refers to the
@@ -85,12 +87,23 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     pack_weights(model)
 
 
+def _require_equal_copies(model: torch.nn.Module, sources: Sources) -> None:
+    """Raise ``ValueError`` if the stored copies of one tensor, such as a tied head, differ."""
+    for first, *others in stored_copies(model, sources.keys()):
+        for other in others:
+            if not bit_equal(sources[first][...], sources[other][...]):
+                raise ValueError(
+                    f"{first} and {other} differ, and are one tensor of the model: set tie_word_embeddings to false in "
+                    "its config.json, or remove the one that is not used"
+                )
+
+
 def _require_unquantized(name: str, source: Tensor | LazySlice, param: Tensor) -> None:
-    """Raise ``ValueError`` if ``source`` has integers for a parameter of floating-point numbers."""
+    """Raise ``ValueError`` if ``source`` has integers or 8-bit numbers for a parameter of floating-point numbers."""
     # Quantized weights are integers that mean nothing without their scales. An empty slice tells
     # the dtype without reading the tensor.
     stored = source[:0].dtype if param.dim() else source[...].dtype
-    if param.is_floating_point() and not stored.is_floating_point:
+    if param.is_floating_point() and (not stored.is_floating_point or stored.itemsize == 1):
         raise ValueError(
             f"{name} has dtype {stored} in the checkpoint, and the model's is {param.dtype}: the weights are "
             "quantized; take the checkpoint that they were made from, or dequantize them and save them again"

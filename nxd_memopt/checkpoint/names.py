@@ -75,6 +75,14 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
     return matched
 
 
+def stored_copies(model: torch.nn.Module, stored: Collection[str]) -> list[list[str]]:
+    """Return the stored names of each tensor of ``model`` that is stored several times."""
+    found = [
+        [name for name in dict.fromkeys(_aliases(entry.names)) if name in stored] for entry in named_tensors(model)
+    ]
+    return [names for names in found if len(names) > 1]
+
+
 def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return all names under which a tensor may be stored."""
     if any(name in OUTPUT_HEADS for name in names):

@@ -208,13 +208,19 @@ def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
     backbone = "gpt_neox" if is_neox else "model"
     experts_of_layer = _neox_experts if is_neox else _mixtral_experts
     generator = torch.Generator().manual_seed(seed)
-    upcycled = {name: source for name, source in sources.items() if ".mlp." not in name}
+    # Tensors of an MLP that are not copied stay, and are reported as names that the model lacks.
+    copied = _NEOX_TENSORS if is_neox else _LLAMA_TENSORS
+    upcycled = {name: source for name, source in sources.items() if name.rpartition(".mlp.")[2] not in copied}
     for layer in range(config.num_hidden_layers):
         prefix = f"{backbone}.layers.{layer}.mlp"
         router = torch.empty(experts, config.hidden_size)
         upcycled[f"{prefix}.gate.weight"] = router.normal_(0, config.initializer_range, generator=generator)
         upcycled |= experts_of_layer(prefix, sources, experts)
     return upcycled
+
+
+_LLAMA_TENSORS = tuple(f"{part}_proj.weight" for part in ("gate", "up", "down"))
+_NEOX_TENSORS = tuple(f"{part}.{kind}" for part in _NEOX_PARTS for kind in ("weight", "bias"))
 
 
 def _mixtral_experts(prefix: str, sources: Sources, experts: int) -> Sources:

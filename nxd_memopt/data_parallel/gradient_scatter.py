@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import CheckpointFunction
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
@@ -134,6 +136,11 @@ class GradientScatter:
                 "update_parameters() or zero_grad() before"
             )
         if task != self._backward:
+            if self._backward >= 0 and _is_in_reentrant_checkpoint():
+                raise RuntimeError(
+                    "torch.utils.checkpoint with use_reentrant=True runs a backward inside another one, of which zero2 "
+                    "has begun to reduce the gradients: set use_reentrant=False, or use zero1"
+                )
             self._begin(task)
         # The leading complete buckets only; that of ``param`` itself waits for its other hooks.
         self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
@@ -174,6 +181,14 @@ class GradientScatter:
             self._in_progress.append(_Pending(bucket, self._num_ranks, self._reduce_dtype))
 
 
+def _is_in_reentrant_checkpoint() -> bool:
+    """Return whether the present backward is that of a torch.utils.checkpoint with ``use_reentrant=True``."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _hook(owner: weakref.ref[GradientScatter], number: int) -> Callable[[Tensor], None]:
     """Return a hook with a weak reference: a cycle through autograd hooks is never collected."""
 
@@ -201,6 +216,8 @@ class _Bucket:
 
 def copy_to_rows(flat: Tensor, rows: Tensor) -> None:
     """Copy ``flat`` to the first elements of ``rows``, row by row; the other elements stay as they are."""
+    if not flat.numel():
+        return
     width = rows.size(1)
     full = flat.numel() // width
     rows[:full].copy_(flat[: full * width].view(full, width))

@@ -451,7 +451,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             # A state without masters (``save_master_weights=False``) continues from the rounded
             # parameters. Those of the state may be this optimizer's own tensors.
             if i not in masters and each.shard is not each.param:
-                each.shard.copy_(cut_shard(each.param.detach(), self._group_of(each.param)))
+                self._set_master(i, cut_shard(each.param.detach(), self._group_of(each.param)))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
         for i, master in masters.items():

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
+from tests.reference import assert_says, error_message
 
 
 def write_bin(model, directory, *, shards=1, legacy=False):
@@ -80,6 +81,28 @@ def test_tied_checkpoint_may_hold_the_output_head_too(tmp_path):
     model = build(llama_config(tie_word_embeddings=True), seed=1)
     load_pretrained(model, tmp_path)
     assert_same(model, reference)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_copies_of_a_tensor_that_differ_are_refused(tied, tmp_path):
+    """A tied head that is stored with other values, and an untied one under both of its names."""
+    make_config = llama_config if tied else neox_config
+    state = {name: tensor.clone() for name, tensor in build(make_config(tie_word_embeddings=tied)).state_dict().items()}
+    other = "lm_head.weight" if tied else "embed_out.weight"
+    state[other] = state["lm_head.weight"] + 1
+    save_file(state, tmp_path / "model.safetensors")
+    message = error_message(lambda: load_pretrained(build(make_config(tie_word_embeddings=tied)), tmp_path))
+    assert_says(message, other, "differ, and are one tensor of the model", "tie_word_embeddings")
+
+
+def test_numbers_of_eight_bits_are_refused(tmp_path):
+    """They mean nothing without their scales."""
+    state = {name: tensor.clone() for name, tensor in build(llama_config()).state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    save_file(state, tmp_path / "model.safetensors")
+    message = error_message(lambda: load_pretrained(build(llama_config()), tmp_path))
+    assert_says(message, name, "float8_e4m3fn", "quantized")
 
 
 def test_untied_model_needs_an_output_head(tmp_path):

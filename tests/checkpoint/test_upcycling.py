@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,13 @@ def test_refusals(tmp_path: Path) -> None:
         assert_says(message, "--moe-router-topk", "--num-moe-experts")
     to_nxd = Convert(tmp_path, tmp_path, target_format="nxd", tensor_model_parallel_size=1, num_moe_experts=4)
     assert_says(error_message(to_nxd), "--num-moe-experts", "--to hf")
+
+
+def test_tensors_of_an_mlp_that_are_not_copied_are_named(tmp_path: Path) -> None:
+    """Biases that the config does not have, and the scales of quantized weights."""
+    dense = hugging_face(llama_config(mlp_bias=True))
+    dense.save_pretrained(tmp_path / "dense")
+    config = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"mlp_bias": False}
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    message = error_message(lambda: Convert(tmp_path / "dense", tmp_path / "moe", num_moe_experts=4)())
+    assert_says(message, "has 6 that the model lacks", "mlp.down_proj.bias")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import TrainingState, save_training_state
@@ -102,3 +103,17 @@ def test_models_that_cannot_be_sharded():
     mixed = build("llama")
     mixed.lm_head.weight = empty.weight
     assert_says(error_message(lambda: shard_model(mixed)), "lm_head.weight", "meta")
+
+
+@distributed(world_size=2)
+def test_a_backward_inside_another_one():
+    """It would drop what the outer one has begun to reduce."""
+    initialize(1)
+    layer, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = Zero2Optimizer([*layer.parameters(), *head.parameters()], AdamW, lr=0.1)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = head(checkpoint(layer, x, use_reentrant=True)).sum()
+    assert_says(error_message(loss.backward, RuntimeError), "use_reentrant=False", "zero1")
+    optimizer.zero_grad()
+    head(checkpoint(layer, x, use_reentrant=False)).sum().backward()
+    optimizer.step()

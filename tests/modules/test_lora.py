@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nxd_memopt.checkpoint.adapters import save_adapters
 from nxd_memopt.modules.lora import LoraConfig, adapted_layers, add_adapters, get_lora_model, merged_adapters
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from tests.reference_models import CONFIGS, batch, parallel_model
 
 
@@ -110,3 +112,12 @@ def test_files_that_adapters_would_replace(tmp_path: Path, name: str | None) -> 
         (target / name).write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="choose another"):
         save_adapters(built, target, LoraConfig(), base_model=None)
+
+
+def test_merged_weights_of_float64_are_not_rounded_to_fp32():
+    layer = nn.Sequential(ColumnParallelLinear(4, 6, gather_output=False, dtype=torch.float64))
+    get_lora_model(layer, LoraConfig(lora_rank=2, target_modules=("0",)))
+    nn.init.normal_(layer[0].lora_B.weight)
+    weight, update = layer[0].weight.detach().clone(), layer[0].lora_B.weight @ layer[0].lora_A.weight
+    with merged_adapters(layer):
+        torch.testing.assert_close(layer[0].weight, weight + layer[0].scale * update, rtol=1e-15, atol=1e-16)

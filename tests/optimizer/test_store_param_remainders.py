@@ -148,3 +148,19 @@ def test_a_parameter_with_other_memory_is_an_error(remainders: bool) -> None:
     params[2].data = params[2].data.clone()
     with pytest.raises(RuntimeError, match="33 elements has other memory"):
         train(optimizer, params, range(1, 2))
+
+
+def test_a_state_without_masters_leaves_no_remainder_of_later_steps() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = with_remainders(params, 1.0, save_master_weights=False)
+    train(optimizer, params, range(3))
+    state, values = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in params]
+    train(optimizer, params, range(3, 6))
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(state)
+    optimizer.finish_update()
+    trained = [value for param, value in zip(params, values, strict=True) if param.requires_grad]
+    masters = [optimizer._master(i).view(value.shape) for i, value in enumerate(trained)]
+    assert_equal(masters, [value.float() for value in trained])

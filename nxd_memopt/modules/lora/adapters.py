@@ -86,7 +86,8 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
             weight = local_rows(layer.weight)
             originals[weight] = weight.detach().to("cpu", copy=True)
             # The sum is rounded once to the weight's dtype.
-            weight.copy_(weight.float() + layer.delta())
+            delta = layer.delta()
+            weight.copy_(weight.to(delta.dtype) + delta)
         try:
             yield
         finally:

@@ -104,7 +104,8 @@ def _delta(layer: AdaptedLinear) -> Tensor:
     # data-parallel ranks (zero3), a rank has the same ones of B as of the weight; A is gathered.
     down = gather_rows(layer.lora_A.weight).detach()
     up = local_rows(layer.lora_B.weight).detach().to(model_dtype(layer.lora_B.weight))
-    return layer.scale * (up.float() @ down.float())
+    wide = torch.promote_types(up.dtype, torch.float32)
+    return layer.scale * (up.to(wide) @ down.to(wide))
 
 
 def adapt(name: str, layer: nn.Module, config: LoraConfig) -> AdaptedLinear:
