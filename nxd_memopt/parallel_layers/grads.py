@@ -93,6 +93,10 @@ def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES) -> None:
     """Average gradients in place over the data-parallel ranks.
 
+    All ranks need gradients of the same parameters, as in neuronx-distributed: a parameter without a gradient is left
+    out, so that on ranks that differ in this, gradients of different parameters would be averaged.
+    ``NeuronZero1Optimizer`` takes zeros instead.
+
     Expert-parallel ranks have different experts, and the gradient of an expert is that of the tokens
     of all of them already: it is summed over the expert-data-parallel group, and divided by the
     number of data-parallel ranks like all others.

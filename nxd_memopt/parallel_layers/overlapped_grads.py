@@ -34,6 +34,7 @@ class OverlappedGradientReduction:
     The results equal those of the functions in ``grads``. Parameters are assigned to buckets from
     the last to the first, the usual order of backward. A bucket is reduced when all of its
     gradients are complete, in the order of buckets, so that all ranks agree (arXiv:2006.15704).
+    All ranks need gradients of the same parameters (``grads.bucket_allreduce_gradients``).
 
     Args:
         source: a module, an optimizer or parameters; parameters that need no gradient are skipped.
