@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ GGUF_TOKENS = {
 # tokenizer.ggml.pre of the tokenizers that split digits one by one, before GPT-2's splitting
 # (llama.cpp, src/llama-vocab.cpp).
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+# Those of LLaMA 3: digits by three, and a character before letters belongs to them (same source).
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2 = ("default", "gpt-2")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -59,10 +67,10 @@ def _set_what_gguf_says(tokenizer: Any, metadata: dict[str, Any]) -> None:
     """Set special tokens, chat template and splitting of a converted tokenizer as in the file.
 
     transformers 5.17 gives LLaMA's converted tokenizer the begin-of-text token as end-of-text
-    token and no padding token (``GGUFLlamaConverter``), leaves out the splitting of digits, and
-    decodes "▁" as a space.
+    token and no padding token (``GGUFLlamaConverter``), splits text by GPT-2's rule, and decodes
+    "▁" as a space.
     """
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import Regex, decoders, pre_tokenizers
 
     for entry, attribute in GGUF_TOKENS.items():
         if entry in metadata:
@@ -75,7 +83,18 @@ def _set_what_gguf_says(tokenizer: Any, metadata: dict[str, Any]) -> None:
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     # Removes spaces before punctuation from decoded text; transformers warns of it for BPE.
     tokenizer.clean_up_tokenization_spaces = False
-    if metadata.get("tokenizer.ggml.pre") in SINGLE_DIGITS:
+    rule = metadata.get("tokenizer.ggml.pre", "default")
+    if rule in SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif rule in LLAMA3:
+        words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    elif rule not in GPT2 and metadata.get("general.architecture") == "llama":
+        warnings.warn(
+            f"the GGUF file splits text by rule {rule!r}, and its tokenizer is read with GPT-2's: set model.tokenizer "
+            "to a directory with the model's own",
+            stacklevel=3,
+        )
