@@ -190,13 +190,6 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
     def pad_size(self) -> int:
         return self.output_size_per_partition * self._group_size() - self.output_size
 
-    def _gathered(self, columns: Tensor) -> Tensor:
-        """Gather the columns of all ranks, in the order of the ranks, also with ``stride`` above 1."""
-        # nxd_memopt's own layer undoes the interleaving of strided blocks. The full bias and the
-        # following layers have neuronx-distributed's order.
-        gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
-        return gathered if self.keep_padded_output else gathered[..., : self.output_size]
-
     def forward(self, input: Tensor, slice_indices: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return ``X W^t + b``, or a tuple of ``X W^t`` and ``b`` with ``skip_bias_add``.
 

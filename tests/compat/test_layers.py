@@ -106,17 +106,6 @@ def test_arguments_have_the_other_librarys_names(module, name, names):
 
 
 @distributed(world_size=2)
-def test_a_gathered_output_of_strided_blocks_has_the_order_of_the_ranks():
-    """As its full bias has; nxd_memopt's own layer undoes the interleaving."""
-    parallel_state.initialize_model_parallel(2)
-    layer = ColumnParallelLinear(4, 12, bias=False, gather_output=True, stride=3)
-    rows = [torch.empty_like(layer.weight) for _ in range(2)]
-    torch.distributed.all_gather(rows, layer.weight.detach())
-    x = torch.ones(2, 4)
-    torch.testing.assert_close(layer(x), F.linear(x, torch.cat(rows)))
-
-
-@distributed(world_size=2)
 def test_lora_adapts_the_layers_of_the_other_library():
     """The base's output is unchanged, B is 0 at first, and only the adapters are trained."""
     parallel_state.initialize_model_parallel(2)
