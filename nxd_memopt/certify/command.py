@@ -29,6 +29,7 @@ from nxd_memopt.planner.model_configs import (
 from nxd_memopt.planner.problem import require_memory, require_size
 
 if TYPE_CHECKING:
+    from nxd_memopt.certify.memory_terms import OptimizerState
     from nxd_memopt.certify.report.verdict import Certificate
     from nxd_memopt.certify.request import Answer, Request
     from nxd_memopt.moe_config import MoEConfig
@@ -210,10 +211,7 @@ class Certify:
                     f"--max-temp-ratio {self.max_temp_ratio} needs recomputation: pass --recompute-granularity, or "
                     "leave it out"
                 )
-        if self.data_parallel_size > 1 and not self.zero1:
-            raise ValueError(
-                f"--data-parallel-size {self.data_parallel_size} changes nothing without sharding: pass --zero1 too"
-            )
+        self._optimizer()  # has checks of its own
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ValueError(f"--json {self.json}: {self.json.absolute().parent} is no directory: create it")
         if self.json is not None and self.json.is_dir():
@@ -268,7 +266,6 @@ class Certify:
 
     def certificate(self, request: Request, answer: Answer) -> Certificate:
         """Return the checks of the measurements for the chosen device and optimizer."""
-        from nxd_memopt.certify.memory_terms import OptimizerState
         from nxd_memopt.certify.report.judge import Device, judge
         from nxd_memopt.planner.hardware import DEVICE_GIB
 
@@ -280,13 +277,17 @@ class Certify:
             request,
             answer,
             device=Device(capacity_gib, self.reserve_gib),
-            optimizer=OptimizerState(
-                self.master_weights, self.zero1, self.data_parallel_size, self.expert_model_parallel_size
-            ),
+            optimizer=self._optimizer(),
             max_temp_ratio=self.max_temp_ratio,
             stands_for=self.dtype,
             compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
         )
+
+    def _optimizer(self) -> OptimizerState:
+        """Return the memory of the chosen optimizer."""
+        from nxd_memopt.certify.memory_terms import OptimizerState
+
+        return OptimizerState(self.master_weights, self.zero1, self.data_parallel_size, self.expert_model_parallel_size)
 
     def _title(self, request: Request) -> str:
         """Return one line that names the model and the configuration."""

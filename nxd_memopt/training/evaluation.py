@@ -57,8 +57,9 @@ def held_out_digest(training: Training, config: TrainConfig) -> str:
     rows = _held_out_rows(training, config)
     if rows is None:
         return ""
-    isolation = str(config.data.isolate_documents).encode()
-    return hashlib.sha256(rows.tobytes() + isolation).hexdigest()[:16]
+    digest = hashlib.sha256(rows.tobytes())
+    digest.update(str(config.data.isolate_documents).encode())
+    return digest.hexdigest()[:16]
 
 
 @torch.no_grad()

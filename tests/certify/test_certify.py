@@ -249,12 +249,16 @@ def test_an_all_reduce_for_an_all_gather_is_named(monkeypatch):
         ({"micro_batch_size": 0}, ("--micro-batch-size", "0")),
         ({"seq_length": 1}, ("--seq-length", "1")),
         ({"data_parallel_size": 0}, ("--data-parallel-size", "0")),
+        ({"data_parallel_size": 8}, ("data_parallel_size 8", "zero1")),
+        ({"max_temp_ratio": float("nan"), "recompute_granularity": "full"}, ("--max-temp-ratio", "nan")),
+        ({"max_temp_ratio": 0.5}, ("--max-temp-ratio 0.5 needs recomputation",)),
         ({"device_memory_gib": -1.0}, ("--device-memory-gib", "-1")),
         ({"reserve_gib": float("nan")}, ("--reserve-gib", "nan")),
         ({"override": ("num_hidden_layers=x",)}, ("num_hidden_layers", "'x'")),
         ({"override": ("num_hiden_layers=3",)}, ("unknown key 'num_hiden_layers'", "did you mean 'num_hidden_layers'")),
         ({"override": ("foo=3",)}, ("unknown key 'foo' in --override",)),
         ({"json": Path("absent") / "a.json"}, ("--json absent/a.json", "is no directory")),
+        ({"json": Path("/tmp")}, ("--json /tmp is a directory",)),
     ],
 )
 def test_arguments_without_a_meaning_are_refused(options, words):
