@@ -17,8 +17,7 @@ from nxd_memopt.training.distributed import PROFILE_VARIABLE
 USAGE = """nxd-memopt profile [options] -- COMMAND ...
        nxd-memopt profile [options] --config FILE [--nproc N] [options of nxd-memopt train]
        nxd-memopt profile --report DIRECTORY
-       nxd-memopt profile --compare A B [--html FILE]
-       nxd-memopt profile --loss-race [--batch B] [--seq-length S] [--vocabulary V] [--hidden H] [--malek DIRECTORY]"""
+       nxd-memopt profile --compare A B [--html FILE]"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,9 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         _refuse(rest, command)
         return _show(options)
     output = Path(options.output)
-    if mode == "loss_race":
-        _refuse(rest, command)
-        return _race(options, output)
     if mode == "command":
         _refuse(rest, [])
     else:
@@ -67,13 +63,12 @@ def main(arguments: Sequence[str]) -> int:
 _OPTIONS = {
     "report": (),
     "compare": ("html",),
-    "loss_race": ("output", "batch", "seq_length", "vocabulary", "hidden", "dtype", "turns", "malek"),
     "config": ("output", "skip", "steps", "nproc"),
     "recipe": ("output", "skip", "steps", "nproc"),
     "command": ("output", "skip", "steps"),
 }
 """What is done -> the options that it reads."""
-_DEFAULTS = {"output": "profile", "skip": 3, "steps": 3, "batch": 1, "turns": 5}
+_DEFAULTS = {"output": "profile", "skip": 3, "steps": 3}
 
 
 def _mode(options: argparse.Namespace, command: Sequence[str]) -> str:
@@ -82,7 +77,7 @@ def _mode(options: argparse.Namespace, command: Sequence[str]) -> str:
     if command:
         asked.append("command")
     if not asked:
-        raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
+        raise ValueError("nothing to profile: pass -- COMMAND, --config, --report or --compare")
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(map(_flag, asked))} are different things to do: pass one")
     return asked[0]
@@ -121,15 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
-    race = parser.add_argument_group("race of losses")
-    race.add_argument("--loss-race", action="store_true", help="linear layer + cross entropy: ours and others")
-    race.add_argument("--batch", type=int, help=f"B, by default {_DEFAULTS['batch']}")
-    race.add_argument("--seq-length", type=int, help="S; default: 8192, on the CPU 512")
-    race.add_argument("--vocabulary", type=int, help="V; default: 128256, on the CPU 8000")
-    race.add_argument("--hidden", type=int, help="H; default: 4096, on the CPU 256")
-    race.add_argument("--dtype", help="default: bfloat16, on the CPU float32")
-    race.add_argument("--turns", type=int, help=f"measurements of each loss, by default {_DEFAULTS['turns']}")
-    race.add_argument("--malek", metavar="DIRECTORY", help="checkout of mgmalek/efficient_cross_entropy")
     return parser
 
 
@@ -151,23 +137,6 @@ def _show(options: argparse.Namespace) -> int:
         first, second = (Path(directory) for directory in options.compare)
         lines = write_comparison(first, second, Path(options.html) if options.html else None)
     print("\n".join(lines))
-    return 0
-
-
-def _race(options: argparse.Namespace, output: Path) -> int:
-    """Race the losses and show the result."""
-    from nxd_memopt.backends import backend
-    from nxd_memopt.profiling.loss_race import Sizes, race_losses, write_race
-
-    require_new("--output", output)
-    # LLaMA-3-8B's head at its context length; on a CPU what takes seconds.
-    defaults = (512, 8000, 256, "float32") if backend.name == "cpu" else (8192, 128256, 4096, "bfloat16")
-    asked = (options.seq_length, options.vocabulary, options.hidden, options.dtype)
-    chosen: list[Any] = [default if value is None else value for value, default in zip(asked, defaults, strict=True)]
-    directory = None if options.malek is None else Path(options.malek)
-    result = race_losses(Sizes(options.batch, *chosen), directory, options.turns)
-    print("\n".join(write_race(output, result)))
-    print(f"\nwrote {output / 'race.html'}, race.json and a plot of memory")
     return 0
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from nxd_memopt import profile_command
 from nxd_memopt.certify.measure.eager import _Recorder
-from nxd_memopt.profiling import loss_race
-from nxd_memopt.profiling.loss_race import Sizes, inputs, original, ours, race_losses, reference, write_race
-from tests.profiling.test_report import Page
-from tests.reference import assert_says, error_message
+from scripts.bench import loss_race
+from scripts.bench.loss_race import Sizes, inputs, original, ours, race_losses, reference, write_race
 
 SIZES = Sizes(2, 50, 300, 32, "float32")
 # A checkout's interface; the factor of its gradient makes it right or wrong.
@@ -89,38 +85,3 @@ def test_the_reference_by_chunks_is_the_loss_of_all_rows(monkeypatch):
     for one, other in zip(reference(hidden, weight, target), expected, strict=True):
         assert (one - other).abs().max() <= 2e-6 * other.abs().max()  # another order of fp32 sums
     assert (target < 0).sum() == 10 and target.max() == SIZES.vocabulary - 1
-
-
-def test_the_command_writes_what_it_shows(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = "--loss-race --batch 1 --seq-length 32 --vocabulary 100 --hidden 16 --turns 1 --output race"
-    assert profile_command.main(arguments.split()) == 0
-    shown = capsys.readouterr().out
-    result = json.loads((tmp_path / "race" / "race.json").read_text())
-    text = (tmp_path / "race" / "race.html").read_text()
-    page = Page(text)
-    rows = page.values("Forward and backward")
-    assert rows == {name: [each["seconds"], each["peak_bytes"]] for name, each in result["losses"].items()}
-    assert [reference.startswith("data:image/png") for reference in page.references] == [True]
-    assert "mgmalek does not take part: --malek names no checkout" in shown
-    assert max(size for _, size in result["losses"]["ours"]["timeline"]) == result["losses"]["ours"]["peak_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--hidden 0", ("--hidden", "at least 1", "0")),
-        ("--dtype int8", ("--dtype", "bfloat16", "int8")),
-        ("--turns 0", ("--turns", "at least 1")),
-        ("--malek nowhere", ("--malek nowhere", "modules.py")),
-        ("--malek here", ("modules.py", "FusedProjectionPlusCrossEntropyLoss")),
-        ("--surprise", ("unknown option --surprise",)),
-    ],
-)
-def test_refusals(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "modules.py").write_text("")
-    small = "--seq-length 8 --vocabulary 10"
-    message = error_message(lambda: profile_command.main(f"--loss-race {small} {arguments}".split()))
-    assert_says(message, *words)
