@@ -1,25 +1,23 @@
-"""Checkpoints of ``torch.save`` files with a manifest: tagged ones, and training checkpoints of version 1."""
+"""Tagged checkpoints: ``torch.save`` files and a manifest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import flush_to_disk, remedy_for_damage
+from nxd_memopt.checkpoint.directories import flush_to_disk
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes, require_same_config
 from nxd_memopt.checkpoint.index import versions
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import read_tensors, to_host, write_tensors
+from nxd_memopt.parallel_layers.checkpointing import to_host, write_tensors
 from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory, write_xser
 
 MANIFEST = "manifest.json"
 # neuronx-distributed's marker files of a save that has begun, and of a complete save.
 BEGUN = "checkpoint"
 DONE = "done"
-_SIZES = ("world_size", "tensor_model_parallel_size")  # sizes that version 1 compares
 
 
 def write_into(checkpoint: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
@@ -104,38 +102,3 @@ def require_kv_order(checkpoint: Path) -> None:
                 f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) "
                 "before building the model"
             )
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a version-1 training checkpoint, with its ``step`` and its ``config``.
-
-    Raises:
-        ValueError: the manifest is damaged, or of another program.
-    """
-    with remedy_for_damage(checkpoint):
-        manifest = read_json(checkpoint / MANIFEST)
-        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
-            raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
-    return manifest
-
-
-def read_version_1(
-    checkpoint: Path, config: Mapping[str, Any], not_compared: Collection[str]
-) -> tuple[int, dict[str, Any]]:
-    """Return the step and this rank's nested state of a version-1 training checkpoint: one
-    ``torch.save`` file per rank.
-
-    Raises:
-        ValueError: a file is damaged, or the configuration, the world size or T differ from those
-            of the run that wrote it.
-    """
-    manifest = read_manifest(checkpoint)
-    # Version 1 stores one file per rank: world size and T must match.
-    sizes = parallel_sizes()
-    current = flat_config(config) | {name: sizes[name] for name in _SIZES}
-    ignored = set(not_compared) - set(_SIZES)
-    require_same_config(checkpoint, manifest["config"], current, ignored)
-    require_kv_order(checkpoint)
-    rank_file = checkpoint / f"rank_{parallel_state.get_global_rank():05d}.pt"
-    with remedy_for_damage(checkpoint):
-        return manifest["step"], read_tensors(rank_file, mmap=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nxd_memopt.checkpoint.directories import remove_directory, restore_interrupted
 from nxd_memopt.checkpoint.index import INDEX
-from nxd_memopt.checkpoint.pickled import MANIFEST
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
@@ -50,8 +49,8 @@ def require_writable(directory: str | Path) -> None:
 def complete_steps(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints by step, in ascending order.
 
-    A checkpoint is complete if it has an index (in version 1 a manifest), which is written last. Of
-    an interrupted replacement the previous version is returned while the new one is not in place.
+    A checkpoint is complete if it has an index, which is written last. Of an interrupted
+    replacement the previous version is returned while the new one is not in place.
     """
     if not directory.is_dir():
         return {}
@@ -61,13 +60,9 @@ def complete_steps(directory: Path) -> dict[int, Path]:
         match = renamed or _REPLACED_STEP.fullmatch(path.name)
         # Both versions may be there, in any order: a kill during the removal of the previous one
         # leaves it next to the new one. It counts only while the new one is not in place.
-        if match and _is_complete(path) and (renamed or int(match[1]) not in found):
+        if match and (path / INDEX).is_file() and (renamed or int(match[1]) not in found):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
-
-
-def _is_complete(path: Path) -> bool:
-    return (path / INDEX).is_file() or (path / MANIFEST).is_file()
 
 
 def find_latest(directory: str | Path) -> Path | None:

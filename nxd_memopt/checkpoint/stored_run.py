@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.checkpoint.index import INDEX, Index
-from nxd_memopt.checkpoint.pickled import MANIFEST, read_manifest
 from nxd_memopt.checkpoint.plain import decode
 
 
@@ -20,10 +19,8 @@ class StoredRun:
         directory: directory of the checkpoint.
         step: optimizer steps done.
         config: the ``config`` that was saved, by dotted name, with JSON values.
-        sizes: ``world_size``, ``tensor_model_parallel_size`` and ``data_parallel_size``; version
-            1 lacks the last one.
-        shared: ``TrainingState.shared`` of the saved state; empty for version 1, which stores it
-            together with the tensors.
+        sizes: ``world_size``, ``tensor_model_parallel_size`` and ``data_parallel_size``.
+        shared: ``TrainingState.shared`` of the saved state.
     """
 
     directory: Path
@@ -40,15 +37,10 @@ def read_stored_run(checkpoint: str | Path) -> StoredRun:
         ValueError: the directory holds no complete checkpoint, or its index is damaged.
     """
     directory = Path(checkpoint)
-    if (directory / INDEX).is_file():
-        index = Index(directory)
-        shared = decode(index.content["shared"], index.plain_tensor)
-        return StoredRun(directory, index.step, index.content["config"], index.sizes, shared)
-    if not (directory / MANIFEST).is_file():
+    if not (directory / INDEX).is_file():
         raise ValueError(
             f"{directory} holds no complete training checkpoint: it has no {INDEX}: name another directory"
         )
-    manifest = read_manifest(directory)
-    config = manifest["config"]
-    sizes = {name: config[name] for name in ("world_size", "tensor_model_parallel_size") if name in config}
-    return StoredRun(directory, manifest["step"], config, sizes, {})
+    index = Index(directory)
+    shared = decode(index.content["shared"], index.plain_tensor)
+    return StoredRun(directory, index.step, index.content["config"], index.sizes, shared)

@@ -9,17 +9,15 @@ from typing import Any
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes, require_same_config
-from nxd_memopt.checkpoint.index import INDEX, Index
+from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.loading import load_model, load_optimizer
 from nxd_memopt.checkpoint.logical import TrainingState
-from nxd_memopt.checkpoint.pickled import read_version_1
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.saving import RankSave
 from nxd_memopt.checkpoint.snapshot import HostReader
 from nxd_memopt.checkpoint.steps import find_latest, prepare_step
 from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import load_into
 from nxd_memopt.parallel_layers.coordination import raise_together
 
 
@@ -110,8 +108,7 @@ def load_training_state(
     Every rank calls.
 
     T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer
-    states are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world
-    size, T and ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
+    states are bit-identical.
 
     Args:
         directory: directory of the run.
@@ -127,22 +124,13 @@ def load_training_state(
     with raise_together(f"resuming from {directory}"):
         if latest is None:
             raise ValueError(f"{directory} has no complete checkpoint: start without resuming, or check the directory")
-        if (latest / INDEX).is_file():
-            index = Index(latest)
-            require_same_config(latest, index.content["config"], flat_config(config), not_compared)
-            return _load(index, state)
-        step, rest = read_version_1(latest, config, not_compared)
-    # No rank changes its model before every rank has read its file.
-    with raise_together(f"resuming from {latest}"):
-        _load_version_1(latest, rest, state)
-    if state.optimizer is not None:
-        # Not inside raise_together: loading all-gathers the parameters.
-        state.optimizer.load_state_dict(rest.pop("optimizer"))
-    return Restored(step, rest, rest)
+        index = Index(latest)
+        require_same_config(latest, index.content["config"], flat_config(config), not_compared)
+        return _load(index, state)
 
 
 def load_checkpoint(checkpoint: Path, state: TrainingState) -> Restored:
-    """Load the version-2 checkpoint in the directory ``checkpoint``. Every rank calls.
+    """Load the checkpoint in the directory ``checkpoint``. Every rank calls.
 
     The configurations are not compared: the caller has done so (``stored_run.read_stored_run``).
 
@@ -155,7 +143,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> Restored:
 
 
 def _load(index: Index, state: TrainingState) -> Restored:
-    """Load a checkpoint of version 2."""
+    """Fill the model and the optimizer of ``state`` from a checkpoint."""
     if state.optimizer is not None:
         # Updates that are left to the next forward would change what is loaded.
         StoredOptimizer(state.optimizer).finish_update()
@@ -171,14 +159,3 @@ def _load(index: Index, state: TrainingState) -> Restored:
         rank = parallel_state.get_global_rank()
         per_rank = decode(index.content["per_rank"][rank], index.plain_tensor)
     return Restored(index.step, shared, per_rank, notes)
-
-
-def _load_version_1(latest: Path, rest: dict[str, Any], state: TrainingState) -> None:
-    """Load the model of a version-1 checkpoint, after checking its entries."""
-    required = ["model"]
-    if state.optimizer is not None:
-        required.append("optimizer")
-    missing = [name for name in required if name not in rest]
-    if missing:
-        raise ValueError(f"{latest} has no {missing}, only {list(rest)}: it was written by another program")
-    load_into(state.model, rest.pop("model"))

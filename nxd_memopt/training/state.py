@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
-from nxd_memopt.checkpoint.index import INDEX, Index
+from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.loading import load_weights
 from nxd_memopt.checkpoint.training import load_checkpoint
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -191,11 +191,6 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     if plan.warm_start is None:
         return []
     with raise_together(f"loading the weights of {plan.warm_start}"):
-        if not (plan.warm_start / INDEX).is_file():
-            raise ValueError(
-                f"model.warm_start {plan.warm_start} is a checkpoint of version 1, whose weights depend on T: resume "
-                "its run once with nxd_memopt 0.2, which writes a checkpoint of version 2"
-            )
         load_weights(Index(plan.warm_start), model)
     # On XLA the graph of loading ends here, as in build_model.
     backend.mark_step()

@@ -337,30 +337,3 @@ def test_a_save_that_one_rank_refuses_keeps_no_memory_on_the_others(tmp_path):
 
 def fail(*args: Any) -> Any:
     raise ValueError(f"no more memory for {args[:1]}")
-
-
-@distributed(world_size=2)
-def test_a_checkpoint_of_version_1_still_loads(tmp_path):
-    """Written as version 1 was: one torch.save file a rank, and a manifest with the configuration and the sizes."""
-    layout = (2, 1, True)
-    run = Run(layout, torch.bfloat16)
-    run.fill()
-    target = Path(tmp_path) / "step_00000004"
-    if dist.get_rank() == 0:
-        target.mkdir()
-        config = {"seed": 5, "world_size": 2, "tensor_model_parallel_size": 2}
-        (target / "manifest.json").write_text(json.dumps({"step": 4, "config": config, "versions": {}}))
-    dist.barrier()
-    content = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "random": torch.arange(3)}
-    torch.save(content, target / f"rank_{dist.get_rank():05d}.pt")
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    other = Run(layout, torch.bfloat16)
-    restored = load_training_state(tmp_path, state=other.state(), config=CONFIG)
-    other.require_wanted()
-    assert restored.step == 4 and torch.equal(restored.per_rank["random"], torch.arange(3))
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    wrong = Run((1, 2, True), torch.bfloat16)
-    message = error_message(lambda: load_training_state(tmp_path, state=wrong.state(), config=CONFIG))
-    assert "tensor_model_parallel_size was 2 and is 1" in message
