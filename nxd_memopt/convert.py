@@ -30,7 +30,7 @@ class Convert:
     """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
     nxd.save_checkpoint, or the directory with the rank files."""
     target: Path
-    """Directory to write; an earlier export or checkpoint of weights there is replaced."""
+    """Directory to write; an export or checkpoint of weights of this program there is replaced."""
     source_format: Annotated[Format, tyro.conf.arg(name="from")] = "hf"
     """Format of SOURCE: Hugging Face or neuronx-distributed."""
     target_format: Annotated[Format, tyro.conf.arg(name="to")] = "hf"
@@ -147,10 +147,12 @@ class Convert:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
         from nxd_memopt.checkpoint.companions import companions_of
+        from nxd_memopt.checkpoint.exporting import require_replaceable
         from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
         from nxd_memopt.models import MODELS, model_class
         from nxd_memopt.modules.moe.hf_options import transformers_type
 
+        require_replaceable(self.target.resolve())  # before the weights are read
         config = load_config(self.source)
         if self.num_moe_experts is not None:
             # transformers has a shared expert with a gate only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.files import write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
-from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.lora_config import LoraConfig, is_target
 from nxd_memopt.modules.lora import adapted_layers, is_adapter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
@@ -33,20 +35,28 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
 
     Args:
         model: a model with adapters.
-        directory: must be absent, empty, or have an ``adapter_config.json``.
+        directory: must be absent, empty, or of adapters that this program wrote.
         config: the adapters' configuration.
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters or the directory cannot be replaced.
+        ValueError: on every rank, if the model has no adapters or those of another configuration, or the
+            directory cannot be replaced.
     """
     target = Path(directory).resolve()
     task = f"writing the adapters to {target}"
     writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
-    layers = list(adapted_layers(model))
+    layers = adapted_layers(model)
     with raise_together(task):
         if not layers:
             raise ValueError("the model has no adapters: call add_adapters first")
+        for name, layer in layers.items():
+            found = (layer.lora_A.weight.shape[0], layer.scale)
+            if found != (config.lora_rank, config.scale):
+                raise ValueError(
+                    f"{name} has an adapter of rank and scale {found}, and config has "
+                    f"{(config.lora_rank, config.scale)}: pass the configuration of add_adapters"
+                )
         if writes:
             restore_interrupted(target)
             require_replaceable_adapters(target)
@@ -57,19 +67,26 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
             try:
                 incomplete.mkdir(parents=True)
                 write_safetensors(incomplete / ADAPTER_WEIGHTS, tensors)
-                text = json.dumps(_peft_config(layers, config, base_model), indent=2) + "\n"
+                content = _peft_config(target_modules(model), config, base_model)
+                text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+                copy_other_files(target, incomplete)
                 replace_directory(incomplete, target)
             finally:
                 shutil.rmtree(incomplete, ignore_errors=True)
 
 
+def remove_adapters(target: Path) -> None:
+    """Remove the files of ``save_adapters`` from the directory ``target``. Every rank calls."""
+    with raise_together(f"removing the adapters in {target}"):
+        if parallel_state.is_global_rank_zero():
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (target / name).unlink(missing_ok=True)
+
+
 def require_replaceable_adapters(target: Path) -> None:
-    """Raise ``ValueError`` unless ``target`` is absent, empty, or a directory of adapters."""
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file, and adapters are a directory: choose another one")
-    if target.is_dir() and any(target.iterdir()) and not (target / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"{target} is neither empty nor of adapters (no {ADAPTER_CONFIG}): choose another directory")
+    """Raise ``ValueError`` unless ``target`` is absent, empty, or a directory of adapters of this program."""
+    require_replaceable(target, re.compile(re.escape(ADAPTER_WEIGHTS)))
 
 
 def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -87,7 +104,19 @@ def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _peft_config(layers: list[str], config: LoraConfig, base_model: str | None) -> dict[str, Any]:
+def target_modules(model: torch.nn.Module) -> list[str]:
+    """Return names by which PEFT finds the layers with adapters, and no others.
+
+    Those are the last parts of the layers' names, such as ``q_proj``, or, if a layer without an adapter
+    has such a name too, the full names.
+    """
+    layers = list(adapted_layers(model))
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    found = [name for name, _ in model.named_modules() if is_target(name, short)]
+    return short if found == layers else layers
+
+
+def _peft_config(targets: list[str], config: LoraConfig, base_model: str | None) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``."""
     return {
         "peft_type": "LORA",
@@ -98,8 +127,7 @@ def _peft_config(layers: list[str], config: LoraConfig, base_model: str | None) 
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
-        # The layers that have adapters: a name of them may stand for others in another model.
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "target_modules": targets,
         "bias": config.bias,
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -22,7 +22,7 @@ from nxd_memopt.checkpoint.directories import (
     restore_interrupted,
 )
 from nxd_memopt.checkpoint.experts import split_experts, stored_names
-from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
+from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_own, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
 from nxd_memopt.modules.moe.hf_options import require_exportable
@@ -64,8 +64,8 @@ def save_pretrained(
 
     Args:
         model: a model with ``config`` and, optionally, ``generation_config``.
-        directory: must be absent, empty, or an export (it has ``config.json``) without
-            subdirectories.
+        directory: must be absent, empty, or an export of this program (see
+            ``require_replaceable``) without subdirectories.
         max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
         dtype: dtype of the floating-point weights on disk; default: the dtypes of the parameters.
         companions: directory whose tokenizer, chat template and ``generation_config.json`` the
@@ -229,18 +229,31 @@ def _prepare(target: Path, total_bytes: int) -> None:
         )
 
 
-def require_replaceable(target: Path) -> None:
-    """Raise ``ValueError`` unless ``target`` is absent, empty, or an export without
-    subdirectories.
+def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -> None:
+    """Raise ``ValueError`` unless ``target`` is absent, empty, or has weights of this program and no subdirectories.
+
+    A safetensors file names in its metadata the program that wrote it, so files that another program has
+    put into an export's directory count as that program's.
+
+    Args:
+        target: directory to replace.
+        weights: matches the names of the weight files, of which there must be at least one. All other
+            files stay.
     """
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file: pass a directory")
-    # An export is replaced by a new directory. Refuse anything that the user could lose.
+    # The directory is replaced by a new one. Refuse anything that the user could lose.
     content = list(target.iterdir())
-    if content and not (target / "config.json").is_file():
-        raise ValueError(f"{target} is neither empty nor an export (no config.json): choose another directory")
+    found = [path for path in content if weights.fullmatch(path.name) and path.suffix != ".json"]
+    foreign = [path.name for path in found if not is_own(path)]
+    if content and (foreign or not found):
+        reason = f"{foreign[0]} is not of this version of nxd_memopt" if foreign else "it has no such weight files"
+        raise ValueError(
+            f"{target} is neither empty nor an export of nxd_memopt ({reason}): choose another directory, or move this "
+            "one away"
+        )
     subdirectories = [path.name for path in content if path.is_dir() and path.name != TEMPLATES]
     if subdirectories:
         raise ValueError(

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
-from nxd_memopt.checkpoint.stream import CODES
+from nxd_memopt.checkpoint.stream import CODES, WRITER, Entry, bytes_of, encode_header, in_file_order
 from nxd_memopt.parallel_layers.checkpointing import read_tensors
 from nxd_memopt.parallel_layers.resharding import LazySlice
 
@@ -149,12 +148,27 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         OSError: the file cannot be written; the message has the file and the remedy.
     """
+    # Not with safetensors' own writer, which writes several entries of metadata in a random order:
+    # equal weights are equal files.
+    entries = in_file_order(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        with path.open("wb") as file:
+            file.write(encode_header(entries))
+            for entry in entries:
+                file.write(bytes_of(tensors[entry.key].detach().cpu().contiguous()).numpy())
         flush_to_disk(path)
-    # safetensors reports a full disk as its own error type.
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+
+
+def is_own(path: Path) -> bool:
+    """Return whether this program wrote the weights in ``path``, which no other program has changed since."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("writer") == WRITER
+    # Another format, or damaged.
+    except (SafetensorError, OSError):
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:

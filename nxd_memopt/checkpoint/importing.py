@@ -87,6 +87,33 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     pack_weights(model)
 
 
+def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
+    """Raise ``ValueError`` unless ``load_pretrained`` would load the weights that ``model`` has, bit by bit.
+
+    Adapters (LoRA) are left out. Every rank calls, and reads only its own slices.
+    """
+    backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
+    with (
+        weights_directory(Path(directory)) as location,
+        raise_together(f"comparing with {directory}"),
+        open_weights(location) as sources,
+    ):
+        sources = with_zero_biases(model, stack_experts(model, sources))
+        for name, param in match_names(model, sources.keys(), without_adapters=True).items():
+            require_full_shape(name, sources[name], param)
+            stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)
+            if not bit_equal(stored, local_rows(param).detach().cpu()):
+                raise ValueError(f"{name} is not that of {directory}")
+
+
+def _own_rows(local: Tensor, param: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor-parallel shard of ``param``."""
+    if not is_data_sharded(param):
+        return local
+    start, stop = row_range(param)
+    return local[start:stop]
+
+
 def _require_equal_copies(model: torch.nn.Module, sources: Sources) -> None:
     """Raise ``ValueError`` if the stored copies of one tensor, such as a tied head, differ."""
     for first, *others in stored_copies(model, sources.keys()):
@@ -117,10 +144,7 @@ def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
     """
     if not param.is_meta:
         with torch.no_grad():
-            if is_data_sharded(param):
-                start, stop = row_range(param)
-                local = local[start:stop]
-            local_rows(param).copy_(local)
+            local_rows(param).copy_(_own_rows(local, param))
         return
     require_replicated([param], "loading a model on the meta device", "load it before shard_model")
     # A meta tensor has no storage to copy into. The new tensor takes over the type and all

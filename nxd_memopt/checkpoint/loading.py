@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import Part, parts_of
 from nxd_memopt.checkpoint.logical import name_of, parameter_names
-from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.checkpoint.names import match_names, named_tensors
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
+from nxd_memopt.modules.lora import adapted_layers, is_adapter
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
@@ -41,27 +42,65 @@ def load_model(index: Index, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_weights(index: Index, model: nn.Module) -> None:
+def load_weights(index: Index, model: nn.Module, adapter_scale: float | None) -> bool:
     """Fill the model's parameters and persistent buffers with weights of any dtype.
 
     A weight with an fp32 master in the checkpoint is taken from the master, so a model of a wider
     dtype than the stored one loses nothing.
 
+    The model computes what the checkpoint's did: adapters (LoRA) of the same layers, rank and scale are
+    loaded; others are merged into the weights, next to which the model's own adapters stay as they are.
+
+    Args:
+        index: the checkpoint.
+        model: the model to fill.
+        adapter_scale: scale of the checkpoint's adapters; None if it has none.
+
+    Returns:
+        Whether adapters were loaded.
+
     Raises:
         ValueError: names or shapes differ, or a file is damaged.
     """
-    targets = match_names(model, list(index.names("model.")))
+    stored = {name: index.shape(f"model.{name}") for name in index.names("model.") if is_adapter(name)}
+    own = {each.names[0]: full_shape(each.tensor) for each in named_tensors(model) if is_adapter(each.names[0])}
+    if stored and adapter_scale is None:
+        raise ValueError(f"{index.directory} has adapters and records no scale: export its model, and start from that")
+    is_same = stored == own and all(layer.scale == adapter_scale for layer in adapted_layers(model).values())
+    names = [name for name in index.names("model.") if is_same or name not in stored]
+    targets = match_names(model, names, without_adapters=not is_same)
     for name, target in targets.items():
         _require_alike(index, f"model.{name}", full_shape(target), None)
     for name, target in targets.items():
-        parts, shape = parts_of(target), tuple(target.shape)
-        master = _name_of_master(index, name)
-        # copy_ converts to the target's dtype.
-        if master is not None:
-            target.copy_(_master(index, master, parts, shape))
-        else:
-            target.copy_(index.assemble(f"model.{name}", parts, shape))
+        parts = parts_of(target)
+        weight = _weight(index, name, parts, tuple(target.shape))
+        if not is_same and f"{name.removesuffix('weight')}lora_A.weight" in stored:
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            _add_adapter(index, name.removesuffix(".weight"), cast(float, adapter_scale), weight, parts)
+        target.copy_(weight)  # rounds once, to the target's dtype
     pack_weights(model)
+    return is_same and bool(stored)
+
+
+def _weight(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) -> Tensor:
+    """Return this rank's part of a weight, of its master if the checkpoint has one."""
+    master = _name_of_master(index, name)
+    if master is not None:
+        return _master(index, master, parts, shape)
+    return index.assemble(f"model.{name}", parts, shape)
+
+
+def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: list[Part]) -> None:
+    """Add this rank's part of ``scale * B A`` of a stored adapter to the layer's ``weight``, fp32 or wider."""
+    factors = []
+    for name in (f"{layer}.lora_B.weight", f"{layer}.lora_A.weight"):
+        shape = index.shape(f"model.{name}")
+        full = _weight(index, name, parts_of(torch.empty(shape, device="meta")), shape)
+        factors.append(full.to(weight.dtype))
+    up, down = factors
+    for part in parts:
+        rows, columns = (slice(start, start + size) for start, size in zip(part.offset, part.size, strict=True))
+        part.of(weight).add_(scale * (up[rows] @ down[:, columns]))
 
 
 def _require_alike(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_memopt.modules.lora import is_adapter
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -45,17 +46,24 @@ def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     return [NamedTensor(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Tensor]:
+def match_names(
+    model: torch.nn.Module, stored: Collection[str], *, without_adapters: bool = False
+) -> dict[str, Tensor]:
     """Return the model's tensors by the name under which each is stored.
 
     Tied tensors take their first stored name. Buffers in old checkpoints that the model computes
     are ignored.
 
+    Args:
+        model: the model.
+        stored: names in the files.
+        without_adapters: leave the model's adapters (LoRA) out.
+
     Raises:
         ValueError: a tensor is not stored, or a stored name is not the model's; the message has
             the nearest match.
     """
-    wanted = named_tensors(model)
+    wanted = [entry for entry in named_tensors(model) if not (without_adapters and is_adapter(entry.names[0]))]
     matched: dict[str, Tensor] = {}
     known: set[str] = set()
     missing: list[str] = []

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.layout import Shape
 
+WRITER = "nxd_memopt"
+"""Names this program in the metadata of the files that it writes."""
 CHUNK_BYTES = 32 << 20
 """Chunk size, 32 MiB: bytes that are copied to the host, added to the checksum and written at a
 time.
@@ -80,7 +82,7 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
 
 def encode_header(entries: Sequence[Entry]) -> bytes:
     """Return the length and the header of a file with ``entries`` in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": WRITER}}
     begin = 0
     for entry in entries:
         end = begin + entry.size_bytes

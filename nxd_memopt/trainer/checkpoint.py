@@ -46,6 +46,7 @@ from nxd_memopt.trainer.tags import (
     find_tag,
     local_directory,
     prune_tags,
+    require_replaceable_tag,
     saved_numbers,
     tag_directory,
 )
@@ -117,6 +118,7 @@ def save_checkpoint(
         _require_valid(num_kept_ckpts)
         if parallel_state.is_global_rank_zero():
             restore_interrupted(target)
+            require_replaceable_tag(target)
             begin_writing(incomplete)
     with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
         own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)

@@ -58,6 +58,13 @@ def tag_directory(directory: Path, tag: str) -> Path:
     return directory / name
 
 
+def require_replaceable_tag(target: Path) -> None:
+    """Raise ``ValueError`` if ``target`` exists, is not empty, and is no checkpoint, complete or not."""
+    is_checkpoint = any((target / name).is_file() for name in (BEGUN, DONE, MANIFEST))
+    if target.is_file() or (_entries(target) and not is_checkpoint):
+        raise ValueError(f"{target} exists and is no checkpoint, and a save of this tag would replace it: rename it")
+
+
 def begin_writing(incomplete: Path) -> None:
     """Create the directory to write a tag into, and remove directories of saves that ended
     without completing.

@@ -33,7 +33,7 @@ from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.epochs import require_complete_epochs, with_steps_of_epochs
 from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
-from nxd_memopt.training.lora_options import apply_lora, write_adapters
+from nxd_memopt.training.lora_options import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
@@ -134,9 +134,9 @@ def run_prepared(
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
     model = build_model(config, hf_config)
+    lora_notes = apply_lora(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
-    lora_notes = apply_lora(model, config)
     model_notes = start_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, plan, tokens)
@@ -154,6 +154,7 @@ def run_prepared(
         *warm_notes,
         *plan.notes,
         *resume(training),
+        *find_adapter_base(training, hf_config),
     ]
     continues = plan.stored is not None and plan.stored.directory.parent == Path(config.trainer.checkpoint_directory)
     with open_reporter(config, training.step, notes, memory_plan.planned_bytes, continues=continues) as reporter:
@@ -343,7 +344,7 @@ def finish(
     training.optimizer.finish_update()
     if config.trainer.export:
         export(training.model, vocabulary, directory)
-        write_adapters(training.model, config)
+        write_adapters(training.model, config, training.adapter_base)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.

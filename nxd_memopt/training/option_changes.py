@@ -28,6 +28,7 @@ from nxd_memopt.training.resume_rules import (
 ARCHITECTURE = "architecture."
 OVERRIDES = "model.config_overrides."
 MICRO_BATCH = "data.micro_batch_size"
+DATASET = "data.dataset"
 EXPERT_COUNTS = ("num_local_experts", "num_experts")
 
 
@@ -61,12 +62,17 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     options["data"]["mixture"] = list(config.data.mixture.values())
     # As one value: a mapping would be recorded entry by entry.
     options["optimizer"]["lr_multipliers"] = sorted(config.optimizer.lr_multipliers.items())
-    options["architecture"] = {
+    options["architecture"] = architecture(hf_config)
+    return options
+
+
+def architecture(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the options of a model's configuration on which a training step may depend."""
+    return {
         name: value
         for name, value in hf_config.to_dict().items()
         if name not in NOT_ARCHITECTURE and not name.startswith("_")
     }
-    return options
 
 
 def require_known(allowed: Collection[str]) -> None:
@@ -120,8 +126,12 @@ def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allo
     old, new = values
     if rule.change is Change.REPORTED:
         changes.notes.append(f"{name}: {old} -> {new}")
+    elif rule.change is Change.SAME_CONFIG:
+        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights are the checkpoint's")
     elif rule.change is Change.SAME_CONTENT:
-        changes.notes.append(f"{name}: {old} -> {new}, with equal content")
+        # Whether the allowed tokens are others is said where they are compared.
+        content = "" if DATASET in allowed else ", with equal content"
+        changes.notes.append(f"{name}: {old} -> {new}{content}")
     elif rule.change is Change.REFUSED:
         changes.refusals.append(f"{name} was {old!r} and is {new!r}: restore it, or {rule.remedy}")
     elif name in allowed:

@@ -15,6 +15,7 @@ class Change(Enum):
     NOT_COMPARED = "not recorded: it says where files are, or how this process runs"
     REPORTED = "may change: neither the losses nor the trained sequences depend on it; one line says so"
     SAME_CONTENT = "a name or a path that may change if it leads to equal content; one line says so"
+    SAME_CONFIG = "a model's directory that may change if its configuration is equal; one line says so"
     WHEN_ASKED = "changes the results: allowed if named in trainer.allow_changes"
     REFUSED = "changes what the stored state means"
     SPECIAL = "compared by a function of its own, in option_changes.py or resume.py"
@@ -64,8 +65,9 @@ MOE_RESULTS = tuple(field.name for field in fields(MoEOptions) if field.name not
 
 RULES: dict[str, Rule] = {
     # The weights come from the checkpoint, so a pretrained directory stands for its configuration
-    # and its tokenizer only. Sizes and everything else in config.json are compared one by one.
-    "model.pretrained": SAME_CONTENT,
+    # and its tokenizer only. Sizes and everything else in config.json are compared one by one. With
+    # adapters, find_adapter_base compares the weights of the base.
+    "model.pretrained": Rule(Change.SAME_CONFIG),
     "model.tokenizer": SAME_CONTENT,
     "model.config_overrides": SPECIAL,
     "model.random_init": NOT_COMPARED,
@@ -102,10 +104,10 @@ RULES: dict[str, Rule] = {
     **{f"moe.{name}": Rule(Change.REPORTED, before=None) for name in MOE_REPORTED},
     **{f"moe.{name}": Rule(Change.REFUSED, NEW_RUN, before=None) for name in MOE_SHAPE},
     # Adapters are part of the model's shape; the scale and dropout are of its forward.
-    "lora.lora_rank": Rule(Change.REFUSED, NEW_RUN, before=None),
-    "lora.target_modules": Rule(Change.REFUSED, NEW_RUN, before=None),
-    "lora.lora_alpha": Rule(Change.REFUSED, NEW_RUN, before=8),
-    "lora.use_rslora": Rule(Change.REFUSED, NEW_RUN, before=False),
+    "lora.lora_rank": Rule(Change.REFUSED, WARM_START, before=None),
+    "lora.target_modules": Rule(Change.REFUSED, WARM_START, before=None),
+    "lora.lora_alpha": Rule(Change.REFUSED, WARM_START, before=8),
+    "lora.use_rslora": Rule(Change.REFUSED, WARM_START, before=False),
     "lora.lora_dropout": Rule(Change.WHEN_ASKED, before=0.0),
     "lora.init_lora_weights": NOT_COMPARED,
     # The position in the data is a number of sequences: whatever determines the sequences and

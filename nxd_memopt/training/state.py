@@ -18,6 +18,7 @@ from nxd_memopt.checkpoint.training import load_checkpoint
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.lora_options import recorded_lora
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.resume import ResumePlan
@@ -37,6 +38,7 @@ class Training:
         tokens: packed tokens of the run.
         step: optimizer steps done, skipped ones included. The data position follows from it and
             from ``plan``, the learning rate from ``updates`` and ``plan``.
+        adapter_base: directory that the files of adapters name as their base; None if none can be named.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Training:
     plan: ResumePlan
     tokens: RunTokens
     step: int = 0
+    adapter_base: str | None = None
 
     @property
     def updates(self) -> int:
@@ -180,7 +183,8 @@ def resume(training: Training) -> list[str]:
 def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     """Fill ``model`` with the weights of ``plan.warm_start``, if it has one. Every rank calls.
 
-    The optimizer must not exist yet: its master weights are copies of the model's.
+    The optimizer must not exist yet: its master weights are copies of the model's. The model's adapters
+    exist: those of the checkpoint are loaded or merged (``load_weights``).
 
     Returns:
         One line that names the checkpoint; empty without a warm start.
@@ -191,10 +195,15 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     if plan.warm_start is None:
         return []
     with raise_together(f"loading the weights of {plan.warm_start}"):
-        load_weights(Index(plan.warm_start), model)
+        index = Index(plan.warm_start)
+        lora = recorded_lora(index.content["config"])
+        has_loaded = load_weights(index, model, lora and lora.scale)
     # On XLA the graph of loading ends here, as in build_model.
     backend.mark_step()
-    return [f"warm start: weights of {plan.warm_start}; optimizer, step and data start from the beginning"]
+    adapters = ""
+    if lora is not None:
+        adapters = " and adapters" if has_loaded else ", with its adapters merged,"
+    return [f"warm start: weights{adapters} of {plan.warm_start}; optimizer, step and data start from the beginning"]
 
 
 def random_state() -> dict[str, Any]:

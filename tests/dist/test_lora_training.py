@@ -36,7 +36,7 @@ def config(directory: Path, base: Path, name: str = "run", **sections: Any) -> P
     trainer = {"output_dir": str(directory / name), "max_steps": 4} | sections.pop("trainer", {})
     # A large eps: AdamW's first updates would otherwise amplify the rounding of gradients near 0.
     optimizer = {"lr": 0.02, "eps": 1e-3}
-    model = {"pretrained": str(base), "config_overrides": {}}
+    model = {"pretrained": str(base), "config_overrides": {}} | sections.pop("model", {})
     file = write_config(directory, model=model, trainer=trainer, optimizer=optimizer, **sections)
     with file.open("a", encoding="utf-8") as opened:
         opened.write(f"lora: {json.dumps(lora)}\n")
@@ -159,6 +159,111 @@ def test_a_merged_export_is_a_base_of_this_library(base: Path, tmp_path: Path) -
         load_file(path / "model.safetensors") for path in (tmp_path / "run" / "export", tmp_path / "again")
     )
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of transformers' or PEFT's model in float64."""
+    ids = torch.arange(1, 41).reshape(2, 20)
+    with torch.no_grad():
+        return model.double().eval()(input_ids=ids).logits
+
+
+def require_adapters_of(directory: Path) -> list[str]:
+    """Check the adapters of a run with PEFT on the base that they name; return the layers that PEFT adapts."""
+    named = json.loads((directory / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    plain = AutoModelForCausalLM.from_pretrained(named["base_model_name_or_path"])
+    before = logits(plain)
+    loaded = peft.PeftModel.from_pretrained(plain, str(directory / "adapter"))
+    exported = logits(AutoModelForCausalLM.from_pretrained(directory / "export"))
+    torch.testing.assert_close(exported, logits(loaded), rtol=0, atol=1e-5)  # the merged weights are fp32
+    assert (exported - before).abs().max() > 1e-3
+    return [name.removeprefix("base_model.model.") for name, each in loaded.named_modules() if hasattr(each, "lora_A")]
+
+
+@pytest.mark.parametrize(
+    ("sections", "differs"),
+    [
+        ({"model": {"config_overrides": {"max_position_embeddings": 128}}}, None),
+        ({"model": {"config_overrides": {"attention_dropout": 0.1}}}, None),
+        ({"model": {"config_overrides": {"rope_theta": 500.0}}}, "rope_parameters is"),
+        ({"model": {"config_overrides": {"rms_norm_eps": 1e-2}}}, "rms_norm_eps is 1e-06 in"),
+        ({"model": {"random_init": True}}, "embed_tokens.weight is not that of"),
+        ({"moe": {"num_moe_experts": 2}, "lora": {"target_modules": ["v_proj"]}}, "model_type is 'llama' in"),
+    ],
+    ids=["more positions", "dropout", "rope_theta", "eps", "random_init", "upcycled"],
+)
+def test_adapters_name_their_base_or_are_only_merged(
+    base: Path, tmp_path: Path, sections: dict[str, Any], differs: str | None
+) -> None:
+    outcome = run_here(config(tmp_path, base, **sections))
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    if differs is None:
+        require_adapters_of(tmp_path / "run")
+    else:
+        assert f"model.pretrained is not their base: {differs}" in outcome.stdout.replace("model.embed", "embed")
+        assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_peft_adapts_the_trained_layers_and_no_others(base: Path, tmp_path: Path) -> None:
+    targets = ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj", "down_proj"]
+    assert run_here(config(tmp_path, base, lora={"target_modules": targets})).returncode == 0
+    assert sorted(require_adapters_of(tmp_path / "run")) == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.self_attn.v_proj",
+    ]
+
+
+def test_a_resumed_run_compares_the_weights_of_its_base(base: Path, tmp_path: Path) -> None:
+    """Another base of the same shape has the same configuration: the checkpoint's weights go on, without its name."""
+    assert run_here(config(tmp_path, base, trainer={"max_steps": 2})).returncode == 0
+    require_adapters_of(tmp_path / "run")
+    options = ("--optimizer.decay-steps", "2")
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(base, moved)
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(llama_config(**LLAMA)).save_pretrained(other)
+    said = f"model.pretrained: {base} -> {other}, with an equal configuration; the weights are the checkpoint's"
+    outcome = run_here(config(tmp_path, other, trainer={"max_steps": 2}), *options)
+    assert outcome.returncode == 0 and said in outcome.stdout, outcome.stderr
+    assert f"embed_tokens.weight is not that of {other}" in outcome.stdout
+    assert not list((tmp_path / "run" / "adapter").iterdir())
+    outcome = run_here(config(tmp_path, moved, trainer={"max_steps": 2}), *options)
+    assert outcome.returncode == 0 and "is not their base" not in outcome.stdout, outcome.stderr
+    require_adapters_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("lora", "ranks", "says"),
+    [
+        ({}, 1, "weights and adapters of"),
+        ({}, 2, "weights and adapters of"),
+        ({"lora_alpha": 3}, 1, "weights, with its adapters merged, of"),
+        ({"lora_rank": 2}, 2, "weights, with its adapters merged, of"),
+        ({"lora_rank": None, "lora_alpha": 8, "target_modules": None}, 2, "weights, with its adapters merged, of"),
+    ],
+    ids=["same", "same, T=2", "other scale", "other rank, T=2", "full training, T=2"],
+)
+def test_a_run_starts_from_the_adapters_of_another(
+    base: Path, tmp_path: Path, lora: dict[str, Any], ranks: int, says: str
+) -> None:
+    """The first loss is the last one of transformers with the other run's export."""
+    file = config(tmp_path, base, "first", trainer={"verify_export": True})
+    assert run_here(file).returncode == 0
+    model = {"warm_start": str(tmp_path / "first"), "random_init": True}
+    sections = {"parallel": TENSOR_AND_SEQUENCE} if ranks == 2 else {}
+    file = config(tmp_path, base, "second", model=model, lora=lora, trainer={"max_steps": 2}, **sections)
+    printed = run_on_pool(file, ranks=ranks) if ranks > 1 else run_here(file).stdout
+    assert f"warm start: {says}" in printed
+    expected = summary(tmp_path / "first")["transformers_held_out_loss"]
+    assert summary(tmp_path / "second")["held_out_loss_before"] == pytest.approx(expected, rel=1e-6)
+    assert summary(tmp_path / "first")["held_out_loss_before"] > expected * 1.001
+    if "merged" in says:
+        assert not (tmp_path / "second" / "adapter").exists()
+    else:
+        require_adapters_of(tmp_path / "second")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxd_memopt.checkpoint.adapters import save_adapters
@@ -110,8 +111,24 @@ def test_files_that_adapters_would_replace(tmp_path: Path, name: str | None) -> 
     else:
         target.mkdir()
         (target / name).write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match="choose another"):
+    with pytest.raises(ValueError, match="is a file: pass a directory" if name is None else "choose another"):
         save_adapters(built, target, LoraConfig(), base_model=None)
+
+
+def test_files_of_adapters_have_the_scale_of_the_model(tmp_path: Path) -> None:
+    built = model()
+    add_adapters(built, LoraConfig(4, 8))
+    with pytest.raises(ValueError, match=r"rank and scale \(4, 2.0\), and config has \(4, 4.0\)"):
+        save_adapters(built, tmp_path / "adapter", LoraConfig(4, 16), base_model=None)
+    save_adapters(built, tmp_path / "adapter", LoraConfig(4, 8), base_model=None)
+    # Ours are replaced, other files stay, and those of another program are not replaced.
+    (tmp_path / "adapter" / "README.md").write_text("mine", encoding="utf-8")
+    save_adapters(built, tmp_path / "adapter", LoraConfig(4, 8), base_model=None)
+    assert (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8") == "mine"
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="adapter_model.safetensors is not of this version of nxd_memopt"):
+        save_adapters(built, tmp_path / "adapter", LoraConfig(4, 8), base_model=None)
 
 
 def test_merged_weights_of_float64_are_not_rounded_to_fp32():

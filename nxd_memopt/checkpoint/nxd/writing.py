@@ -27,6 +27,7 @@ from nxd_memopt.checkpoint.nxd.architectures import (
 )
 from nxd_memopt.checkpoint.nxd.parts import Layout, Rule
 from nxd_memopt.checkpoint.pickled import write_flushed
+from nxd_memopt.checkpoint.stream import WRITER
 
 Progress = Callable[[str], None]
 
@@ -60,8 +61,8 @@ def write_weights(
     ``nxd.load_checkpoint`` reads by its tag.
 
     The tag is the name of the directory. The files are written next to ``directory``, which is
-    replaced when all files are complete. An existing ``directory`` must be a checkpoint of
-    weights. The host stores the shards of one rank at a time.
+    replaced when all files are complete. An existing ``directory`` must be empty or written by this
+    function. The host stores the shards of one rank at a time.
 
     Args:
         sources: full tensors by Hugging Face name.
@@ -96,7 +97,8 @@ def write_weights(
                 progress(f"{stage * target.layout.size + rank + 1} of {total}: {file.name}")
         # The marker of a complete save comes last, and all of it is on the disk before the rename:
         # a crash of the host leaves the earlier checkpoint or the complete new one.
-        (incomplete / "done").write_text("1")
+        # neuronx-distributed does not read its content, which says here who wrote the directory.
+        (incomplete / "done").write_text(WRITER)
         flush_to_disk(incomplete / "done")
         flush_to_disk(incomplete)
         replace_directory(incomplete, path)
@@ -180,12 +182,14 @@ def _cut(rule: Rule, sources: dict[str, Any], layout: Layout, rank: int) -> Tens
 
 
 def _require_checkpoint(path: Path) -> None:
-    """Raise ``ValueError`` if ``path`` contains anything but a checkpoint of weights."""
-    content: set[str] = set()
-    if path.is_dir():
-        content = {entry.name for entry in path.iterdir()}
-    if path.is_file() or content - {"model", "checkpoint", "done"}:
+    """Raise ``ValueError`` unless ``path`` is absent, empty, or a checkpoint of weights that this function wrote."""
+    if path.is_file():
+        raise ValueError(f"{path} is a file: pass a directory")
+    content = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    done = path / "done"
+    is_own = done.is_file() and done.read_text(errors="replace") == WRITER
+    if content and (content - {"model", "checkpoint", "done"} or not is_own):
         raise ValueError(
-            f"{path} exists and holds {sorted(content)[:5] or 'a file'}, not only a checkpoint of weights: "
-            "choose another directory"
+            f"{path} exists and holds {sorted(content)[:5]}, not only a checkpoint of weights of nxd_memopt: "
+            "choose another directory, or move this one away"
         )
