@@ -1,10 +1,12 @@
-"""Options of low-rank adapters (LoRA)."""
+"""Options of low-rank adapters (LoRA), and PEFT's file with them."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from nxd_memopt.config import require_one_of, require_positive_integer
@@ -12,6 +14,18 @@ from nxd_memopt.config import require_one_of, require_positive_integer
 # PEFT's default: query and value (arXiv:2106.09685, section 4.2).
 DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}
 QUERY_AND_VALUE = ("q_proj", "v_proj")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def require_no_adapters(directory: Path) -> None:
+    """Raise ``ValueError`` that names the base if ``directory``, which is no model, has adapters in PEFT's format."""
+    file = directory / ADAPTER_CONFIG
+    if file.is_file():
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ValueError(
+            f"{directory} has adapters (LoRA) of {base or 'a model that it does not name'}, and no model: pass a model "
+            "with the adapters merged, such as the export of the run that trained them"
+        )
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:

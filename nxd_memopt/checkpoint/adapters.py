@@ -14,7 +14,7 @@ from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory
 from nxd_memopt.checkpoint.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.files import write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
-from nxd_memopt.lora_config import LoraConfig, is_target
+from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
 from nxd_memopt.modules.lora import adapted_layers, is_adapter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
@@ -23,7 +23,6 @@ from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.parallel_layers.resharding import gather_full_tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 # PEFT wraps a causal language model twice.
 PEFT_PREFIX = "base_model.model."
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
 from nxd_memopt.checkpoint.stream import CODES, WRITER, Entry, bytes_of, encode_header, in_file_order
+from nxd_memopt.lora_config import require_no_adapters
 from nxd_memopt.parallel_layers.checkpointing import read_tensors
 from nxd_memopt.parallel_layers.resharding import LazySlice
 
@@ -34,12 +35,13 @@ def require_directory(directory: str | Path) -> Path:
     path = Path(directory)
     if path.is_dir():
         return path
-    problem = "is a file" if path.exists() else "does not exist"
+    if path.is_file():
+        raise ValueError(f"{path} is a file: pass its directory, {path.absolute().parent}")
     # A kill between the two renames of ``replace_directory`` leaves only the previous version.
     remedy = "pass a local directory in Hugging Face format, for instance one fetched with 'hf download'"
     if replaced_path(path).is_dir():
         remedy = f"an export was cut off; its predecessor is complete: rename {replaced_path(path)} to {path}"
-    raise ValueError(f"checkpoint directory {path} {problem}: {remedy}")
+    raise ValueError(f"checkpoint directory {path} does not exist: {remedy}")
 
 
 def find_weights(directory: Path) -> Path | None:
@@ -75,6 +77,7 @@ def open_weights(directory: Path) -> Iterator[Sources]:
     """
     found = find_weights(require_directory(directory))
     if found is None:
+        require_no_adapters(directory)
         raise ValueError(f"{directory} holds no weights: expected one of {list(_CANDIDATES)} or one *.gguf file")
     with ExitStack() as stack:
         if found.suffix == ".json":

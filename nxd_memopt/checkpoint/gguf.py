@@ -41,6 +41,7 @@ def weights_directory(directory: Path) -> Iterator[Path]:
 def _convert(gguf: Path, target: Path) -> None:
     """Write the dequantized weights of ``gguf`` to ``target``, in the format of safetensors."""
     auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
+    names = read_gguf_tensor_names(gguf)  # raises for a file that is cut short, before it is converted
     try:
         model, loaded = auto_model.from_pretrained(
             gguf.parent, gguf_file=gguf.name, local_files_only=True, output_loading_info=True
@@ -53,14 +54,14 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
-    _require_complete(gguf, model, sorted(loaded["missing_keys"]))
+    _require_complete(gguf, names, model, sorted(loaded["missing_keys"]))
     # Parameters only: transformers registers tied weights once, and the model computes its
     # buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)
 
 
-def _require_complete(gguf: Path, model: Any, missing: list[str]) -> None:
+def _require_complete(gguf: Path, names: list[str], model: Any, missing: list[str]) -> None:
     """Raise ``ValueError`` if the model has random weights, or if biases of the file have no place in it."""
     kind = model.config.model_type
     if missing:
@@ -68,7 +69,7 @@ def _require_complete(gguf: Path, model: Any, missing: list[str]) -> None:
             f"{gguf} lacks {len(missing)} tensors of a {kind}, such as {missing[0]}: download it again, or use a model "
             "type that transformers reads from GGUF files"
         )
-    biases = [name for name in read_gguf_tensor_names(gguf) if name.endswith(".bias")]
+    biases = [name for name in names if name.endswith(".bias")]
     if biases and not any(name.endswith("bias") for name, _ in model.named_parameters()):
         raise ValueError(
             f"{gguf} has {len(biases)} biases that a {kind} of its metadata lacks, such as {biases[0]}: use the "

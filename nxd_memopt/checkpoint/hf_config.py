@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.checkpoint.files import find_gguf, read_json, require_directory
 from nxd_memopt.checkpoint.gguf_metadata import read_gguf_metadata, read_gguf_tensor_names
+from nxd_memopt.lora_config import require_no_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,7 @@ def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
     """Return the config in the metadata of the only GGUF file of ``path``."""
     gguf = find_gguf(path)
     if gguf is None:
+        require_no_adapters(path)
         raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
     require_installed(f"reading {gguf}", "gguf", extra="gguf")
     _require_no_rope_scaling(gguf)

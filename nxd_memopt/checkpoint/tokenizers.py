@@ -39,13 +39,16 @@ def load_tokenizer(name: str) -> Any:
     path = Path(name)
     # transformers takes a name that is no directory for one on the hub.
     if not path.is_dir() and (path.is_absolute() or path.exists() or name.startswith(".")):
-        raise ValueError(f"tokenizer directory {name} does not exist")
+        problem = "is a file: pass its directory" if path.is_file() else "does not exist"
+        raise ValueError(f"tokenizer directory {name} {problem}")
     # transformers reads a GGUF file's tokenizer only if the file is named.
     gguf = find_gguf(path)
     # Without a value transformers would ask at the terminal whether to run code of the directory.
     options: dict[str, Any] = {"trust_remote_code": False}
+    metadata: dict[str, Any] = {}
     if gguf is not None and not any(path.glob("tokenizer*.json")):
         options["gguf_file"] = gguf.name
+        metadata = read_gguf_metadata(gguf)  # raises for a file that is cut short
     auto_tokenizer = require_transformers("loading a tokenizer").AutoTokenizer
     # Errors are of many types: ImportError for a package such as sentencepiece, whose message has
     # several lines of instructions, and bare Exceptions of the Rust library for a damaged file.
@@ -58,8 +61,8 @@ def load_tokenizer(name: str) -> Any:
         elif isinstance(error, ImportError) and "gguf_file" in options:
             reason = f"{reason}: pip install 'nxd_memopt[gguf]'"
         raise ValueError(f"no tokenizer can be loaded from {name!r}: {reason}") from error
-    if gguf is not None and "gguf_file" in options:
-        _set_what_gguf_says(tokenizer, read_gguf_metadata(gguf))
+    if "gguf_file" in options:
+        _set_what_gguf_says(tokenizer, metadata)
     return tokenizer
 
 

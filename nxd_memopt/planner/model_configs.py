@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.config import require_one_of
+from nxd_memopt.lora_config import require_no_adapters
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
 from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, moe_layers, num_kv_heads, shared_expert_width
 
@@ -335,6 +336,7 @@ def _read_config(model: str) -> dict[str, Any]:
     if file.is_dir():
         file = file / "config.json"
         if not file.is_file():
+            require_no_adapters(Path(model))
             raise ValueError(f"{model} has no config.json: name the directory of a Hugging Face model")
     # Neither a name nor a file: most likely a misspelt name, so the message lists the known ones.
     if not file.is_file():

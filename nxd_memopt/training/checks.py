@@ -14,6 +14,7 @@ from nxd_memopt._optional import require_installed
 from nxd_memopt.checkpoint.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.exporting import require_replaceable
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
+from nxd_memopt.checkpoint.gguf_metadata import read_gguf_tensor_names
 from nxd_memopt.checkpoint.steps import complete_steps
 from nxd_memopt.config import require_divisible
 from nxd_memopt.memory import apply_memory
@@ -208,8 +209,9 @@ def _require_weights(config: TrainConfig) -> None:
     if config.model.pretrained is None or config.model.random_init:
         return
     directory = Path(config.model.pretrained)
-    # A GGUF file has one format only, and its conversion reads it completely.
-    if find_gguf(directory) is not None:
+    gguf = find_gguf(directory)
+    if gguf is not None:
+        read_gguf_tensor_names(gguf)
         return
     # .bin files have no header that could be read alone.
     if any(directory.glob("*.safetensors*")):

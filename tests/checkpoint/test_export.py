@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.checkpoint.directories import incomplete_path, replaced_path
+from nxd_memopt.checkpoint.files import write_safetensors
+from nxd_memopt.convert import Convert
 from tests.checkpoint_models import IDS, assert_same, build, llama_config, neox_config, run_killed_at
 
 
@@ -75,6 +77,61 @@ def test_export_refuses_to_replace_what_is_no_export(tmp_path):
     with pytest.raises(ValueError, match="cannot write"):
         save_pretrained(model, tmp_path / "notes.txt" / "below")
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def content_of(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def transformers_model(directory):
+    build(llama_config()).save_pretrained(directory)
+
+
+def own_export_overwritten_by_transformers(directory):
+    """Like the weights of a training that went on elsewhere, in one file of several."""
+    save_pretrained(build(llama_config()), directory, max_shard_size_bytes=6000)
+    file = next(directory.glob("model-00002*"))
+    save_file(load_file(file), file, metadata={"format": "pt"})
+
+
+def configuration_alone(directory):
+    llama_config().save_pretrained(directory)
+
+
+def pytorch_weights(directory):
+    configuration_alone(directory)
+    torch.save(build(llama_config()).state_dict(), directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "fill", [transformers_model, own_export_overwritten_by_transformers, configuration_alone, pytorch_weights]
+)
+def test_what_another_program_wrote_is_refused_and_unchanged(fill, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    transformers_model(source)
+    fill(target)
+    before = content_of(tmp_path)
+    for action in (lambda: save_pretrained(build(llama_config()), target), Convert(source, target)):
+        with pytest.raises(
+            ValueError, match=r"target is neither empty nor an export of nxd_memopt .*move this one away"
+        ):
+            action()
+        assert content_of(tmp_path) == before
+    target = tmp_path / "empty"
+    target.mkdir()
+    for _ in range(2):
+        Convert(source, target)()
+    assert_same(AutoModelForCausalLM.from_pretrained(target), AutoModelForCausalLM.from_pretrained(source))
+
+
+def test_equal_weights_are_equal_files(tmp_path):
+    """And safetensors' own reader sees what was written, of every kind of tensor."""
+    weights = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.tensor(3), "c": torch.zeros(0, 2).bfloat16()}
+    for name in ("first", "second"):
+        write_safetensors(tmp_path / name, weights)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    found = load_file(tmp_path / "first")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_export_of_what_cannot_be_exported_is_an_error(tmp_path):

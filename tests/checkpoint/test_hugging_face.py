@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from nxd_memopt import plan_command
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.reference import assert_says, error_message
@@ -209,11 +211,28 @@ def test_directories_without_weights_are_errors(tmp_path):
     with pytest.raises(ValueError, match="holds no weights: expected one of"):
         load_pretrained(model, tmp_path)
     (tmp_path / "a.gguf").touch()
-    with pytest.raises(ValueError, match=r"a.gguf \(0 bytes\) cannot be converted"):
+    with pytest.raises(ValueError, match=r"a.gguf is not a readable GGUF file"):
         load_pretrained(model, tmp_path)
     (tmp_path / "b.gguf").touch()
     with pytest.raises(ValueError, match=r"2 GGUF files, \['a.gguf', 'b.gguf'\]"):
         load_pretrained(model, tmp_path)
+
+
+def test_an_adapter_directory_is_named_as_one(tmp_path):
+    """PEFT's own files, alone and beside a config.json, and with a base that PEFT does not know."""
+    base = build(llama_config())
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    content = json.loads(file.read_text()) | {"base_model_name_or_path": "some/base"}
+    file.write_text(json.dumps(content))
+    remedy = ("has adapters (LoRA) of some/base, and no model", "with the adapters merged")
+    assert_says(error_message(lambda: load_config(tmp_path)), str(tmp_path), *remedy)
+    arguments = ["--model", str(tmp_path), "--device", "h200"]
+    assert_says(error_message(lambda: plan_command.main(arguments)), str(tmp_path), *remedy)
+    llama_config().save_pretrained(tmp_path)
+    assert_says(error_message(lambda: load_pretrained(build(load_config(tmp_path)), tmp_path)), *remedy)
+    file.write_text(json.dumps(content | {"base_model_name_or_path": None}))
+    assert_says(error_message(lambda: load_pretrained(base, tmp_path)), "of a model that it does not name")
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,19 @@ def test_layouts_that_cannot_be_read_are_named(tmp_path):
         find_rank_files(tmp_path / "c")
 
 
+def test_rank_files_of_another_program_are_not_replaced(tmp_path):
+    hugging_face(tmp_path, gqa_config())
+    tag = tmp_path / "tag"
+    for _ in range(2):
+        to_nxd(tmp_path / "hf", tag, Target(Layout(2)), progress=silent)
+    # neuronx-distributed writes this text into both of its markers.
+    (tag / "done").write_text("1")
+    before = {path: path.read_bytes() for path in tag.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="not only a checkpoint of weights of nxd_memopt: choose another"):
+        to_nxd(tmp_path / "hf", tag, Target(Layout(1)), progress=silent)
+    assert {path: path.read_bytes() for path in tag.rglob("*") if path.is_file()} == before
+
+
 def test_an_interrupted_tag_is_refused(tmp_path):
     hugging_face(tmp_path, gqa_config())
     to_nxd(tmp_path / "hf", tmp_path / "tag", Target(Layout(2), "linear"), progress=silent)

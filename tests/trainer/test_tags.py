@@ -146,6 +146,16 @@ def full_disk(path, content):
     raise OSError("no space left")
 
 
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("mine")
+    for tag in ("data", "notes"):
+        (tmp_path / "notes").write_text("mine")
+        message = error_message(lambda tag=tag: trainer.save_checkpoint(tmp_path, tag, model=nn.Linear(1, 1)))
+        assert_says(message, str(tmp_path / tag), "no checkpoint", "rename it")
+    assert (tmp_path / "data" / "thesis.txt").read_text() == (tmp_path / "notes").read_text() == "mine"
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_tied_weights_are_stored_once(async_save, tmp_path):
     """Tensors that only share a storage are stored each; every entry has its own values."""

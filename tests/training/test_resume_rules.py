@@ -178,7 +178,20 @@ def test_dropout_may_change_when_asked() -> None:
 
 def test_another_pretrained_directory_with_an_equal_configuration() -> None:
     before, after = build(model={"pretrained": "a"}), build(model={"pretrained": "b"})
-    assert compare(before, after).notes == ["model.pretrained: a -> b, with equal content"]
+    said = "model.pretrained: a -> b, with an equal configuration; the weights are the checkpoint's"
+    assert compare(before, after).notes == [said]
+
+
+def test_content_is_not_said_to_be_equal_where_it_may_differ() -> None:
+    before, after = build(data={"dataset": "a.jsonl"}), build(data={"dataset": "b.jsonl"})
+    assert compare(before, after).notes == ["data.dataset: a.jsonl -> b.jsonl, with equal content"]
+    assert compare(before, after, "data.dataset").notes == ["data.dataset: a.jsonl -> b.jsonl"]
+
+
+def test_other_adapters_start_another_run_with_the_weights() -> None:
+    for name, value in {"lora_rank": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "use_rslora": True}.items():
+        refusals = compare(build(lora={"lora_rank": 4}), build(lora={"lora_rank": 4} | {name: value})).refusals
+        assert len(refusals) == 1 and f"lora.{name} was" in refusals[0] and "--model.warm-start DIR" in refusals[0]
 
 
 def test_an_option_that_the_checkpoint_lacks_had_its_former_value(monkeypatch: pytest.MonkeyPatch) -> None:

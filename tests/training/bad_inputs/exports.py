@@ -230,5 +230,5 @@ CASES: tuple[BadInput, ...] = (
     ),
     BadInput("export_is_a_file", _export_is_a_file, ("export", "is a file", "trainer.export")),
     BadInput("export_is_the_pretrained_model", _export_is_the_source, ("model.pretrained", "choose another")),
-    BadInput("export_occupied", _occupied_export, ("export", "no config.json", "choose another directory")),
+    BadInput("export_occupied", _occupied_export, ("export", "no such weight files", "choose another directory")),
 )
