@@ -158,7 +158,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         with path.open("wb") as file:
             file.write(encode_header(entries))
             for entry in entries:
-                file.write(bytes_of(tensors[entry.key].detach().cpu().contiguous()).numpy())
+                file.write(bytes_of(tensors[entry.key].detach().cpu().contiguous()).numpy().data)
         flush_to_disk(path)
     except OSError as error:
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error

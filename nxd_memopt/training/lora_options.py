@@ -149,7 +149,7 @@ def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
     from nxd_memopt.training.option_changes import architecture
 
     before, after = architecture(load_config(directory)), architecture(hf_config)
-    ignored = set(NOT_FUNCTION)
+    ignored: set[str] = {*NOT_FUNCTION}
     rope = getattr(hf_config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in LENGTH_INDEPENDENT:
         ignored.add("max_position_embeddings")
