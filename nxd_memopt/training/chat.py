@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import datetime
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jinja2
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import processors
 
 from nxd_memopt.training.bad_rows import REMEDY
+from nxd_memopt.training.chat_template import ChatTemplate, Span, TemplateError
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, trained_tokens
 from nxd_memopt.training.row_places import place_of
+from nxd_memopt.training.template_parts import readable
 from nxd_memopt.training.vocabulary import Vocabulary
 
-# The keyword by which a template marks what the assistant says (transformers' extension of Jinja).
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Templates that state today's date: the tokens of a run may not depend on the day. LLaMA 3's default.
-DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 QUOTED_CHARACTERS = 60
-
-Span = tuple[int, int]
-"""Range of characters of a rendered conversation."""
-
-
-class TemplateError(ValueError):
-    """The chat template cannot render a conversation, or does not say where the assistant speaks."""
 
 
 class Encoded(NamedTuple):
@@ -81,11 +70,11 @@ def _template_of(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.chat_template {path} cannot be read: {error}: name a Jinja file") from error
     try:
-        _render(template, {}, [])
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"data.chat_template {path} line {error.lineno} is not Jinja: {error.message}") from error
-    except Exception:
-        pass  # there is no message to render; a conversation's own error is reported with it
+        ChatTemplate(template).render({"messages": []})
+    except TemplateError as error:
+        # There is no message to render: a conversation's own error is reported with it.
+        if isinstance(syntax := error.__cause__, jinja2.TemplateSyntaxError):
+            raise ValueError(f"data.chat_template {path} line {syntax.lineno} is not Jinja: {syntax.message}") from error
     return template
 
 
@@ -117,6 +106,12 @@ class ConversationEncoder:
     def __init__(self, vocabulary: Vocabulary, config: DataConfig) -> None:
         self._vocabulary = vocabulary
         self._config = config
+        # The post-processors of some tokenizers leave spaces out of the characters of a token, which
+        # may be the end of a question. Without special tokens they do nothing else.
+        self._tokenizer = copy.deepcopy(vocabulary.tokenizer)
+        self._tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        added = vocabulary.tokenizer.added_tokens_decoder
+        self._stripping = [token for token, each in added.items() if each.lstrip or each.rstrip]
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of conversations of ``conversations.ConversationRows``.
@@ -131,20 +126,25 @@ class ConversationEncoder:
             return [_left_out("skipped") for _ in texts]
         # The full text is tokenized at once, as transformers' apply_chat_template does; the
         # template has the begin-of-text token.
-        encoded = self._vocabulary.tokenizer(
+        encoded = self._tokenizer(
             [text for text, _ in known],
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], known, strict=True))
-        return [_left_out("skipped") if each is None else self._fitted(*next(of_known)) for each in rendered]
+        of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+        return [_left_out("skipped") if each is None else self._fitted(*next(of_known), *each) for each in rendered]
 
     def _rendered(self, text: str, index: int) -> tuple[str, list[Span]] | None:
         """Return the rendered conversation, and the characters of the assistant; None if it is skipped."""
         conversation = json.loads(text)
         try:
+            if self._config.train_on_input and conversation.get("untrained"):
+                raise TemplateError(
+                    f"message {conversation['untrained'][0] + 1} is not to be trained, and data.train_on_input trains "
+                    "all tokens: set it to false"
+                )
             return rendered_spans(self._vocabulary.tokenizer, conversation)
         except TemplateError as error:
             if self._config.on_bad_rows == "error":
@@ -157,7 +157,7 @@ class ConversationEncoder:
                 raise ValueError(f"{place}, {message}") from error
             return None
 
-    def _fitted(self, ids: list[int], offsets: list[Span], rendered: tuple[str, list[Span]]) -> Encoded:
+    def _fitted(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> Encoded:
         """Return the flagged tokens of a conversation, at most S."""
         length = self._config.seq_length
         if not ids:
@@ -165,7 +165,14 @@ class ConversationEncoder:
         self._vocabulary.require_inside(min(ids), max(ids))
         tokens = np.asarray(ids, dtype=np.int32)
         if not self._config.train_on_input:
-            tokens[~inside(np.asarray(offsets), rendered[1])] |= NOT_TRAINED
+            characters = np.asarray(offsets)
+            # White space that an added token takes from its neighbours is not a part of it.
+            for index in np.flatnonzero(np.isin(tokens, self._stripping)):
+                start, end = offsets[index]
+                own = text[start:end].strip() or text[start:end]
+                start = text.index(own, start)
+                characters[index] = start, start + len(own)
+            tokens[~inside(characters, spans)] |= NOT_TRAINED
         if len(tokens) <= length:
             return Encoded(tokens)
         # What remains may be a question alone.
@@ -194,39 +201,48 @@ def inside(offsets: Any, spans: Sequence[Span]) -> Any:
 
 
 def rendered_spans(tokenizer: Any, conversation: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the ranges of characters that the assistant says.
+    """Return the text of a conversation, and the ranges of characters of the answers that are trained.
 
     A template marks them with ``{% generation %}``. Otherwise the messages before each one of the
     assistant are rendered with the prompt for an answer, and those up to it: the text that the second has
     more is what the model has to say. Both must be a beginning of the full text.
 
+    Args:
+        tokenizer: has the chat template.
+        conversation: of ``conversations.ConversationRows``.
+
     Raises:
-        TemplateError: the template fails, or changes what it rendered for fewer messages.
+        TemplateError: the template fails, leaves a part of the conversation out, or changes what it
+            rendered for fewer messages.
     """
-    messages, tools = conversation["messages"], conversation.get("tools")
-    template = tokenizer.get_chat_template(None, tools)
-    options = {"template": template, "special": tokenizer.special_tokens_map, "tools": tools}
-    if GENERATION.search(template):
-        text, spans = _rendered(messages, marks=True, **options)
+    text = tokenizer.get_chat_template(None, conversation.get("tools"))
+    template = ChatTemplate(text, tokenizer.special_tokens_map)
+    conversation = readable(template, conversation)
+    answers = [index for index, message in enumerate(conversation["messages"]) if message["role"] == "assistant"]
+    untrained = conversation.get("untrained", [])
+    text, spans = template.render(conversation, marks=template.marks_answers)
+    if template.marks_answers:
+        if untrained and len(spans) != len(answers):
+            raise TemplateError(
+                f"message {untrained[0] + 1} is not to be trained, and the chat template marks {len(spans)} ranges in "
+                f"{len(answers)} messages of the assistant, so that the one of this message is not known"
+            )
+        if untrained:
+            spans = [span for index, span in zip(answers, spans, strict=True) if index not in untrained]
     else:
-        text, _ = _rendered(messages, **options)
-        spans = [
-            _answer(index, messages, text, options)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+        spans = [_answer(template, conversation, index, text) for index in answers if index not in untrained]
     if not any(end > start for start, end in spans):
         raise TemplateError("the chat template renders nothing that the assistant says")
     return text, spans
 
 
-def _answer(index: int, messages: list[Any], text: str, options: dict[str, Any]) -> Span:
+def _answer(template: ChatTemplate, conversation: dict[str, Any], index: int, text: str) -> Span:
     """Return the range of ``text`` that the assistant says in message ``index``."""
     remedy = "name a template with {% generation %} marks in data.chat_template"
     if index == 0:
         raise TemplateError(f"it begins with the assistant, and the chat template marks no answers: {remedy}")
-    question, _ = _rendered(messages[:index], prompt=True, **options)
-    answered, _ = _rendered(messages[: index + 1], **options)
+    question, _ = template.render(conversation, index, prompt=True)
+    answered, _ = template.render(conversation, index + 1)
     for part in (question, answered):
         if not text.startswith(part):
             raise TemplateError(
@@ -236,29 +252,3 @@ def _answer(index: int, messages: list[Any], text: str, options: dict[str, Any])
     if len(answered) <= len(question):
         raise TemplateError(f"the chat template renders nothing for message {index + 1} of the assistant: {remedy}")
     return len(question), len(answered)
-
-
-def _rendered(
-    messages: list[Any],
-    *,
-    template: str,
-    special: dict[str, Any],
-    tools: Any,
-    prompt: bool = False,
-    marks: bool = False,
-) -> tuple[str, list[Span]]:
-    """Return the rendered messages, and with ``marks`` the ranges that the template marks."""
-    options = {**special, "tools": tools, "add_generation_prompt": prompt, "return_assistant_tokens_mask": marks}
-    try:
-        return _render(template, options, messages)
-    except Exception as error:
-        # A template raises whatever its author has chosen, and Jinja what Python code raises.
-        raise TemplateError(f"the chat template cannot render {len(messages)} of its messages: {error}") from error
-
-
-def _render(template: str, options: dict[str, Any], messages: list[Any]) -> tuple[str, list[Span]]:
-    """Call transformers, whose Jinja environment is a sandbox."""
-    # transformers annotates one text; it returns two lists.
-    rendered: Any = render_jinja_template([messages], chat_template=template, strftime_now=DATE.strftime, **options)
-    texts, spans = rendered
-    return texts[0], spans[0] if spans else []

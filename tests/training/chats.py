@@ -31,6 +31,8 @@ SHORTENED = (
     "{% for m in messages %}{{ m.role[0] + ':' }}{% if loop.last or m.role == 'user' %}"
     "{{ m.content }}{% else %}{{ m.content[:2] }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+# Renders an answer only if a message follows.
+NOT_LAST = "{% for m in messages %}{% if m.role == 'user' or not loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 
 
 def tokenizer(template: str | None = TURNS) -> Any:

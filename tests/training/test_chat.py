@@ -29,6 +29,7 @@ from tests.training.chats import (
     CONVERSATIONS,
     INSTRUCTIONS,
     MARKED,
+    NOT_LAST,
     SHORTENED,
     TURNS,
     tokenizer,
@@ -112,7 +113,8 @@ def test_a_token_across_the_bound_of_an_answer_is_not_trained() -> None:
         (SHORTENED, turns("q", "long answer", "more", "end"), "the answer in message 2 is not found"),
         (TURNS, {"messages": [{"role": "assistant", "content": "a"}]}, "it begins with the assistant"),
         ("{{ raise_exception('roles must alternate') }}", turns("q", "a"), "roles must alternate"),
-        ("{{ messages[0].content }}", turns("q", "a"), "renders nothing for message 2"),
+        ("{{ messages[0].content }}", turns("q", "a"), r"leaves out message 2 \(role assistant\)"),
+        (NOT_LAST, turns("q", "a", "b"), "renders nothing for message 2"),
         (MARKED.replace("== 'assistant'", "== 'model'"), turns("q", "a"), "nothing that the assistant says"),
     ],
 )
