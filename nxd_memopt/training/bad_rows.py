@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 2**20
-LINES_VERSION = 1  # of read_lines: part of the names of the files in which datasets keeps its rows
-LINE_COLUMNS = ("text", "kind", "description")
+ROWS_VERSION = 2  # of read_rows: part of the names of the files in which datasets keeps its rows
+ROW_COLUMNS = ("text", "kind", "description")
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
 NOT_UTF8 = "not UTF-8"
@@ -158,51 +158,26 @@ class SkippedRows:
 # ---- lines of JSON ---------------------------------------------------------------------------------------------------
 
 
-def has_json_lines(path: Path) -> bool:
-    """Return whether a file has one JSON object per line, by its name or its first line."""
-    if path.suffix == ".jsonl":
-        return True
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
-    try:
-        return isinstance(json.loads(first), dict)
-    except ValueError:
-        return False
-
-
-def is_blank(path: Path) -> bool:
-    """Return whether a file has nothing but white space."""
-    with path.open("rb") as file:
-        return not any(line.strip() for line in file)
-
-
-def read_lines(paths: list[str], reader: RowReader) -> Iterator[dict[str, str | None]]:
-    """Yield a row for each line with content: its text, or a bad row's kind and description."""
-    # Bad lines are rows too: the rows that datasets keeps in its cache serve both values of
-    # data.on_bad_rows.
-    for path in paths:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                data = line
-                if number == 1:
-                    data = line.removeprefix(codecs.BOM_UTF8)
-                data = data.strip()
-                if data:
-                    yield parse_line(data, reader, f"{path} line {number}")
-
-
 def parse_line(line: bytes, reader: RowReader, place: str) -> dict[str, str | None]:
     """Return the row of one line, as ``reader`` does."""
     # The json module accepts what no text of a model may have: half of a surrogate pair.
     try:
         content = json.loads(line.decode())
-        if not isinstance(content, dict):
-            return bad_row(NOT_AN_OBJECT, f"{place} is {type_of(content)}, not a JSON object")
-        return reader.read(content, place)
     except UnicodeError as error:
         return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
     except (ValueError, RecursionError) as error:
         return bad_row(NOT_JSON, f"{place} is not JSON ({error})")
+    return read_value(content, reader, place)
+
+
+def read_value(content: Any, reader: RowReader, place: str) -> dict[str, str | None]:
+    """Return the row of one JSON value, as ``reader`` does."""
+    if not isinstance(content, dict):
+        return bad_row(NOT_AN_OBJECT, f"{place} is {type_of(content)}, not a JSON object")
+    try:
+        return reader.read(content, place)
+    except UnicodeError as error:
+        return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
 
 
 def bad_row(kind: str, description: str) -> dict[str, str | None]:
@@ -219,8 +194,8 @@ def type_of(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def bad_lines(dataset: Any) -> Iterator[BadRow]:
-    """Yield the bad rows of a dataset of ``read_lines``."""
+def bad_rows(dataset: Any) -> Iterator[BadRow]:
+    """Yield the bad rows of a dataset of ``read_rows``."""
     start = 0
     for chunk in dataset.data.column("kind").chunks:
         if chunk.null_count < len(chunk):

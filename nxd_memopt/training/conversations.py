@@ -13,10 +13,14 @@ from nxd_memopt.training.data_options import DataConfig
 NOT_A_CONVERSATION = "not a conversation"
 # Columns of each format: the required ones, and those that a row may have.
 COLUMNS = {
-    "messages": (("messages",), ("tools",)),
+    "messages": (("messages",), ()),
     "prompt_completion": (("prompt", "completion"), ("system",)),
     "instruction_output": (("instruction", "output"), ("system", "input")),
 }
+# Columns that a row of each format may have; the template reads them.
+FOR_TEMPLATE = ("tools", "chat_template_kwargs")
+# By which other trainers say whether a message is trained.
+SWITCHES = ("train", "trainable", "training", "loss", "loss_mask", "weight")
 
 
 def row_reader(config: DataConfig) -> RowReader:
@@ -28,7 +32,9 @@ def row_reader(config: DataConfig) -> RowReader:
 
 @dataclass(frozen=True)
 class ConversationRows:
-    """Reads a conversation as a text: a JSON object with ``messages``, and ``tools`` if the row has some.
+    """Reads a conversation as a text: a JSON object with ``messages`` and what else the row has for the template.
+
+    The text is the same for all kinds of files. ``untrained`` has the indices of answers that are not trained.
 
     Args:
         format: ``data.format``.
@@ -44,7 +50,7 @@ class ConversationRows:
     @property
     def optional_columns(self) -> list[str]:
         """The columns that are read if a row has them."""
-        return list(COLUMNS[self.format][1])
+        return [*COLUMNS[self.format][1], *FOR_TEMPLATE]
 
     def read(self, row: Mapping[str, Any], place: str) -> dict[str, str | None]:
         """Return the row's conversation, or what is wrong with it."""
@@ -52,21 +58,27 @@ class ConversationRows:
         if missing:
             wanted = f"(data.format {self.format})"
             return bad_row(NO_COLUMN, f"{place} has no {missing[0]!r} {wanted}: its columns are {list(row)}")
+        names = [*self.columns, *self.optional_columns]
+        values = {name: _without_nulls(row[name]) for name in names if name in row}
         try:
-            messages = row["messages"] if self.format == "messages" else self._messages(row)
+            messages = values["messages"] if self.format == "messages" else self._messages(values)
             _require_messages(messages)
             conversation = {"messages": messages}
-            if row.get("tools") is not None and self.format == "messages":
-                conversation["tools"] = _tools(row["tools"])
+            if untrained := _take_switches(messages):
+                conversation["untrained"] = untrained
+            if values.get("tools") is not None:
+                conversation["tools"] = _tools(values["tools"])
+            if values.get("chat_template_kwargs"):
+                conversation["chat_template_kwargs"] = _options(values["chat_template_kwargs"])
+            text = json.dumps(conversation, ensure_ascii=False, default=_refuse)
         except ValueError as error:
             return bad_row(NOT_A_CONVERSATION, f"{place} {error} (data.format {self.format})")
-        text = json.dumps(conversation, ensure_ascii=False)
         text.encode()  # half of a surrogate pair has no UTF-8 form
         return {"text": text, "kind": None, "description": None}
 
     def _messages(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
         """Return the messages of a question and its answer."""
-        for name in [*self.columns, *self.optional_columns]:
+        for name in [*self.columns, *COLUMNS[self.format][1]]:
             value = row.get(name)
             if not isinstance(value, str) and (name in self.columns or value is not None):
                 raise ValueError(f"has {type_of(value)} in column {name!r}, not text")
@@ -94,13 +106,53 @@ def _require_messages(messages: Any) -> None:
             raise ValueError(f"has {type_of(content)} as content of message {number}, not text")
         if not isinstance(calls, list | None):
             raise ValueError(f"has {type_of(calls)} as tool_calls of message {number}, not a list")
+        for call in calls or ():
+            function = call.get("function", call) if isinstance(call, dict) else call
+            arguments = function.get("arguments", "") if isinstance(function, dict) else None
+            if not isinstance(arguments, str | dict):
+                raise ValueError(f"has a tool call in message {number} without arguments that are an object or JSON text")
         if message["role"] == "assistant" and not calls and not str(content).strip():
             raise ValueError(f"has an empty message {number} of the assistant")
-        # OpenAI's way to leave a message out of the loss: trained, it would be wrong without a word.
-        if "weight" in message:
-            raise ValueError(f"has a weight in message {number}, which is not supported: remove it, or the row")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("has no message of the role assistant")
+
+
+def _take_switches(messages: list[dict[str, Any]]) -> list[int]:
+    """Remove the entries that say whether a message is trained; return the indices of answers that are not."""
+    untrained = []
+    for index, message in enumerate(messages):
+        values = {name: message.pop(name) for name in SWITCHES if name in message}
+        for name, value in values.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                raise ValueError(
+                    f"has {json.dumps(value, default=repr)} as {name} of message {index + 1}: only true and 1, or "
+                    "false and 0, say whether it is trained"
+                )
+        if len({bool(value) for value in values.values()}) > 1:
+            raise ValueError(f"has {' and '.join(values)} in message {index + 1}, which contradict each other")
+        is_answer = message["role"] == "assistant"
+        if any(values.values()) and not is_answer:
+            raise ValueError(
+                f"has {next(iter(values))} in message {index + 1} of the role {message['role']}: only messages of the "
+                "assistant are trained (data.train_on_input trains all)"
+            )
+        if values and not any(values.values()) and is_answer:
+            untrained.append(index)
+    if all(index in untrained for index, message in enumerate(messages) if message["role"] == "assistant"):
+        raise ValueError("has no message of the assistant that is trained")
+    return untrained
+
+
+def _options(options: Any) -> dict[str, Any]:
+    """Return the options of the chat template."""
+    if not isinstance(options, dict):
+        raise ValueError(f"has {type_of(options)} in column 'chat_template_kwargs', not an object")
+    return options
+
+
+def _refuse(value: Any) -> None:
+    """Raise ``ValueError`` for a value of a table that JSON does not have."""
+    raise ValueError(f"has {type_of(value)}, which JSON does not have: write it as text")
 
 
 def _tools(tools: Any) -> list[Any]:
@@ -110,15 +162,10 @@ def _tools(tools: Any) -> list[Any]:
     return tools
 
 
-def table_row(row: Any, reader: RowReader, place: str) -> dict[str, str | None]:
-    """Return a row of a table, as ``pyarrow`` or ``datasets`` gives it."""
-    return reader.read(_without_nulls(row), place)
-
-
 def _without_nulls(value: Any) -> Any:
     """Return nested objects without entries that are null."""
     # In a table all objects of a column have the same entries: those that an object lacks are
-    # null. A template would render them.
+    # null. A template would render them, and a row of JSON lines in another way than one of a table.
     if isinstance(value, dict):
         return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):
@@ -130,7 +177,7 @@ def bad_table_rows(dataset: Any, reader: RowReader, place: Any) -> Iterator[BadR
     """Yield the rows of a ``datasets.Dataset`` that are not conversations; ``place`` names a row by its index."""
     for index in range(len(dataset)):
         try:
-            row = table_row(dataset[index], reader, place(index))
+            row = reader.read(dataset[index], place(index))
         except UnicodeError as error:
             row = bad_row(NOT_UTF8, f"{place(index)} is not UTF-8 ({error})")
         if row["kind"] is not None:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, TextRows, bad_row
-from nxd_memopt.training.conversations import row_reader, table_row
+from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, bad_row
+from nxd_memopt.training.conversations import row_reader
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.local_data import file_identity, is_saved, readable, repository_files
 
@@ -84,9 +84,7 @@ class RowShard:
     def _document(self, row: dict[str, Any], place: str) -> dict[str, str | None]:
         """Return the text of a row, or the kind and description of a bad one, as ``RowReader.read``."""
         try:
-            if isinstance(self._reader, TextRows):
-                return self._reader.read(row, place)
-            return table_row(row, self._reader, place)
+            return self._reader.read(row, place)
         except UnicodeError as error:
             return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
 

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.training.bad_rows import (
-    LINE_COLUMNS,
-    LINES_VERSION,
+    ROW_COLUMNS,
+    ROWS_VERSION,
     bad_files,
-    bad_lines,
+    bad_rows,
     bad_strings,
     good_rows,
-    has_json_lines,
-    is_blank,
-    read_lines,
 )
-from nxd_memopt.training.conversations import bad_table_rows, row_reader, table_row
+from nxd_memopt.training.conversations import bad_table_rows, row_reader
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.dataset_shards import files_of_split
 from nxd_memopt.training.local_data import BUILDERS, content_hash, is_saved, local_files, readable
+from nxd_memopt.training.row_files import is_blank, read_rows
 
 # Test folders are excluded because their files have unusual encodings on purpose.
 STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -183,9 +181,7 @@ def _open_dataset(config: DataConfig) -> DocumentSource:
     require_one_split(config, files)
     if files and BUILDERS[files[0].suffix] == "text":
         return _open_texts(config, files)
-    if files and BUILDERS[files[0].suffix] == "json" and all(has_json_lines(path) for path in files):
-        return _open_lines(config, files)
-    return _open_table(config, files)
+    return _open_rows(config, files) if files else _open_table(config)
 
 
 def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
@@ -208,14 +204,15 @@ def _open_texts(config: DataConfig, files: list[Path]) -> DocumentSource:
     rows = good_rows(len(files), bad_files(files), policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
-        # As written: read_text would replace the ends of lines of Windows, which shards keep.
-        return files[rows[index]].read_bytes().decode()
+        # As written: read_text would replace the ends of lines of Windows, which shards keep. A byte
+        # order mark is no text.
+        return files[rows[index]].read_bytes().decode("utf-8-sig")
 
     return DocumentSource(read, len(rows))
 
 
-def _open_lines(config: DataConfig, files: list[Path]) -> DocumentSource:
-    """Return files with one JSON object per line, one document per line."""
+def _open_rows(config: DataConfig, files: list[Path]) -> DocumentSource:
+    """Return files of rows, one document per row."""
     files = [path for path in files if not is_blank(path)]
     if not files:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
@@ -223,19 +220,19 @@ def _open_lines(config: DataConfig, files: list[Path]) -> DocumentSource:
     import datasets
 
     # ``datasets`` keeps the rows in its cache under a name: here the content decides on it, not
-    # the times of the files. Its own JSON reader ends at the first line that it cannot read,
-    # without the number of that line.
+    # the times of the files. Its own readers end at the first row that they cannot read, without its
+    # number, and change values: texts with a date become times.
     reader = row_reader(config)
-    name = hashlib.sha256(f"{LINES_VERSION}\n{content}\n{reader}\n{files}".encode()).hexdigest()
+    name = hashlib.sha256(f"{ROWS_VERSION}\n{content}\n{reader}\n{files}".encode()).hexdigest()
     with readable(config.dataset):
         datasets.disable_progress_bars()
         dataset = datasets.Dataset.from_generator(
-            read_lines,
-            features=datasets.Features({column: datasets.Value("large_string") for column in LINE_COLUMNS}),
+            read_rows,
+            features=datasets.Features({column: datasets.Value("large_string") for column in ROW_COLUMNS}),
             gen_kwargs={"paths": [str(path) for path in files], "reader": reader},
             fingerprint=name[:32],
         )
-    rows = good_rows(len(dataset), bad_lines(dataset), policy=config.on_bad_rows, dataset=config.dataset)
+    rows = good_rows(len(dataset), bad_rows(dataset), policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
         return dataset[int(rows[index])]["text"]
@@ -243,35 +240,25 @@ def _open_lines(config: DataConfig, files: list[Path]) -> DocumentSource:
     return DocumentSource(read, len(rows))
 
 
-def _open_table(config: DataConfig, files: list[Path]) -> DocumentSource:
-    """Return a dataset with columns, one document per row.
-
-    Args:
-        config: name of the dataset and of the column with the text.
-        files: local files, or an empty list for a saved dataset or one of the hub.
-    """
-    if files and BUILDERS[files[0].suffix] == "parquet":
-        files = _with_rows(config.dataset, files)
-    content = content_hash(files)
+def _open_table(config: DataConfig) -> DocumentSource:
+    """Return a saved dataset or one of the hub, one document per row."""
     with readable(config.dataset):
-        dataset = load_table(config, files, content)
+        dataset = load_table(config)
     if config.has_conversations:
-        return _open_conversations(config, files, dataset)
+        return _open_conversations(config, dataset)
     column = config.text_column
     if column not in dataset.column_names:
         raise ValueError(
             f"data.text_column {column!r} is not in dataset {config.dataset!r}: its columns are {dataset.column_names}"
         )
     dtype = getattr(dataset.features[column], "dtype", "lists or objects")
-    if dtype not in ("string", "large_string"):
+    if dtype not in ("string", "large_string", "string_view"):
         raise ValueError(
             f"column {column!r} of {config.dataset!r} holds {dtype}, not text: name a column of strings in "
             "data.text_column"
         )
     strings = dataset.flatten_indices().data.column(column) if dataset._indices else dataset.data.column(column)
-    bad = bad_strings(
-        strings, lambda row: f"column {column!r} of {_place(files, row) or f'{config.dataset!r} row {row + 1}'}"
-    )
+    bad = bad_strings(strings, lambda row: f"column {column!r} of {config.dataset!r} row {row + 1}")
     rows = good_rows(len(dataset), bad, policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
@@ -280,7 +267,7 @@ def _open_table(config: DataConfig, files: list[Path]) -> DocumentSource:
     return DocumentSource(read, len(rows))
 
 
-def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> DocumentSource:
+def _open_conversations(config: DataConfig, dataset: Any) -> DocumentSource:
     """Return a dataset with a conversation in each row."""
     reader = row_reader(config)
     columns = [*reader.columns, *reader.optional_columns]
@@ -292,48 +279,17 @@ def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> 
             f"{missing[0]!r} (data.format {config.format}) is not in dataset {config.dataset!r}: its columns are "
             f"{dataset.column_names}"
         )
-    bad = bad_table_rows(chosen, reader, lambda row: _place(files, row) or f"{config.dataset!r} row {row + 1}")
+    bad = bad_table_rows(chosen, reader, lambda row: f"{config.dataset!r} row {row + 1}")
     rows = good_rows(len(chosen), bad, policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
-        return str(table_row(chosen[int(rows[index])], reader, "")["text"])
+        return str(reader.read(chosen[int(rows[index])], "")["text"])
 
     return DocumentSource(read, len(rows))
 
 
-def _with_rows(name: str, files: list[Path]) -> list[Path]:
-    """Return the Parquet files with rows, of which ``datasets`` reads none without."""
-    import pyarrow.parquet
-
-    found: list[Path] = []
-    for path in files:
-        try:
-            count = pyarrow.parquet.read_metadata(path).num_rows
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is not a complete Parquet file: {error}: copy or write it again") from error
-        if count:
-            found.append(path)
-    if not found:
-        raise ValueError(f"dataset {name!r} is empty: it has no documents")
-    return found
-
-
-def _place(files: list[Path], row: int) -> str:
-    """Return the file and the number, from 1, of the row of a dataset of several files."""
-    import pyarrow.parquet
-
-    if not files or files[0].suffix != ".parquet":
-        return ""
-    for path in files:
-        count = pyarrow.parquet.read_metadata(path).num_rows
-        if row < count:
-            return f"{path} row {row + 1}"
-        row -= count
-    return ""
-
-
-def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
-    """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
+def load_table(config: DataConfig) -> Any:
+    """Return a ``datasets.Dataset``: saved on disk, or from the hub."""
     import datasets  # takes about a second, which dataset "stdlib" does not need
 
     datasets.disable_progress_bars()
@@ -341,11 +297,5 @@ def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if is_saved(config.dataset):
         return datasets.load_from_disk(config.dataset)
-    if not files:
-        files_of_split(config)  # raises for files that are in no split
-        return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
-    # Named by the content: otherwise a file that has changed and kept its time is read from the
-    # cache of ``datasets``.
-    data_files = {"train": [str(file) for file in files]}
-    builder = BUILDERS[files[0].suffix]
-    return datasets.load_dataset(builder, f"content-{content[:32]}", data_files=data_files, split="train")
+    files_of_split(config)  # raises for files that are in no split
+    return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)

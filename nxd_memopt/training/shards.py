@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nxd_memopt.training.bad_rows import NOT_UTF8, NULL, BadRow, RowReader, SkippedRows, TextRows, bad_row, parse_line
-from nxd_memopt.training.conversations import row_reader, table_row
+from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, parse_line
+from nxd_memopt.training.conversations import row_reader
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.dataset_shards import find_dataset_shards, streams_dataset
-from nxd_memopt.training.documents import has_json_lines, require_one_split, require_rows
+from nxd_memopt.training.documents import require_one_split, require_rows
 from nxd_memopt.training.local_data import BUILDERS, file_identity, local_files
+from nxd_memopt.training.row_files import has_json_lines, parquet_rows
 
 # Corpora up to this size are read, checked and hashed before training: 1 to 3 s.
 SMALL_BYTES = 2**26
@@ -157,71 +158,11 @@ class ParquetShard:
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the documents of the rows, one row group at a time."""
-        import pyarrow.parquet
-
-        try:
-            file = pyarrow.parquet.ParquetFile(self.path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path} is not a complete Parquet file: {error}: copy or write it again") from error
-        with file:
-            self._require_columns(file.schema_arrow)
-            names = [*self.reader.columns, *self.reader.optional_columns]
-            columns = [name for name in names if name in file.schema_arrow.names]
-            first = 0
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                if first + count > start:
-                    row = first
-                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
-                        for index in range(batch.num_rows):
-                            if row >= start:
-                                yield from self._document(batch, index, row)
-                            row += 1
-                first += count
-
-    def _document(self, batch: Any, index: int, row: int) -> Iterator[tuple[str, int]]:
-        """Yield the document of a row of the file, which is ``batch``'s row ``index``, if it has one."""
-        if not isinstance(self.reader, TextRows):
-            found = self._conversation(batch, index, f"{self.path} row {row + 1}")
-        else:
-            found = self._text(batch.column(0)[index], f"column {self.reader.column!r} of {self.path} row {row + 1}")
-        if found["kind"] is None:
-            yield str(found["text"]), row + 1
-        else:
-            self.skipped.add(BadRow(row, found["kind"], str(found["description"])))
-
-    def _conversation(self, batch: Any, index: int, place: str) -> dict[str, str | None]:
-        try:
-            values = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-            return table_row(values, self.reader, place)
-        except UnicodeError as error:
-            return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
-
-    @staticmethod
-    def _text(value: Any, place: str) -> dict[str, str | None]:
-        try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:
-            return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error.reason})")
-        if text is None:
-            return bad_row(NULL, f"{place} is null")
-        return {"text": text, "kind": None, "description": None}
-
-    def _require_columns(self, schema: Any) -> None:
-        import pyarrow
-
-        option = "data.text_column" if isinstance(self.reader, TextRows) else "data.format's column"
-        missing = [name for name in self.reader.columns if name not in schema.names]
-        if missing:
-            raise ValueError(f"{option} {missing[0]!r} is not in {self.path}: its columns are {schema.names}")
-        if not isinstance(self.reader, TextRows):
-            return
-        dtype = schema.field(self.reader.column).type
-        if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
-            raise ValueError(
-                f"column {self.reader.column!r} of {self.path} holds {dtype}, not text: name a column of strings in "
-                "data.text_column"
-            )
+        for number, row in parquet_rows(self.path, self.reader, start):
+            if row["kind"] is None:
+                yield str(row["text"]), number
+            else:
+                self.skipped.add(BadRow(number - 1, row["kind"], str(row["description"])))
 
 
 @dataclass(frozen=True)
@@ -242,11 +183,12 @@ class TextFile:
         with self.path.open("rb") as file:
             file.seek(start)
             while data := file.read(length):
+                encoding = "utf-8" if start else "utf-8-sig"  # a byte order mark is no text
                 # A line as long as the limit is cut at once: between characters, it has no end.
                 data += _rest_of_line(file) if len(data) == length < size else b""
                 start += len(data)
                 try:
-                    yield data.decode(), start
+                    yield data.decode(encoding), start
                 except UnicodeDecodeError as error:
                     description = f"{self.path} is not UTF-8 ({error.reason})"
                     self.skipped.add(BadRow(start, NOT_UTF8, description))

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.conversations import ConversationRows, table_row
+from nxd_memopt.training.conversations import ConversationRows
 from nxd_memopt.training.documents import open_documents
 from tests.training.chats import (
     CONVERSATIONS,
@@ -169,7 +169,7 @@ def test_all_columns_of_a_row_reach_the_template(tmp_path: Path) -> None:
     kept = ConversationRows("messages").read(calls, "")
     assert json.loads(str(kept["text"])) == calls
     table = Dataset.from_list([calls, turns("q", "a")])
-    rows = [table_row(table[index], ConversationRows("messages"), "") for index in range(2)]
+    rows = [ConversationRows("messages").read(table[index], "") for index in range(2)]
     assert [json.loads(str(each["text"])) for each in rows] == [calls, turns("q", "a")]
 
 
