@@ -9,7 +9,7 @@ from typing import Literal
 from nxd_memopt.config import require_at_least, require_divisible, require_named, require_one_of
 
 PACKINGS = ("auto", "concatenate", "best_fit")
-FORMATS = ("text", "messages", "prompt_completion", "instruction_output")
+FORMATS = ("auto", "text", "messages", "prompt_completion", "instruction_output")
 LONG_CONVERSATIONS = ("cut", "drop")
 
 
@@ -28,12 +28,13 @@ class DataConfig:
             of the data are of all of them.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
-        format: what a row is. ``text``: a text, in ``text_column``. ``messages``: a conversation, a
-            list of objects with ``role`` and ``content``, and optionally ``tools``.
-            ``prompt_completion`` and ``instruction_output``: columns of these names, with one
-            question and its answer; ``system``, and ``input`` of an instruction, are optional.
-            Conversations are rendered by a chat template, and only what the assistant says is
-            trained.
+        format: what a row is; ``auto`` takes the first of the others whose columns the first rows
+            have. ``text``: a text, in ``text_column``. ``messages``: a conversation, a list of
+            objects with ``role`` and ``content``. ``prompt_completion`` and
+            ``instruction_output``: columns of these names, with one question and its answer;
+            ``system``, and ``input`` of an instruction, are optional. Conversations may have
+            ``tools`` and ``chat_template_kwargs``, are rendered by a chat template, and only what
+            the assistant says is trained.
         text_column: the column with the text, for everything but text files.
         chat_template: Jinja file that replaces the tokenizer's chat template, also in the export.
         train_on_input: train all tokens of a conversation, not only the assistant's.
@@ -71,7 +72,7 @@ class DataConfig:
     mixture: dict[str, float] = field(default_factory=dict)
     dataset_config: str | None = None
     split: str = "train"
-    format: Literal["text", "messages", "prompt_completion", "instruction_output"] = "text"
+    format: Literal["auto", "text", "messages", "prompt_completion", "instruction_output"] = "auto"
     text_column: str = "text"
     chat_template: str | None = None
     train_on_input: bool = False
@@ -96,7 +97,7 @@ class DataConfig:
         require_named("data.chat_template", self.chat_template)
         require_one_of("data.packing", self.packing, PACKINGS)
         self._check_format()
-        if self.packing == "auto":
+        if self.packing == "auto" and self.format != "auto":
             object.__setattr__(self, "packing", "best_fit" if self.has_conversations else "concatenate")
         # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
         # 1 every document would be held out.
@@ -118,7 +119,7 @@ class DataConfig:
     @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations, not texts."""
-        return self.format != "text"
+        return self.format not in ("auto", "text")
 
     @property
     def sources(self) -> dict[str, float]:
@@ -176,12 +177,14 @@ class DataConfig:
 
     def _check_format(self) -> None:
         """Raise ``ValueError`` for options that the format of the rows does not read."""
+        if self.format == "auto":  # checked when the rows are known
+            return
         if not self.has_conversations:
             for name, unset in (("chat_template", None), ("train_on_input", False), ("long_conversations", "cut")):
                 if getattr(self, name) != unset:
                     raise ValueError(
                         f"data.{name} {getattr(self, name)!r} is for conversations, and data.format is 'text': set "
-                        f"data.format to one of {', '.join(FORMATS[1:])}, or leave data.{name} out"
+                        f"data.format to one of {', '.join(FORMATS[2:])}, or leave data.{name} out"
                     )
             return
         if self.text_column != "text":

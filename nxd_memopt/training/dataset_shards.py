@@ -111,11 +111,7 @@ def find_dataset_shards(config: DataConfig) -> list[RowShard]:
     Raises:
         ValueError: it cannot be read, is empty, or does not have the columns.
     """
-    with readable(config.dataset):
-        shards = _saved_shards(config) if is_saved(config.dataset) else _repository_shards(config)
-        first = next((row for open_rows, *_ in shards for row in open_rows(0)), None)
-    if first is None:
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
+    shards, first = _shards_and_first_row(config)
     reader, skipped = row_reader(config), SkippedRows(config.on_bad_rows, config.dataset)
     missing = [name for name in reader.columns if name not in first]
     if missing:
@@ -129,8 +125,26 @@ def find_dataset_shards(config: DataConfig) -> list[RowShard]:
     ]
 
 
+def first_row(config: DataConfig) -> dict[str, Any]:
+    """Return the first row of such a dataset.
+
+    Raises:
+        ValueError: it cannot be read, or is empty.
+    """
+    return _shards_and_first_row(config)[1]
+
+
 _Shard = tuple[Callable[[int], Iterator[Any]], str, int, list[Any]]
 """Rows, place, rows before and identity."""
+
+
+def _shards_and_first_row(config: DataConfig) -> tuple[list[_Shard], dict[str, Any]]:
+    with readable(config.dataset):
+        shards = _saved_shards(config) if is_saved(config.dataset) else _repository_shards(config)
+        first = next((row for open_rows, *_ in shards for row in open_rows(0)), None)
+    if first is None:
+        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
+    return shards, first
 
 
 def _repository_shards(config: DataConfig) -> list[_Shard]:

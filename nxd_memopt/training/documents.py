@@ -21,7 +21,7 @@ from nxd_memopt.training.conversations import bad_table_rows, row_reader
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.dataset_shards import files_of_split
 from nxd_memopt.training.local_data import BUILDERS, content_hash, is_saved, local_files, readable
-from nxd_memopt.training.row_files import is_blank, read_rows
+from nxd_memopt.training.row_files import read_rows
 
 # Test folders are excluded because their files have unusual encodings on purpose.
 STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -213,23 +213,20 @@ def _open_texts(config: DataConfig, files: list[Path]) -> DocumentSource:
 
 def _open_rows(config: DataConfig, files: list[Path]) -> DocumentSource:
     """Return files of rows, one document per row."""
-    files = [path for path in files if not is_blank(path)]
-    if not files:
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    content = content_hash(files)
     import datasets
 
     # ``datasets`` keeps the rows in its cache under a name: here the content decides on it, not
     # the times of the files. Its own readers end at the first row that they cannot read, without its
     # number, and change values: texts with a date become times.
-    reader = row_reader(config)
-    name = hashlib.sha256(f"{ROWS_VERSION}\n{content}\n{reader}\n{files}".encode()).hexdigest()
+    reader, paths = row_reader(config), [str(path) for path in files]
+    name = hashlib.sha256(f"{ROWS_VERSION}\n{content_hash(files)}\n{reader}\n{files}".encode()).hexdigest()
     with readable(config.dataset):
+        next(read_rows(paths, reader))  # StopIteration: there is none
         datasets.disable_progress_bars()
         dataset = datasets.Dataset.from_generator(
             read_rows,
             features=datasets.Features({column: datasets.Value("large_string") for column in ROW_COLUMNS}),
-            gen_kwargs={"paths": [str(path) for path in files], "reader": reader},
+            gen_kwargs={"paths": paths, "reader": reader},
             fingerprint=name[:32],
         )
     rows = good_rows(len(dataset), bad_rows(dataset), policy=config.on_bad_rows, dataset=config.dataset)

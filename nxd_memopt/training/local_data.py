@@ -115,7 +115,7 @@ def readable(name: str) -> Iterator[None]:
 
     try:
         yield
-    except StopIteration as error:  # raised by the JSON reader for a file without rows
+    except StopIteration as error:  # of a file without rows
         raise ValueError(f"dataset {name!r} is empty: it has no documents") from error
     # KeyError and TypeError: what load_from_disk raises for a file of another program.
     except (OSError, ValueError, KeyError, TypeError, DatasetsError) as error:

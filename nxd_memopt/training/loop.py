@@ -29,6 +29,7 @@ from nxd_memopt.training.checks import (
     require_usable_output,
 )
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.data_format import with_format
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.epochs import require_complete_epochs, with_steps_of_epochs
 from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
@@ -89,6 +90,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     summary.planned_memory_bytes = memory_plan.planned_bytes
     summary.available_memory_bytes = memory_plan.available_bytes
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    config = replace(config, data=with_format(config.data))
     vocabulary = with_chat_template(vocabulary, config.data)
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)

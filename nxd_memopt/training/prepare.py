@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt._optional import require_installed, require_transformers
@@ -44,6 +45,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     use_host_only()
     from nxd_memopt.training.arguments import parse_config
     from nxd_memopt.training.chat import with_chat_template
+    from nxd_memopt.training.data_format import with_format
     from nxd_memopt.training.mixture import Blend
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.run_lock import locked_output_directory
@@ -52,6 +54,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     config = parse_config(arguments, program=program)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    config = replace(config, data=with_format(config.data))
     vocabulary = with_chat_template(vocabulary, config.data)
     blend = Blend(config.data.sources)
     held_out = blend.counts(config.data.eval_sequences)

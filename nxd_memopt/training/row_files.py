@@ -5,31 +5,29 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.training.bad_rows import NOT_UTF8, NULL, RowReader, TextRows, bad_row, parse_line, read_value
+
+FIRST_ROWS = 100  # that tell the format of a file
 
 Row = dict[str, str | None]
 """What ``RowReader.read`` returns."""
 
 
 def has_json_lines(path: Path) -> bool:
-    """Return whether a file has one JSON object per line, by its name or its first line."""
+    """Return whether a file has one JSON object per line, by its name or its first line, or no line with content."""
     if path.suffix == ".jsonl":
         return True
     with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
+        first = next((line for line in file if line.strip()), b"{}")
     try:
         return isinstance(json.loads(first), dict)
     except ValueError:
         return False
-
-
-def is_blank(path: Path) -> bool:
-    """Return whether a file has nothing but white space."""
-    with path.open("rb") as file:
-        return not any(line.strip() for line in file)
 
 
 def read_rows(paths: list[str], reader: RowReader) -> Iterator[Row]:
@@ -56,6 +54,25 @@ def placed_rows(path: Path, reader: RowReader) -> Iterator[tuple[str, Row]]:
             yield place, read_value(value, reader, place)
 
 
+def first_columns(path: Path) -> list[set[str]]:
+    """Return the columns of each of the first rows that are objects, or of a Parquet file."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return [set(pyarrow.parquet.read_schema(path).names)]
+        except (OSError, ValueError):  # reported where the rows are read
+            return []
+    values: list[Any] = []
+    if has_json_lines(path):
+        for _, line in islice(json_lines(path), FIRST_ROWS):
+            with suppress(ValueError, RecursionError):  # a bad row, reported where the rows are read
+                values.append(json.loads(line))
+    else:
+        values = _json_values(path)[:FIRST_ROWS]
+    return [set(value) for value in values if isinstance(value, dict)]
+
+
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines with content, each with its number from 1."""
     with path.open("rb") as file:
@@ -70,7 +87,7 @@ def _json_values(path: Path) -> list[Any]:
     try:
         values = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): correct the file, or copy it again") from error
+        raise ValueError(f"{path} is not JSON ({error}): correct the file, or copy it again") from None
     return values if isinstance(values, list) else [values]
 
 
@@ -88,7 +105,7 @@ def parquet_rows(path: Path, reader: RowReader, start: int) -> Iterator[tuple[in
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a complete Parquet file: {error}: copy or write it again") from error
+        raise ValueError(f"{path} is not a complete Parquet file: {error}: copy or write it again") from None
     with file:
         _require_columns(path, file.schema_arrow, reader)
         names = [*reader.columns, *reader.optional_columns]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.training.conversations import COLUMNS
 from tests.training.bad_inputs.case import BadInput
-from tests.training.chats import CONVERSATIONS, turns, write_chat_config, write_rows
+from tests.training.chats import CONVERSATIONS, PAIRS, turns, write_chat_config, write_rows
 from tests.training.runs import LINES, byte_tokenizer, write_config, write_jsonl
 
 
@@ -16,8 +17,9 @@ def _row(row: Any, **data: Any) -> Callable[[Path], Path]:
     """A run whose fifth row is ``row``."""
 
     def prepare(directory: Path) -> Path:
-        good = [] if data else CONVERSATIONS[:4]
-        path = write_rows(directory / "d.jsonl", [*good, row, *CONVERSATIONS[4:]])
+        pairs = [dict(zip(COLUMNS[data["format"]][0], pair, strict=True)) for pair in PAIRS] if data else []
+        good = pairs or CONVERSATIONS
+        path = write_rows(directory / "d.jsonl", [*good[:4], row, *good[4:]])
         return write_chat_config(directory, data={"dataset": path} | data)
 
     return prepare
@@ -84,17 +86,20 @@ CASES: tuple[BadInput, ...] = (
     ),
     BadInput("chat_empty_answer", _message(role="assistant", content=" "), ("line 5", "empty message 2")),
     BadInput("chat_calls", _message(role="assistant", content="a", tool_calls="f"), ("line 5", "tool_calls", "a list")),
-    BadInput("chat_weight", _message(role="assistant", content="a", weight=0), ("line 5", "weight", "not supported")),
+    BadInput(
+        "chat_weight", _message(role="assistant", content="a", weight=0.5), ("line 5", "0.5 as weight of message 2")
+    ),
+    BadInput("chat_weight_0", _message(role="assistant", content="a", weight=0), ("line 5", "assistant that is trained")),
     BadInput("chat_question_only", _message(role="user", content="a"), ("line 5", "no message of the role assistant")),
     BadInput("chat_tools_text", _row(turns("q", "a") | {"tools": "f"}), ("line 5", "'tools'", "list of objects")),
     BadInput("chat_surrogate", _row(turns("q", "\ud800")), ("line 5", "not UTF-8")),
     BadInput("chat_half_a_line", _half_a_line, ("d.jsonl line 2", "not JSON", "data.on_bad_rows")),
-    BadInput("chat_text_rows", _text_rows, ("d.jsonl line 1", "no 'messages'", "data.format messages")),
-    BadInput("chat_no_prompt", _row({"completion": "a"}, **PAIR), ("line 1", "no 'prompt'", "prompt_completion")),
+    BadInput("chat_text_rows", _text_rows, ("d.jsonl", "['text']", "set data.format to text")),
+    BadInput("chat_no_prompt", _row({"completion": "a"}, **PAIR), ("line 5", "no 'prompt'", "prompt_completion")),
     BadInput(
-        "chat_prompt_list", _row({"prompt": [], "completion": "a"}, **PAIR), ("line 1", "a list in column 'prompt'")
+        "chat_prompt_list", _row({"prompt": [], "completion": "a"}, **PAIR), ("line 5", "a list in column 'prompt'")
     ),
-    BadInput("chat_no_output", _row({"instruction": "q"}, **ALPACA), ("line 1", "no 'output'")),
+    BadInput("chat_no_output", _row({"instruction": "q"}, **ALPACA), ("line 5", "no 'output'")),
     BadInput(
         "chat_input_number", _row({"instruction": "q", "output": "a", "input": 1}, **ALPACA), ("'input'", "number")
     ),
