@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -97,11 +97,16 @@ def _marked(conversation: dict[str, Any]) -> dict[str, Any]:
     for message in marked["messages"]:
         identify(message)
         if message.get("tool_calls"):
-            message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [
+                {name: dict(value) if name == "function" else value for name, value in call.items()}
+                for call in message["tool_calls"]
+            ]
             for call in message["tool_calls"]:
                 identify(call)
     for number, part in enumerate(_parts(marked)):
-        marked = _replaced(marked, part.path, _with_text(_at(marked, part.path), MARK.format(number)))
+        *path, name = part.path
+        holder = _at(marked, path)
+        holder[name] = _with_text(part, holder[name], MARK.format(number))
     return marked
 
 
@@ -152,7 +157,7 @@ def _left_out(template: ChatTemplate, conversation: dict[str, Any], text: str, *
         mark = MARKS.search(str(value)) if is_marked else None
         if mark is not None and mark.group() in text:
             continue
-        other = _with_text(value, OTHER)
+        other = _with_text(part, value, OTHER)
         try:
             changed, _ = template.render(_replaced(conversation, part.path, None if other == value else other))
         except TemplateError:
@@ -204,16 +209,15 @@ def _as_object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _with_text(value: Any, text: str) -> Any:
-    """Return a value of the same kind that has another text; unchanged if it has no text."""
-    if isinstance(value, dict):
-        return {text: "value"}
+def _with_text(part: Part, value: Any, text: str) -> Any:
+    """Return a value of the same kind for a part, with another text; unchanged if it has no text."""
     if isinstance(value, str):
-        return text if _as_object(value) is None else json.dumps({text: "value"})
-    return value
+        is_json = part.is_argument and _as_object(value) is not None
+        return json.dumps({text: "value"}) if is_json else text
+    return {text: "value"} if isinstance(value, dict) else value
 
 
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
+def _at(value: Any, path: Sequence[Any]) -> Any:
     for key in path:
         value = value[key]
     return value
