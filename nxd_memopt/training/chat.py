@@ -74,7 +74,9 @@ def _template_of(path: Path) -> str:
     except TemplateError as error:
         # There is no message to render: a conversation's own error is reported with it.
         if isinstance(syntax := error.__cause__, jinja2.TemplateSyntaxError):
-            raise ValueError(f"data.chat_template {path} line {syntax.lineno} is not Jinja: {syntax.message}") from error
+            raise ValueError(
+                f"data.chat_template {path} line {syntax.lineno} is not Jinja: {syntax.message}"
+            ) from error
     return template
 
 

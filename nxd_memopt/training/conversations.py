@@ -110,7 +110,9 @@ def _require_messages(messages: Any) -> None:
             function = call.get("function", call) if isinstance(call, dict) else call
             arguments = function.get("arguments", "") if isinstance(function, dict) else None
             if not isinstance(arguments, str | dict):
-                raise ValueError(f"has a tool call in message {number} without arguments that are an object or JSON text")
+                raise ValueError(
+                    f"has a tool call in message {number} without arguments that are an object or JSON text"
+                )
         if message["role"] == "assistant" and not calls and not str(content).strip():
             raise ValueError(f"has an empty message {number} of the assistant")
     if not any(message["role"] == "assistant" for message in messages):

@@ -30,7 +30,9 @@ def with_format(config: DataConfig) -> DataConfig:
             formats = {name: _format_of(config.of_source(name)) for name in config.sources}
             found, *others = dict.fromkeys(formats.values())
             if others:
-                raise ValueError(f"the sources of data.mixture have different formats, {formats}: train them one by one")
+                raise ValueError(
+                    f"the sources of data.mixture have different formats, {formats}: train them one by one"
+                )
     return replace(config, format=share_texts(found)[0])
 
 
@@ -54,7 +56,7 @@ def _format_of(config: DataConfig) -> str:
     if not fitting:
         known = ", ".join(f"{name} {list(required)}" for name, required in formats.items())
         raise ValueError(
-            f"the rows of {config.dataset!r} have the columns {columns}, and the formats of data.format read other ones "
+            f"the rows of {config.dataset!r} have the columns {columns}, and the values of data.format read others "
             f"({known}): rename the columns, or name the one with the text in data.text_column"
         )
     also = f"; {' and '.join(fitting[1:])} would fit too (data.format)" if fitting[1:] else ""

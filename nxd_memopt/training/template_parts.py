@@ -146,7 +146,9 @@ def _wrong_arguments(conversation: dict[str, Any], text: str) -> str:
         if isinstance(value, str) and any(json.dumps(value, ensure_ascii=ascii) in text for ascii in (False, True)):
             return f"the chat template encodes {part.name} as JSON, and they are a text: write them as an object"
         if isinstance(value, dict) and repr(value) in text:
-            return f"the chat template prints {part.name} as Python does, and they are an object: write them as JSON text"
+            return (
+                f"the chat template prints {part.name} as Python does, and they are an object: write them as JSON text"
+            )
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -127,13 +128,13 @@ def expected(made: Any, text: str, answers: list[tuple[int, int]]) -> list[bool]
 @pytest.mark.parametrize("strips", ["", "lstrip", "rstrip"])
 @pytest.mark.parametrize("name", list(TOKENIZERS))
 def test_a_token_of_an_answer_has_characters_of_it_alone(name: str, strips: str, space: str) -> None:
-    made = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[name]())
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[name]())
     stripping = {strips: True} if strips else {}
     made.add_special_tokens({"eos_token": AddedToken("<end>", special=True, **stripping)})
     made.add_tokens([AddedToken("<tool>", normalized=False, **stripping)])
     made.chat_template = TEMPLATE % space
     encoder = ConversationEncoder(Vocabulary(made, len(made), made.eos_token_id), DataConfig(format="messages"))
-    for question, answer in zip(TEXTS, TEXTS[1:], strict=False):
+    for question, answer in pairwise(TEXTS):
         messages, text, answers = [], "", []
         for say in (answer, question):
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": say}]

@@ -29,7 +29,9 @@ def template(call: str, content: str = "{{ m.content }}") -> str:
 # By the constructs of public templates: arguments encoded without a guard, guarded, concatenated, iterated.
 ENCODED = template('{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}')
 WHOLE = template("{{ f | tojson }}")
-GUARDED = template("{{ f.name }}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}")
+GUARDED = template(
+    "{{ f.name }}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}"
+)
 CONCATENATED = template("{{ f.name + '(' + f.arguments + ')' }}")
 PRINTED = template("{{ f.name }}({{ f.arguments }})")
 ITERATED = template("{{ f.name }}{% for k, v in f.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}")
@@ -38,9 +40,12 @@ NO_CALLS = TURNS.replace("m.content +", "(m.content or '') +")
 BY_NONE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}"
     "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
-    "{% else %}{{ m.content + '' }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% else %}{{ m.content + '' }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BY_LENGTH = template("{{ f.name }}{{ f.arguments | tojson }}", "{% if m.content | length > 0 %}{{ m.content }}{% endif %}")
+BY_LENGTH = template(
+    "{{ f.name }}{{ f.arguments | tojson }}", "{% if m.content | length > 0 %}{{ m.content }}{% endif %}"
+)
 ADDED = template("{{ f.name }}{{ f.arguments | tojson }}", "{{ ':' + m.content }}")
 
 OBJECT = {"city": "Ås", "days": 2}
@@ -120,7 +125,9 @@ def test_a_message_of_calls_alone_has_no_word_none(jinja: str, right: Any, argum
 
 def test_arguments_that_are_no_object_are_named() -> None:
     assert spans(CONCATENATED, calls("Oslo"))[0] == expected(CONCATENATED, calls("Oslo"))
-    with pytest.raises(TemplateError, match=r"encodes the arguments of a tool call in message 2 .*write them as an object"):
+    with pytest.raises(
+        TemplateError, match=r"encodes the arguments of a tool call in message 2 .*write them as an object"
+    ):
         spans(ENCODED, calls("Oslo"))
 
 
@@ -133,6 +140,9 @@ REASONING = (
     "{% endif %}{% endfor %}{% if add_generation_prompt and not enable_thinking %}<>{% endif %}"
 )
 ASSISTANTS = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+REASONED = [USUAL[0], USUAL[1] | {"reasoning_content": "r"}]
+FIRST_CALL = ENCODED.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+TWO = {"name": "f", "arguments": {"n": 1}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
 
 
@@ -142,14 +152,14 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
         (ASSISTANTS, {"messages": [{"role": "developer", "content": "d"}, *USUAL]}, r"message 1 \(role developer\)"),
         (ASSISTANTS, {"messages": [{"role": "system", "content": "a"}, *USUAL]}, r"message 1 \(role system\)"),
         (REASONING, {"messages": [*USUAL, {"role": "developer", "content": "d"}]}, r"message 3 \(role developer\)"),
-        (TURNS, {"messages": [USUAL[0], USUAL[1] | {"reasoning_content": "r"}]}, "'reasoning_content' of message 2"),
-        (REASONING, {"messages": [USUAL[0], USUAL[1] | {"reasoning_content": "r"}] * 2}, "'reasoning_content' of message 2"),
+        (TURNS, {"messages": REASONED}, "'reasoning_content' of message 2"),
+        (REASONING, {"messages": REASONED * 2}, "'reasoning_content' of message 2"),
         (TURNS, {"messages": [USUAL[0] | {"name": "Ann"}, USUAL[1]]}, "'name' of message 1"),
         (TURNS, {"messages": [USUAL[0], USUAL[1] | {"prefix": True}]}, "'prefix' of message 2"),
         (TURNS, {"messages": USUAL, "tools": [TOOL]}, "the tools"),
         (NO_CALLS, calls(OBJECT, None), r"the name of a tool call in message 2"),
-        (ENCODED.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), {"messages": [USUAL[0], calls("{}")["messages"][1] | {"tool_calls": [
-            {"function": {"name": "f", "arguments": {"n": 1}}}] * 2}]}, "the name of a tool call in message 2"),
+        (FIRST_CALL, {"messages": [USUAL[0], {"role": "assistant", "tool_calls": [{"function": TWO}] * 2}]},
+         "the name of a tool call in message 2"),
         (TURNS, {"messages": USUAL, "chat_template_kwargs": {"thinking": True}}, "does not read 'thinking'"),
     ],
 )  # fmt: skip
@@ -162,7 +172,7 @@ def test_what_the_template_leaves_out_is_named(jinja: str, values: dict[str, Any
 @pytest.mark.parametrize(
     ("jinja", "values"),
     [
-        (REASONING, {"messages": [{"role": "developer", "content": "d"}, USUAL[0], USUAL[1] | {"reasoning_content": "r"}]}),
+        (REASONING, {"messages": [{"role": "developer", "content": "d"}, *REASONED]}),
         (TURNS, {"messages": [{"role": "developer", "content": "d"}, *USUAL]}),
         (TURNS, {"messages": [USUAL[0] | {"name": None, "parts": []}, USUAL[1]], "tools": None}),
         (ENCODED, {"messages": USUAL, "tools": [TOOL]}),
@@ -178,7 +188,9 @@ def test_what_the_template_reads_is_trained_on(jinja: str, values: dict[str, Any
 
 def test_options_of_the_template_are_those_of_the_row() -> None:
     """Of both the text and the prompt of an answer; nulls of a table are no options."""
-    jinja = TURNS.replace("{{ m.role[0]", "{{ (mood or '') + m.role[0]").replace("%}a:", "%}{{ mood or quiet or '' }}a:")
+    jinja = TURNS.replace("{{ m.role[0]", "{{ (mood or '') + m.role[0]").replace(
+        "%}a:", "%}{{ mood or quiet or '' }}a:"
+    )
     made = tokenizer(jinja)
     for options in ({"mood": "glad", "quiet": None}, {}):
         text, found = rendered_spans(made, row({"messages": USUAL, "chat_template_kwargs": options}))
@@ -212,12 +224,14 @@ def test_answers_that_are_not_to_be_trained_are_not(jinja: str, name: str) -> No
 def test_an_answer_that_is_not_to_be_trained_is_not_found() -> None:
     values = row({"messages": [USUAL[0], USUAL[1] | {"train": False}, *USUAL]})
     twice = MARKED.replace("{% generation %}", "{% generation %}-{% endgeneration %}{% generation %}")
-    with pytest.raises(TemplateError, match="message 2 is not to be trained, and the chat template marks 4 ranges in 2"):
+    with pytest.raises(
+        TemplateError, match="message 2 is not to be trained, and the chat template marks 4 ranges in 2"
+    ):
         rendered_spans(tokenizer(twice), values)
     config = DataConfig(format="messages", train_on_input=True)
     encoder = ConversationEncoder(Vocabulary(tokenizer(TURNS), 257, END), config)
-    with pytest.raises(ValueError, match="message 2 is not to be trained, and data.train_on_input trains all tokens"):
+    with pytest.raises(ValueError, match=r"message 2 is not to be trained, and data.train_on_input trains all tokens"):
         encoder.encode([json.dumps(values)])
     kept = ConversationEncoder(Vocabulary(tokenizer(TURNS), 257, END), DataConfig(format="messages"))
     tokens = kept.encode([json.dumps(values)])[0].tokens
-    assert [index for index, token in enumerate(tokens) if not token & NOT_TRAINED] == [len(tokens) - 2, len(tokens) - 1]
+    assert ((tokens & NOT_TRAINED) == 0).tolist() == [False] * (len(tokens) - 2) + [True] * 2

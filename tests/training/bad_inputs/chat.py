@@ -89,7 +89,14 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "chat_weight", _message(role="assistant", content="a", weight=0.5), ("line 5", "0.5 as weight of message 2")
     ),
-    BadInput("chat_weight_0", _message(role="assistant", content="a", weight=0), ("line 5", "assistant that is trained")),
+    BadInput(
+        "chat_weight_0", _message(role="assistant", content="a", weight=0), ("line 5", "assistant that is trained")
+    ),
+    BadInput(
+        "chat_reasoning",
+        _message(role="assistant", content="a", reasoning_content="r"),
+        ("line 5", "leaves out 'reasoning_content' of message 2", "data.chat_template"),
+    ),
     BadInput("chat_question_only", _message(role="user", content="a"), ("line 5", "no message of the role assistant")),
     BadInput("chat_tools_text", _row(turns("q", "a") | {"tools": "f"}), ("line 5", "'tools'", "list of objects")),
     BadInput("chat_surrogate", _row(turns("q", "\ud800")), ("line 5", "not UTF-8")),

@@ -1,0 +1,95 @@
+"""Which format the columns of rows tell, what is printed of it, and the error that names the right value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nxd_memopt.training.data_format import with_format
+from nxd_memopt.training.data_options import DataConfig
+from tests.training.chats import PAIRS, turns, write_chat_config, write_rows
+from tests.training.runs import rows, run_here
+
+MESSAGES = [turns(*pair) | {"id": n} for n, pair in enumerate(PAIRS)]
+PROMPTS = [{"prompt": ask, "completion": say} for ask, say in PAIRS]
+INSTRUCTIONS = [{"instruction": ask, "output": say, "input": ""} for ask, say in PAIRS]
+TEXTS = [{"text": ask} for ask, _ in PAIRS]
+
+
+@pytest.mark.parametrize(
+    ("found", "columns", "given"),
+    [
+        ("messages", "['id', 'messages']", MESSAGES),
+        ("prompt_completion", "['completion', 'prompt']", PROMPTS),
+        ("instruction_output", "['input', 'instruction', 'output']", INSTRUCTIONS),
+        ("messages", "['id', 'messages', 'note']", [{"note": "a bad row"}, *MESSAGES]),
+        ("text", "", TEXTS),
+        ("text", "['id', 'messages', 'text']", [row | {"text": "t"} for row in MESSAGES]),
+    ],
+)
+def test_the_columns_tell_the_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str, columns: str, given: list[dict[str, Any]]
+) -> None:
+    config = with_format(DataConfig(dataset=write_rows(tmp_path / "d.jsonl", given)))
+    assert (config.format, config.packing) == (found, "concatenate" if found == "text" else "best_fit")
+    printed = capsys.readouterr().out
+    also = "; messages would fit too (data.format)" if "text" in columns else ""
+    expected = f"data: the rows of '{tmp_path}/d.jsonl' have {columns} and are read as {found}{also}\n"
+    assert printed == (expected if columns else "")
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "says"),
+    [
+        ({"format": "messages"}, PROMPTS, r"\['messages'\], and .*: set data.format to prompt_completion"),
+        ({"format": "prompt_completion"}, MESSAGES, r"\['prompt', 'completion'\].*set data.format to messages"),
+        ({"format": "instruction_output", "on_bad_rows": "skip"}, TEXTS, "set data.format to text"),
+        ({"format": "text"}, INSTRUCTIONS, "set data.format to instruction_output"),
+        ({"text_column": "body"}, MESSAGES, r"reads the columns \['body'\].*set data.format to messages"),
+        ({}, [{"conversations": []}], r"\['conversations'\].*text \['text'\].*in data.text_column"),
+        ({"packing": "concatenate"}, MESSAGES, "data.packing 'concatenate' would cut conversations"),
+        ({"train_on_input": True}, TEXTS, "data.train_on_input True is for conversations, and data.format is 'text'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
+def test_another_format_is_one_error_with_the_value(
+    tmp_path: Path, options: dict[str, Any], given: list[dict[str, Any]], says: str, kind: str
+) -> None:
+    path = tmp_path / f"d.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), path)
+    else:
+        path.write_text(json.dumps(given) if kind == "json" else "\n".join(map(json.dumps, given)), encoding="utf-8")
+    with pytest.raises(ValueError, match=says):
+        with_format(DataConfig(dataset=str(path), **options))
+
+
+def test_the_sources_of_a_mixture_have_one_format(tmp_path: Path) -> None:
+    names = [write_rows(tmp_path / f"{name}.jsonl", given) for name, given in (("a", MESSAGES), ("b", PROMPTS))]
+    assert with_format(DataConfig(mixture={names[0]: 1})).format == "messages"
+    with pytest.raises(ValueError, match=r"different formats, .*'messages'.*'prompt_completion'"):
+        with_format(DataConfig(mixture=dict.fromkeys(names, 1)))
+
+
+def test_a_run_without_the_option_is_the_run_with_it(tmp_path: Path) -> None:
+    losses = []
+    for name in ("prompt_completion", "auto"):
+        data = {"dataset": write_rows(tmp_path / "d.jsonl", PROMPTS), "format": name}
+        config = write_chat_config(
+            tmp_path, data=data, trainer={"max_steps": 2, "output_dir": str(tmp_path / name), "export": False}
+        )
+        outcome = run_here(config)
+        assert outcome.returncode == 0, outcome.stderr
+        assert ("are read as prompt_completion\n" in outcome.stdout) == (name == "auto")
+        losses.append([row["loss"] for row in rows(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert "format: prompt_completion" in (tmp_path / "auto" / "config.yaml").read_text(encoding="utf-8")
+    # The resumed run compares what was recognized.
+    more = ("--trainer.max-steps", "3", "--trainer.on-schedule-change", "keep")
+    outcome = run_here(config, *more, "--data.format", "prompt_completion")
+    assert outcome.returncode == 0 and "resuming after step 2" in outcome.stdout, outcome.stderr
