@@ -22,6 +22,7 @@ from nxd_memopt.training.vocabulary import Vocabulary
 
 FORMAT = "nxd_memopt packed tokens"
 FORMAT_VERSION = 5
+CONVERSATIONS_VERSION = 2  # of the rules by which a row becomes tokens
 INDEX = "index.json"
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
@@ -43,6 +44,7 @@ def tokens_fingerprint(config: DataConfig, corpus_fingerprint: str, vocabulary: 
     ]
     if config.has_conversations:
         text += [config.format, config.train_on_input, config.long_conversations, vocabulary.tokenizer.chat_template]
+        text.append(CONVERSATIONS_VERSION)
     facts = [FORMAT_VERSION, *text, vocabulary.size, vocabulary.end_of_text, _tokenizer_facts(vocabulary)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
