@@ -24,7 +24,12 @@ TEMPLATE = (
     "ASSISTANT: {{ m.content }}<end>{%% endif %%}{%% endfor %%}"
     "{%% if add_generation_prompt %%}ASSISTANT:%s{%% endif %%}"
 )
-TEXTS = ("1 + 2", "3 + 1", "  two  spaces  ", " 3 é€𝄞 3", "yes\n", "\n 3  ", "é", "3 <tool> 3", "no")
+# The end of a line after an answer is not of it.
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT:"
+    "{% generation %} {{ m.content }}<end>{% endgeneration %}{{ '\n' }}{% endif %}{% endfor %}"
+)
+TEXTS = ("1 + 2", "3 + 1", "  two  spaces  ", " 3 é€𝄞 3", "yes\n", "\n 3  ", "é", "3 <tool> 3", "<tool> 3", "no")
 BYTES = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 
 
@@ -124,15 +129,19 @@ def expected(made: Any, text: str, answers: list[tuple[int, int]]) -> list[bool]
     return found
 
 
-@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize(
+    ("jinja", "space", "after"), [(TEMPLATE % "", "", ""), (TEMPLATE % " ", " ", ""), (MARKED, "", "\n")]
+)
 @pytest.mark.parametrize("strips", ["", "lstrip", "rstrip"])
 @pytest.mark.parametrize("name", list(TOKENIZERS))
-def test_a_token_of_an_answer_has_characters_of_it_alone(name: str, strips: str, space: str) -> None:
+def test_a_token_of_an_answer_has_characters_of_it_alone(
+    name: str, strips: str, jinja: str, space: str, after: str
+) -> None:
     made: Any = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[name]())
     stripping = {strips: True} if strips else {}
     made.add_special_tokens({"eos_token": AddedToken("<end>", special=True, **stripping)})
     made.add_tokens([AddedToken("<tool>", normalized=False, **stripping)])
-    made.chat_template = TEMPLATE % space
+    made.chat_template = jinja
     encoder = ConversationEncoder(Vocabulary(made, len(made), made.eos_token_id), DataConfig(format="messages"))
     for question, answer in pairwise(TEXTS):
         messages, text, answers = [], "", []
@@ -140,7 +149,7 @@ def test_a_token_of_an_answer_has_characters_of_it_alone(name: str, strips: str,
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": say}]
             text += f"USER: {question} ASSISTANT:{space}"
             answers.append((len(text), len(text) + len(f"{'' if space else ' '}{say}<end>")))
-            text += f"{'' if space else ' '}{say}<end>"
+            text += f"{'' if space else ' '}{say}<end>{after}"
         tokens = encoder.encode([json.dumps({"messages": messages})])[0].tokens
         assert (tokens & ID_MASK).tolist() == made(text, add_special_tokens=False)["input_ids"]
         assert ((tokens & NOT_TRAINED) == 0).tolist() == expected(made, text, answers), text
