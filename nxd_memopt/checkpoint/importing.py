@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +26,19 @@ from nxd_memopt.parallel_layers.data_shards import (
     require_replicated,
     row_range,
 )
-from nxd_memopt.parallel_layers.resharding import LazySlice, local_slice, require_full_shape
+from nxd_memopt.parallel_layers.resharding import (
+    LazySlice,
+    full_shape,
+    local_slice,
+    require_full_shape,
+    stored_shape,
+)
 from nxd_memopt.parallel_layers.utils import bit_equal
 
+MEAN_ROWS = 8192  # rows of a table that are read at a time for their mean
 
-def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
+
+def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_embedding: bool = False) -> None:
     """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own
     slices.
 
@@ -36,6 +46,12 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
     ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Parameters on the
     meta device are created on the backend's device. Tied parameters stay tied. Values are cast to
     the dtype of the parameter. The host stores one shard of one parameter at a time.
+
+    Args:
+        model: the model to fill.
+        directory: the Hugging Face directory.
+        resize_embedding: if the model has more tokens than the files, the rows of the embedding and
+            of the head beyond those of the files are the mean of theirs.
 
     Raises:
         ValueError: on every rank, before any parameter changes, if files are missing or damaged,
@@ -48,16 +64,17 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
         raise_together(f"loading {directory}"),
         open_weights(location) as sources,
     ):
-        load_sources(model, sources, Path(directory))
+        load_sources(model, sources, Path(directory), resize_embedding=resize_embedding)
 
 
-def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
+def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, resize_embedding: bool = False) -> None:
     """Load ``model`` from full tensors by name. Each rank reads its own slices.
 
     Args:
         model: the model to fill.
         sources: full tensors, or lazy slices of them, by name.
         directory: named in error messages.
+        resize_embedding: as for ``load_pretrained``.
 
     Raises:
         ValueError: before any parameter changes, if names or shapes differ from the model's, or if
@@ -68,6 +85,8 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         # Names and shapes are checked for all tensors before the first parameter changes.
         sources = with_zero_biases(model, stack_experts(model, sources))
         targets = match_names(model, sources.keys())
+        if resize_embedding:
+            sources = _with_rows_of_tokens(model, sources, targets)
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)
             _require_unquantized(name, sources[name], param)
@@ -112,6 +131,41 @@ def _own_rows(local: Tensor, param: Tensor) -> Tensor:
         return local
     start, stop = row_range(param)
     return local[start:stop]
+
+
+class _MeanRows:
+    """A lazy matrix that has the rows of another one, and then their mean, up to a number of rows."""
+
+    def __init__(self, source: Tensor | LazySlice, rows: int) -> None:
+        self._source = source
+        self._rows = rows
+
+    def get_shape(self) -> list[int]:
+        """Return ``[rows, H]``."""
+        return [self._rows, *stored_shape(self._source)[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a range of rows; ``index`` is ``...``, a slice, or a tuple of one slice."""
+        (rows,) = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if rows is Ellipsis else rows).indices(self._rows)
+        stored = stored_shape(self._source)[0]
+        read = self._source[min(start, stored) : min(stop, stored)]
+        if stop <= stored:
+            return read
+        # The sum in fp64, of one chunk of rows at a time: the table may be as large as the memory for it.
+        chunks = (self._source[first : first + MEAN_ROWS] for first in range(0, stored, MEAN_ROWS))
+        mean = torch.stack([chunk.double().sum(0) for chunk in chunks]).sum(0) / stored
+        return torch.cat([read, mean.to(read.dtype).expand(stop - max(start, stored), -1)])
+
+
+def _with_rows_of_tokens(model: Any, sources: Sources, targets: Mapping[str, Tensor]) -> Sources:
+    """Return ``sources`` with as many rows of the embedding and the head as ``model`` has, if they are fewer."""
+    resized: Sources = {}
+    for name, param in targets.items():
+        is_table = param is model.embedding_weight() or param is model.lm_head.weight
+        if is_table and stored_shape(sources[name])[0] < (rows := full_shape(param)[0]):
+            resized[name] = _MeanRows(sources[name], rows)
+    return {**sources, **resized}
 
 
 def _require_equal_copies(model: torch.nn.Module, sources: Sources) -> None:

@@ -115,7 +115,7 @@ def _routed_config(config: PretrainedConfig, num_experts: int, top_k: int) -> Mi
     )
 
 
-def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None:
+def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int, resize_embedding: bool = False) -> None:
     """Load a model with experts from the Hugging Face directory of one without them. Every rank calls.
 
     Each rank reads its slices of the MLPs for each of its experts. The routers are drawn from the
@@ -127,6 +127,7 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
         model: a model with ``upcycled_config`` of the dense model's config, or ``with_shared_expert``.
         directory: the model without experts, or without a shared one.
         seed: seed of the weights that are drawn.
+        resize_embedding: as for ``load_pretrained``.
 
     Raises:
         ValueError: on every rank, as ``load_pretrained``.
@@ -140,7 +141,8 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
             upcycled = _stacked(model, sources)
         else:
             upcycled = _upcycled(model, sources, seed)
-        load_sources(model, upcycled | _shared_experts(model, seed), Path(directory))
+        upcycled |= _shared_experts(model, seed)
+        load_sources(model, upcycled, Path(directory), resize_embedding=resize_embedding)
 
 
 def _stacked(model: nn.Module, sources: Sources) -> Sources:

@@ -70,8 +70,9 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
     """Return the options for the model; write a config.json if there is no pretrained directory."""
     overrides = config.model.config_overrides
     file = directory / "config.json"
-    if config.moe.num_moe_experts is not None or config.moe.moe_shared_expert_intermediate_size is not None:
-        # certify needs the config with the added experts, and no file has it yet.
+    adds_experts = config.moe.num_moe_experts is not None or config.moe.moe_shared_expert_intermediate_size is not None
+    if adds_experts or config.model.resize_embedding:
+        # certify needs the config with the added experts or rows, and no file has it yet.
         from nxd_memopt.training.model import load_hf_config
 
         content = load_hf_config(config.model, config.moe).to_dict()

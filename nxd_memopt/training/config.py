@@ -52,6 +52,8 @@ class ModelConfig:
             ``--model.config-overrides.NAME VALUE``.
         random_init: keep the random initial weights instead of loading the weights of
             ``pretrained``.
+        resize_embedding: give the embedding and the output head a row for each token of the tokenizer,
+            if they have fewer, also in the export. The new rows are the mean of those of ``pretrained``.
         warm_start: a training checkpoint of this program, or the output directory of a run: its
             newest weights are the initial weights, of any dtype and parallel sizes. Optimizer,
             step and data start from the beginning. A run that has a checkpoint of its own continues from that.
@@ -64,6 +66,7 @@ class ModelConfig:
     tokenizer: str | None = None
     config_overrides: dict[str, Any] = field(default_factory=dict)
     random_init: bool = False
+    resize_embedding: bool = False
     warm_start: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
@@ -290,6 +293,12 @@ class TrainConfig:
             offloads_weights=self.memory.cpu_offloading_weights,
         )
         require_trainable_adapters(self.lora, self.memory, self.trainer.compile)
+        if self.lora.lora_rank is not None and self.model.resize_embedding:
+            raise ValueError(
+                f"model.resize_embedding adds rows to the embedding, which adapters (lora.lora_rank "
+                f"{self.lora.lora_rank}) neither train nor store: export the resized model with trainer.max_steps 0 "
+                "first, without lora_rank, and train adapters of the export"
+            )
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
         if self.optimizer.optimizer_cpu_offload:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
@@ -24,7 +26,7 @@ from nxd_memopt.training.moe_options import MoEOptions, has_experts, resolve_opt
 from nxd_memopt.training.nemo_options import VOCABULARY_OF_TOKENIZER
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 from nxd_memopt.training.special_tokens import special_tokens
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.vocabulary import Vocabulary, rows_for
 
 DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
@@ -59,12 +61,12 @@ def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
     overrides = dict(config.config_overrides)
     if overrides.get("vocab_size") == VOCABULARY_OF_TOKENIZER:
         del overrides["vocab_size"]
-        if config.pretrained is None and config.tokenizer is not None:
-            overrides["vocab_size"] = len(load_tokenizer(config.tokenizer))
+        if config.pretrained is None:
+            overrides["vocab_size"] = rows_for(_tokenizer(config))
     if config.pretrained is None:
         model_type = overrides.pop("model_type")
         require_supported(model_type)
-        return config_from_overrides(model_type, overrides)
+        return _resized(config, config_from_overrides(model_type, overrides))
     hf_config = load_config(config.pretrained)
     require_supported(hf_config.model_type)
     # The class follows from the directory's type: another one would be ignored.
@@ -74,7 +76,25 @@ def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
             f"model.config_overrides has model_type {model_type!r} and {config.pretrained} has "
             f"{hf_config.model_type!r}: leave model_type out, or leave model.pretrained out"
         )
-    return override_config(hf_config, overrides)
+    return _resized(config, override_config(hf_config, overrides))
+
+
+def _resized(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return ``hf_config`` with a row of the embedding for each token, with ``config.resize_embedding``."""
+    if config.resize_embedding:
+        rows = max(hf_config.vocab_size, rows_for(_tokenizer(config)))
+        hf_config = override_config(hf_config, {"vocab_size": rows})
+    return hf_config
+
+
+def _tokenizer(config: ModelConfig) -> Any:
+    """Return the run's tokenizer."""
+    name = config.tokenizer or config.pretrained
+    assert name is not None
+    try:
+        return load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"{error}: set model.tokenizer to a tokenizer's directory") from error
 
 
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -195,14 +215,9 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
 
     Raises:
         ValueError: no tokenizer can be loaded, it has no end-of-text token or another one than
-            the model, or it has more tokens than the model's vocabulary.
+            the model, or it has other tokens than added ones beyond the model's vocabulary.
     """
-    name = config.tokenizer or config.pretrained
-    assert name is not None
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(f"{error}: set model.tokenizer to a tokenizer's directory") from error
+    tokenizer = _tokenizer(config)
     special = special_tokens(config, hf_config, tokenizer, end_of_text)
     return Vocabulary(tokenizer, hf_config.vocab_size, special.end_of_text, special)
 
@@ -227,10 +242,11 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
         **expert_options(config, hf_config),
     )
     if config.model.pretrained is not None and not config.model.random_init:
+        resizes = config.model.resize_embedding
         if is_upcycled(config, hf_config):
-            load_upcycled(model, config.model.pretrained, seed=config.trainer.seed)
+            load_upcycled(model, config.model.pretrained, seed=config.trainer.seed, resize_embedding=resizes)
         else:
-            load_pretrained(model, config.model.pretrained)
+            load_pretrained(model, config.model.pretrained, resize_embedding=resizes)
     if on_host and not is_sharded_later:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the

@@ -98,6 +98,8 @@ def special_tokens(
     chosen: Ids = {"eos_token_id": ends[0] if ends else [end]}
     for name in ("bos_token_id", "pad_token_id"):
         found = [ids[name] for ids in (own, stated, generating) if name in ids]
+        # A padding token that was added to the tokenizer alone has no row in the embedding.
+        found = [ids for ids in found if max(ids) < hf_config.vocab_size]
         if found:
             chosen[name] = found[0]
     generation_ids = chosen | ({"eos_token_id": ends[-1]} if ends else {})

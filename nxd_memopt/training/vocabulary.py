@@ -26,7 +26,8 @@ class Vocabulary:
         special: the special token ids of the run and its export.
 
     Raises:
-        ValueError: the tokenizer has more than V tokens, or ``end_of_text`` is outside [0, V).
+        ValueError: the tokenizer has tokens outside [0, V) that are no added tokens, or
+            ``end_of_text`` is outside.
     """
 
     tokenizer: Any
@@ -35,19 +36,27 @@ class Vocabulary:
     special: SpecialTokens | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokenizer) > self.size:
+        # Of a model's own tokenizer, only tokens that were added to it have no row, such as a padding
+        # token that no text contains: the ids of each text are checked.
+        if set(self._beyond()) - set(self.tokenizer.get_added_vocab()):
             raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's "
-                f"vocab_size {self.size}: use the model's own tokenizer, or raise vocab_size in "
-                "model.config_overrides"
+                f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's vocab_size {self.size}: use "
+                "the model's own tokenizer, or set model.resize_embedding to give each token a row"
             )
         if not 0 <= self.end_of_text < self.size:
             raise ValueError(f"end-of-text token id {self.end_of_text} is outside [0, vocab_size {self.size})")
 
     @property
     def notes(self) -> list[str]:
-        """Lines for special tokens on which the model's files disagree, and for text without tokens."""
+        """Lines for special tokens on which the model's files disagree, and for tokens or text without the other."""
         notes = [] if self.special is None else list(self.special.notes)
+        beyond = self._beyond()
+        if beyond:
+            notes.append(
+                f"{len(beyond)} added tokens of the tokenizer, such as {beyond[0]!r}, are outside of the model's "
+                f"vocab_size {self.size}: text with one of them is an error, unless model.resize_embedding gives them "
+                "rows"
+            )
         missing = bytes_without_token(self.tokenizer)
         if missing:
             shown = ", ".join(f"0x{byte:02X}" for byte in missing[:4])
@@ -89,7 +98,22 @@ class Vocabulary:
         """Raise ``ValueError`` unless all ids between two are rows of the embedding."""
         if smallest < 0 or largest >= self.size:
             outside = largest if largest >= self.size else smallest
-            raise ValueError(f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer")
+            raise ValueError(
+                f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer, or set "
+                "model.resize_embedding to give each token of this one a row"
+            )
+
+    def _beyond(self) -> list[str]:
+        """Return the tokens whose ids are no rows of the embedding."""
+        if len(self.tokenizer) <= self.size:
+            return []
+        known = self.tokenizer.get_vocab()
+        return sorted((token for token in known if known[token] >= self.size), key=known.__getitem__)
+
+
+def rows_for(tokenizer: Any) -> int:
+    """Return the rows of an embedding for all tokens of a tokenizer, whose ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def bytes_without_token(tokenizer: Any) -> list[int]:

@@ -76,7 +76,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 # What is read, written, initialized or scheduled; numbers that are values of the step; what GPUs alone have.
 NOT_OF_THE_STEP = {
-    "model": "tokenizer random_init warm_start",
+    "model": "tokenizer random_init resize_embedding warm_start",
     "parallel": "use_cpu_initialization",
     "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
     "long_conversations end_of_text packing global_batch_size held_out_every eval_sequences on_bad_rows streaming",

@@ -83,7 +83,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 # Sections and options that are no memory of a step on its device, or only its time.
 NOT_OF_THE_STEP = {
-    "model": "pretrained tokenizer random_init warm_start",
+    "model": "pretrained tokenizer random_init resize_embedding warm_start",
     "parallel": "use_cpu_initialization",
     "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
     "long_conversations end_of_text packing held_out_every eval_sequences on_bad_rows streaming",
