@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -68,7 +69,8 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
 
     Those of a small corpus are all checked here, and ordered by an exact permutation. A large one
     (``data.streaming``) is read once, from beginning to end, while the run trains: the time
-    and the memory that this function needs do not depend on its size.
+    and the memory that this function needs do not depend on its size. Of streamed documents, the first
+    ``held_out_every`` are read, and more until one is held out: without, the corpus is small.
 
     Raises:
         ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.
@@ -77,15 +79,11 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
         return _with_validation(config, config.validation_dataset, seed)
     if Path(config.dataset).suffix == SUFFIX:
         return _open_indexed(config, seed)
-    if not is_streamed(config):
-        documents = open_documents(config)
-        return Corpus(
-            PermutedDocuments(documents, documents.train, seed),
-            PermutedDocuments(documents, documents.held_out, seed),
-            documents.fingerprint,
-        )
-    shards = find_shards(config)
-    facts = ["window", WINDOW_DOCUMENTS, config.held_out_every, [shard.identity for shard in shards]]
+    every = config.split_every
+    shards = find_shards(config) if is_streamed(config) else []
+    if not shards or not _has_both_splits((is_held_out(text, every) for text in _texts(shards)), every):
+        return _open_small(config, seed)
+    facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (
         f"data: {len(shards)} shards of {config.dataset!r} are read in a shuffled order, with a shuffled window of "
@@ -94,12 +92,43 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
     # before the first evaluation.
     return Corpus(
-        WindowedDocuments(shards, seed, lambda text: not is_held_out(text, config.held_out_every), WINDOW_DOCUMENTS),
-        WindowedDocuments(shards, seed, lambda text: is_held_out(text, config.held_out_every), 1),
+        WindowedDocuments(shards, seed, lambda text: not is_held_out(text, every), WINDOW_DOCUMENTS),
+        WindowedDocuments(shards, seed, lambda text: is_held_out(text, every), 1),
         fingerprint,
         (note,),
         HELD_OUT_SEQUENCES,
     )
+
+
+def _open_small(config: DataConfig, seed: int) -> Corpus:
+    """Return documents in an exact permutation, after all were read."""
+    documents = open_documents(config)
+    notes = [f"data: the last 1/{config.split_every} of each document is held out"] if documents.are_cut else []
+    return Corpus(
+        PermutedDocuments(documents, documents.train, seed),
+        PermutedDocuments(documents, documents.held_out, seed),
+        documents.fingerprint,
+        tuple(notes),
+    )
+
+
+def _texts(shards: list[Shard]) -> Iterator[str]:
+    return (text for shard in shards for text, _ in shard.read(0))
+
+
+def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
+    """Return whether the hash splits the documents: there are at least ``every``, some held out and some not.
+
+    Args:
+        held_out: for each document, whether its hash says that it is held out; read as far as needed.
+        every: ``data.held_out_every``.
+    """
+    counts = {False: 0, True: 0}
+    for is_out in held_out if every else ():
+        counts[is_out] += 1
+        if all(counts.values()) and sum(counts.values()) >= every:
+            return True
+    return not every
 
 
 def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
@@ -126,13 +155,25 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     """Return documents of token ids, whose places are known: an exact permutation at any size."""
     require_rows(config, "tokens")
     tokens = IndexedTokens(Path(config.dataset))
-    facts = ["indexed", config.held_out_every, *tokens.identity]
-    every = config.held_out_every
+    every = config.split_every
+    facts = ["indexed", every, *tokens.identity]
+    sides = (is_held_out_tokens(tokens[index], every) for index in range(len(tokens)))
+    are_cut = not _has_both_splits(sides, every)
+
+    def part(ids: Tokens, *, held_out: bool) -> Tokens | None:
+        if are_cut:
+            cut = int((1 - 1 / every) * len(ids))
+            return ids[cut:] if held_out else ids[:cut]
+        return ids if is_held_out_tokens(ids, every) == held_out else None
+
+    notes = [f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation"]
+    if are_cut:
+        notes.append(f"data: the last 1/{every} of each document is held out")
     return Corpus(
-        PermutedTokens(tokens, seed, lambda ids: not is_held_out_tokens(ids, every)),
-        PermutedTokens(tokens, seed, lambda ids: is_held_out_tokens(ids, every)),
+        PermutedTokens(tokens, seed, partial(part, held_out=False)),
+        PermutedTokens(tokens, seed, partial(part, held_out=True)),
         hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
-        (f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation",),
+        tuple(notes),
         HELD_OUT_SEQUENCES,
     )
 

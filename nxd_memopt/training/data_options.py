@@ -11,6 +11,7 @@ from nxd_memopt.config import require_at_least, require_divisible, require_named
 PACKINGS = ("auto", "concatenate", "best_fit")
 FORMATS = ("auto", "text", "messages", "prompt_completion", "instruction_output")
 LONG_CONVERSATIONS = ("cut", "drop")
+HELD_OUT_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class DataConfig:
         global_batch_size: sequences per optimizer step over all data-parallel ranks.
         held_out_every: about one document in this many is kept out of training, chosen by hash;
             with fewer documents than this, the last 1/held_out_every of each document. 0 keeps none
-            out of training, and needs ``eval_sequences`` 0 or a ``validation_dataset``.
+            out of training, and needs ``eval_sequences`` 0 or a ``validation_dataset``. ``auto`` is
+            20, and 0 with ``eval_sequences`` 0.
         validation_dataset: text for the held-out loss, of the same kind and columns as ``dataset``,
             of which nothing is then kept out of training.
         eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
@@ -83,7 +85,7 @@ class DataConfig:
     isolate_documents: bool = True
     micro_batch_size: int = 1
     global_batch_size: int = 8
-    held_out_every: int = 20
+    held_out_every: int | Literal["auto"] = "auto"
     validation_dataset: str | None = None
     eval_sequences: int = 16
     on_bad_rows: Literal["error", "skip"] = "error"
@@ -104,6 +106,8 @@ class DataConfig:
         require_at_least("data.seq_length", self.seq_length, 2)
         require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
         require_at_least("data.eval_sequences", self.eval_sequences, 0)
+        if self.held_out_every == "auto":
+            object.__setattr__(self, "held_out_every", HELD_OUT_EVERY if self.eval_sequences else 0)
         self._check_held_out()
         require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
         require_one_of("data.streaming", self.streaming, (True, False, "auto"))
@@ -122,6 +126,12 @@ class DataConfig:
         return self.format not in ("auto", "text")
 
     @property
+    def split_every(self) -> int:
+        """``held_out_every`` as a number."""
+        assert self.held_out_every != "auto", "resolved when the options are checked"
+        return self.held_out_every
+
+    @property
     def sources(self) -> dict[str, float]:
         """Weights by dataset: those of ``mixture``, or ``dataset`` alone."""
         return dict(self.mixture) or {self.dataset: 1.0}
@@ -132,8 +142,8 @@ class DataConfig:
 
     def _check_held_out(self) -> None:
         """Raise ``ValueError`` for an evaluation without text, or a validation text that nothing evaluates."""
-        if self.held_out_every:
-            require_at_least("data.held_out_every", self.held_out_every, 2)
+        if self.split_every:
+            require_at_least("data.held_out_every", self.split_every, 2)
         require_named("data.validation_dataset", self.validation_dataset)
         if self.validation_dataset is None:
             if not self.held_out_every and self.eval_sequences:

@@ -52,6 +52,11 @@ class Documents:
     held_out: list[Part]
     fingerprint: str
 
+    @property
+    def are_cut(self) -> bool:
+        """Whether the end of each document is held out, not some documents."""
+        return any(part.start for part in self.held_out)
+
     def text(self, part: Part) -> str:
         """Return the text of ``part``."""
         text = self.read(part.index)
@@ -89,7 +94,7 @@ def open_documents(config: DataConfig) -> Documents:
     if not source.count:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
     digests = [text_digest(source.read(index)) for index in range(source.count)]
-    train, held_out = split_documents(digests, config.held_out_every, can_cut=not config.has_conversations)
+    train, held_out = split_documents(digests, config.split_every, can_cut=not config.has_conversations)
     if not train:
         raise ValueError(
             f"dataset {config.dataset!r} contains {len(digests)} copies of one conversation, and the held-out "

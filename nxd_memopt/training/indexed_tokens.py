@@ -100,20 +100,20 @@ class PermutedTokens:
     Args:
         tokens: all documents.
         seed: seed of the order.
-        is_chosen: whether a document with these ids is in the split.
+        part: returns what a document with these ids has in the split, or None.
     """
 
-    def __init__(self, tokens: IndexedTokens, seed: int, is_chosen: Callable[[Tokens], bool]) -> None:
+    def __init__(self, tokens: IndexedTokens, seed: int, part: Callable[[Tokens], Tokens | None]) -> None:
         self._tokens = tokens
         self._seed = seed
-        self._is_chosen = is_chosen
+        self._part = part
 
     def read(self, start: list[int] | None) -> Iterator[tuple[Tokens, list[int]]]:
         """Yield the documents from position ``[documents of both splits before it]`` on."""
         order = np.random.default_rng([self._seed, 0]).permutation(len(self._tokens))
         for number in range(start[0] if start else 0, len(order)):
-            ids = self._tokens[int(order[number])]
-            if self._is_chosen(ids):
+            ids = self._part(self._tokens[int(order[number])])
+            if ids is not None:
                 yield ids, [number + 1]
 
 

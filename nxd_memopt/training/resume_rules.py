@@ -71,6 +71,7 @@ RULES: dict[str, Rule] = {
     "model.tokenizer": SAME_CONTENT,
     "model.config_overrides": SPECIAL,
     "model.random_init": NOT_COMPARED,
+    "model.resize_embedding": NOT_COMPARED,  # vocab_size, which follows from it, is compared
     "model.warm_start": NOT_COMPARED,
     "model.dtype": REFUSED,
     "parallel.tensor_model_parallel_size": REPORTED,
@@ -127,7 +128,7 @@ RULES: dict[str, Rule] = {
     "data.seq_length": REFUSED,
     "data.packing": Rule(Change.REFUSED, WARM_START, before="concatenate"),
     "data.isolate_documents": Rule(Change.WHEN_ASKED, before=False),
-    "data.held_out_every": REFUSED,
+    "data.held_out_every": Rule(Change.REFUSED, f"{WARM_START} (auto is 0 with data.eval_sequences 0)"),
     "data.validation_dataset": Rule(Change.SAME_CONTENT, before=None),
     "data.micro_batch_size": REPORTED,
     "data.global_batch_size": WHEN_ASKED,

@@ -44,8 +44,16 @@ def bytes_per_parameter(config: TrainConfig) -> int:
 def _held_out(data: DataConfig) -> str:
     """Return where the held-out text comes from, and how much of it an evaluation reads."""
     if not data.eval_sequences:
-        return "none is evaluated (data.eval_sequences 0)"
-    source = f"about one document in {data.held_out_every}, chosen by its hash"
+        if not data.held_out_every:
+            return "none, and nothing is evaluated (data.eval_sequences 0)"
+        return (
+            f"about one document in {data.held_out_every} is neither trained nor evaluated (data.eval_sequences 0): "
+            "data.held_out_every 0 trains it"
+        )
     if data.validation_dataset is not None:
-        source = f"{data.validation_dataset!r}"
-    return f"{source}; an evaluation reads {data.eval_sequences:,} sequences"
+        return f"{data.validation_dataset!r}; an evaluation reads {data.eval_sequences:,} sequences"
+    source = f"about one document in {data.held_out_every}, chosen by its hash"
+    return (
+        f"{source}; an evaluation reads {data.eval_sequences:,} sequences of it, and the rest is neither trained nor "
+        "evaluated"
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from nxd_memopt.training import corpora, shards, token_feed
 from nxd_memopt.training.corpora import WindowedDocuments, open_corpus
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.documents import text_digest
 from nxd_memopt.training.shards import find_shards, is_streamed
 from tests.training import packed_tokens
 from tests.training.packed_tokens import ListedTexts, open_split, rows_of
@@ -112,6 +115,52 @@ def test_held_out_text_is_chosen_by_its_content(tmp_path: Path) -> None:
     train, held_out = ([text for text, _ in split.read(None)] for split in (corpus.train, corpus.held_out))
     assert train and held_out and not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(2 * TEXTS)
+
+
+def halves(texts: list[str], every: int) -> list[list[str]]:
+    """The first characters of each text, and the last 1/every, computed with integers."""
+    bounds = [len(text) * (every - 1) // every for text in texts]
+    return [
+        sorted(text[:bound] for text, bound in zip(texts, bounds, strict=True)),
+        sorted(text[bound:] for text, bound in zip(texts, bounds, strict=True)),
+    ]
+
+
+# By hash, none of these 30 is held out with every 5th.
+ALL_TRAINED = [text for text in (f"document {i} of many" for i in range(200)) if int(text_digest(text)[:16], 16) % 5][
+    :30
+]
+
+
+@pytest.mark.parametrize("texts", [TEXTS[20:23], ALL_TRAINED], ids=["three", "one side"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "saved"])
+def test_few_documents_that_are_streamed_are_cut_as_without_streaming(
+    tmp_path: Path, kind: str, texts: list[str]
+) -> None:
+    path = tmp_path / f"d.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, texts)
+    elif kind == "txt":
+        texts = ["\n".join(texts)]
+        path.write_bytes(texts[0].encode())
+    else:
+        table = datasets.Dataset.from_dict({"text": texts})
+        table.to_parquet(path) if kind == "parquet" else table.save_to_disk(str(path))
+    config = streamed(path, held_out_every=5)
+    corpus = open_corpus(config, 0)
+    assert [sorted(text for text, _ in split.read(None)) for split in (corpus.train, corpus.held_out)] == halves(
+        texts, 5
+    )
+    assert corpus.notes == ("data: the last 1/5 of each document is held out",)
+    assert open_corpus(replace(config, streaming=False), 0).fingerprint == corpus.fingerprint
+
+
+def test_few_conversations_that_are_streamed_are_held_out_whole(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"question {i}", "completion": "answer"}) for i in range(3)]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    corpus = open_corpus(streamed(tmp_path / "d.jsonl", format="prompt_completion"), 0)
+    train, held_out = ([text for text, _ in split.read(None)] for split in (corpus.train, corpus.held_out))
+    assert (len(train), len(held_out)) == (2, 1) and not set(train) & set(held_out)
 
 
 def test_a_large_corpus_is_not_read_before_its_first_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

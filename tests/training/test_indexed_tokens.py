@@ -57,6 +57,14 @@ def test_both_splits_have_each_document_once_and_go_on(tmp_path: Path) -> None:
     assert train != [ids.tolist() for ids, _ in open_corpus(DataConfig(dataset=str(path)), 4).train.read(None)]
 
 
+def test_few_documents_are_cut(tmp_path: Path) -> None:
+    path = write_indexed(tmp_path / "d", [[[*range(10, 30)]], [[*range(40, 50)]]])
+    corpus = open_corpus(DataConfig(dataset=str(path), held_out_every=5), 3)
+    train, held_out = (sorted(ids.tolist() for ids, _ in each.read(None)) for each in (corpus.train, corpus.held_out))
+    assert train == [[*range(10, 26)], [*range(40, 48)]] and held_out == [[*range(26, 30)], [48, 49]]
+    assert "the last 1/5 of each document is held out" in corpus.notes[1]
+
+
 def test_documents_end_with_the_end_of_text_once(tmp_path: Path) -> None:
     path = write_indexed(tmp_path / "d", [[[*ids, END] if i % 2 else ids] for i, ids in enumerate(DOCUMENTS)])
     config = DataConfig(dataset=str(path), seq_length=16, eval_sequences=0)

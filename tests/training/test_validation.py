@@ -45,6 +45,44 @@ def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, strea
     assert not list(corpus.held_out.read(None))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, count: int, streaming: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", LINES[:count])
+    corpus = open_corpus(DataConfig(path, eval_sequences=0, streaming=streaming), 0)
+    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES[:count])
+    assert not list(corpus.held_out.read(None))
+    # Asked for, it is.
+    corpus = open_corpus(DataConfig(path, eval_sequences=0, held_out_every=20, streaming=streaming), 0)
+    assert list(corpus.held_out.read(None))
+
+
+def test_a_resumed_run_keeps_what_is_held_out(tmp_path: Path) -> None:
+    """Evaluation that is turned on or off on the way would train evaluated text, or evaluate trained text."""
+    evaluated, without = (
+        write_config(tmp_path / name, data={"eval_sequences": count}, optimizer={"decay_steps": 4}, trainer=trainer)
+        for name, count in (("a", 6), ("b", 0))
+        for trainer in [{"max_steps": 2, "export": False, "output_dir": str(tmp_path / name / "run")}]
+        if not (tmp_path / name).mkdir()
+    )
+    outcome = run_here(evaluated)
+    assert "6 sequences of it, and the rest is neither trained nor evaluated" in outcome.stdout
+    more = ("--trainer.max-steps", "4")
+    outcome = run_here(evaluated, *more, "--data.eval-sequences", "0")
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "data.held_out_every was 20 and is 0: restore it", "auto is 0 with data.eval_sequences")
+    outcome = run_here(evaluated, *more, "--data.eval-sequences", "0", "--data.held-out-every", "20")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "one document in 20 is neither trained nor evaluated" in outcome.stdout
+    outcome = run_here(without)
+    assert_says(outcome.stdout, "held-out text: none, and nothing is evaluated")
+    outcome = run_here(without, *more, "--data.eval-sequences", "6")
+    assert_says(outcome.stderr, "data.held_out_every was 0 and is 20: restore it")
+    validation = ("--data.validation-dataset", write_jsonl(tmp_path / "other.jsonl", OTHER))
+    outcome = run_here(without, *more, "--data.eval-sequences", "6", "--data.held-out-every", "0", *validation)
+    assert outcome.returncode == 0, outcome.stderr
+
+
 def test_a_run_evaluates_the_validation_text_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated = recorded_held_out(monkeypatch)
     for name in ("a", "b"):
