@@ -9,6 +9,7 @@ import numpy as np
 from nxd_memopt.training.chat import ConversationEncoder, Encoded
 from nxd_memopt.training.corpora import Document
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.long_texts import LONG_CHARACTERS, long_text_ids
 from nxd_memopt.training.vocabulary import Vocabulary
 
 
@@ -32,6 +33,7 @@ class DocumentEncoder:
         """
         if self._conversations is not None:
             return self._conversations.encode([text for text in documents if isinstance(text, str)])
+        documents = [self._if_long(document) for document in documents]
         # Empty documents are left out: each would add nothing but an end-of-text token.
         texts = [text for text in documents if isinstance(text, str) and text.strip()]
         ids = iter(self._vocabulary.encode(texts) if texts else [])
@@ -42,3 +44,9 @@ class DocumentEncoder:
             else:
                 encoded.append(Encoded(np.asarray(next(ids) if document.strip() else [], dtype=np.int32)))
         return encoded
+
+    def _if_long(self, document: Document) -> Document:
+        """Return the ids of a text that is too long to be tokenized at once, and any other document as it is."""
+        if not isinstance(document, str) or len(document) <= LONG_CHARACTERS or document.isspace():
+            return document
+        return long_text_ids(self._vocabulary.tokenizer, document)

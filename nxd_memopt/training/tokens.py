@@ -22,7 +22,7 @@ SPLITS: tuple[str, ...] = ("train", "held_out")
 WINDOW_TOKENS = 2**20
 MIN_WINDOW_SEQUENCES = 16
 DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
-CALL_CHARACTERS = 2**25  # of their text: 32 pieces of a long text file
+CALL_CHARACTERS = 2**22  # of their text: four pieces of a long text file
 
 
 @dataclass(frozen=True)
