@@ -80,14 +80,16 @@ class Summary:
         """Return the planned memory of rank 0 next to what its run has used."""
         if self.planned_memory_bytes is None:
             return None
-        text = gib(self.planned_memory_bytes)
-        if self.measured_memory_bytes is not None:
-            text += f"; measured: {gib(self.measured_memory_bytes)}"
-            # On a CPU a small step may fit into memory that the process had freed before: no growth.
-            if self.measured_memory_bytes > 0:
-                text += f" ({100 * (self.planned_memory_bytes / self.measured_memory_bytes - 1):+.1f} %)"
-            if self.freed_memory_bytes:
-                text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
+        planned, measured = self.planned_memory_bytes, self.measured_memory_bytes
+        if measured is None:
+            return gib(planned)
+        if self.backend != "cpu":
+            return f"{gib(planned)}; measured: {gib(measured)} ({100 * (planned / measured - 1):+.1f} %)"
+        # A CPU has no statistics of tensors. The process also grows by what malloc keeps and by libraries, or
+        # not at all if a small step fits into memory that was freed before: no error of the plan.
+        text = f"{gib(planned)} of tensors; the process grew by {gib(measured)}"
+        if self.freed_memory_bytes:
+            text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
         return text
 
     def _rows(self) -> list[tuple[str, str]]:
