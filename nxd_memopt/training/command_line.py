@@ -44,10 +44,10 @@ def override(base: TrainConfig, overrides: Sequence[str], program: str) -> Train
 
 
 def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` with ``--memory auto``, and YAML's ``true``, ``false`` and ``null``, in tyro's form.
+    """Return ``arguments`` with ``--memory auto``, YAML's ``true``, ``false`` and ``null``, and lists in tyro's form.
 
     tyro has ``--SECTION.OPTION`` and ``--SECTION.no-OPTION`` for booleans; where an option has other
-    values too, it has Python's words.
+    values too, it has Python's words. Entries of a list are arguments of their own, not a text with commas.
     """
     types_of = _option_types()
     result: list[str] = []
@@ -65,6 +65,13 @@ def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
             converted = [name, str(_WORDS[value])]
         elif (name, value) == ("--memory", "auto"):
             converted = ["--trainer.auto-memory"]
+        elif _is_list(hint) and name.replace("_", "-") != "--launch.neuron-cc-flags":
+            # Flags of the compiler have commas of their own.
+            values = [value] if separator else []
+            while remaining and not remaining[0].startswith("--"):
+                values.append(remaining.pop(0))
+            result += [name, *(part.strip() for each in values for part in each.split(",") if part.strip())]
+            continue
         else:
             result.append(argument)
             continue
@@ -72,6 +79,11 @@ def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
         if not separator:
             remaining.pop(0)
     return result
+
+
+def _is_list(hint: Any) -> bool:
+    """Return whether an option of a type takes several values."""
+    return tuple in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint)))
 
 
 def _option_types() -> dict[str, Any]:

@@ -55,7 +55,8 @@ def _find_files(name: str) -> list[Path]:
     is_path = path.exists() or path.is_absolute() or path.suffix in BUILDERS
     is_local = is_path or "*" in name or name.startswith(".")
     if is_local and not files:
-        raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)})")
+        where = "" if path.is_absolute() else f"; a relative path is looked for in {Path.cwd()}"
+        raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)}){where}")
     # Files of one builder make one dataset with one set of columns. A suffix that is not known
     # stands for itself and is named in the message.
     kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
@@ -111,7 +112,7 @@ def file_identity(path: Path) -> list[Any]:
 @contextmanager
 def readable(name: str) -> Iterator[None]:
     """Raise one kind of error for everything that the datasets library cannot read."""
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     try:
         yield
@@ -123,8 +124,8 @@ def readable(name: str) -> Iterator[None]:
         remedy = ""
         if isinstance(cause, KeyError | TypeError):
             remedy = f" ({type(cause).__name__}): a file of it was altered, save it again"
-        elif isinstance(cause, ConnectionError):
-            remedy = ": check the name and the network, or name local files"
+        elif isinstance(cause, ConnectionError | DatasetNotFoundError):
+            remedy = f": check the name and the network, or name local files, which are looked for in {Path.cwd()}"
         elif type(cause).__module__.startswith("pyarrow"):
             remedy = ": correct the file, or copy it again"
         elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

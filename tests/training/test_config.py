@@ -53,6 +53,22 @@ def test_the_command_line_takes_the_words_of_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "entries", [("0.8,0.9",), ("=0.8,0.9",), ("0.8,", "0.9"), ("0.8", "0.9"), ("0.8, 0.9",)], ids=str
+)
+def test_lists_of_the_command_line_may_have_commas(entries: tuple[str, ...]) -> None:
+    names = [entry.replace("0.8", "norm").replace("0.9", "mlp") for entry in entries]
+    options = [("--optimizer.betas", entries), ("--memory.recompute-modules", names), ("--optimizer.no_decay", names)]
+    arguments = [
+        part for name, values in options for part in ([name + values[0]] if values[0][0] == "=" else [name, *values])
+    ]
+    more = ["--model.pretrained", "d", "--memory.recompute-granularity", "selective", "--launch.neuron-cc-flags=-a=b,c"]
+    config = parse_config([*more, *arguments, "--moe.moe-layer-freq", "0,1", "--trainer.seed", "6"])
+    assert config.optimizer.betas == (0.8, 0.9) and config.moe.moe_layer_freq == (0, 1) and config.trainer.seed == 6
+    assert config.memory.recompute_modules == config.optimizer.no_decay == ("norm", "mlp")
+    assert config.launch.neuron_cc_flags == ("-a=b,c",)  # a flag of the compiler as it is
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("data_parallel: {sharding: zero9}", ("data_parallel.sharding 'zero9'", "'zero3'")),
