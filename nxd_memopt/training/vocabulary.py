@@ -38,7 +38,8 @@ class Vocabulary:
     def __post_init__(self) -> None:
         # Of a model's own tokenizer, only tokens that were added to it have no row, such as a padding
         # token that no text contains: the ids of each text are checked.
-        if set(self._beyond()) - set(self.tokenizer.get_added_vocab()):
+        beyond = self._beyond()
+        if beyond and set(beyond) - set(self.tokenizer.get_added_vocab()):
             raise ValueError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's vocab_size {self.size}: use "
                 "the model's own tokenizer, or set model.resize_embedding to give each token a row"
