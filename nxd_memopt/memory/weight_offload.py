@@ -11,6 +11,7 @@ forgotten copy cannot read stale values: kernels fail on a null address.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_pool import HostPool
@@ -77,9 +79,10 @@ class _Unit:
             start += _aligned(storage.nbytes())
 
     def forget(self) -> None:
-        """Remove the reference to this offload from the parameters."""
+        """Remove the references to this offload from the parameters."""
         for param in self._params:
             delattr(param, _ATTRIBUTE)
+            delattr(param, "__deepcopy__")
 
     def require_unreplaced(self) -> None:
         """Raise ``RuntimeError`` if a parameter has another storage than at the beginning."""
@@ -146,8 +149,8 @@ class WeightOffload:
     the host.
 
     After backward all offloaded weights are on the host. ``weights_to_device`` brings them back for
-    whatever reads or writes them outside forward and backward, such as an optimizer; the next
-    forward returns them.
+    whatever reads or writes them outside forward and backward; the next forward returns them.
+    ``step`` of every ``torch.optim.Optimizer`` calls it.
 
     Args:
         transfers: asynchronous copies between device and host.
@@ -184,6 +187,8 @@ class WeightOffload:
             start += unit.size_bytes()
         self._leaving_before: list[_Unit] = []
         self._is_in_backward = False
+        # Not a handle in an attribute: among garbage its weak reference is cleared before ``__del__`` runs.
+        self._remove_step_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_fetch_before_step).remove)
 
     def __del__(self) -> None:
         # Neither the allocator that gets the weights' memory nor the host's unmapping knows of copies that run.
@@ -252,6 +257,7 @@ class WeightOffload:
     def close(self) -> None:
         """Bring all weights to the device and give the host memory back."""
         self.to_device()
+        self._remove_step_hook()
         for unit in self._units:
             unit.forget()
         # The host memory may be freed from now on.
@@ -338,6 +344,8 @@ def apply_weight_offload(
     for layer in first:
         for param in layer.parameters():
             setattr(param, _ATTRIBUTE, offload)
+            # ``copy`` asks the parameter first, whose own method would read memory that is freed.
+            param.__deepcopy__ = offload.__deepcopy__  # pyright: ignore[reportAttributeAccessIssue]
         layer.register_state_dict_pre_hook(_fetch_before)
         layer.register_load_state_dict_pre_hook(_fetch_before)
     return offload
@@ -356,17 +364,17 @@ def remove_weight_offload(layers: Iterable[nn.Module]) -> None:
 def weights_to_device(parameters: Iterable[Tensor]) -> None:
     """Bring the offloaded weights of a model to the device, until its next forward.
 
-    This library's optimizers and checkpoints call it, as do ``state_dict`` and
-    ``load_state_dict``. Call it before anything else but forward and backward reads or writes
-    weights. Without offloaded weights it does nothing.
+    Optimizers of ``torch.optim`` and this library, checkpoints, ``state_dict`` and ``load_state_dict``
+    call it. Call it before anything else but forward and backward reads or writes weights: their
+    memory is freed. Without offloaded weights it does nothing.
 
     Args:
         parameters: parameters that will be read or written.
 
     Example::
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda *_: weights_to_device(model.parameters()))
+        weights_to_device(model.parameters())
+        norms = [param.norm() for param in model.parameters()]
     """
     is_in_backward = torch._C._current_graph_task_id() >= 0
     fetched: set[int] = set()
@@ -395,3 +403,23 @@ def _offload_of(param: Tensor) -> WeightOffload | None:
 def _fetch_before(layer: nn.Module, *_: Any) -> None:
     """Bring the weights to the device: a hook of ``state_dict`` and ``load_state_dict``."""
     weights_to_device(layer.parameters())
+
+
+def _fetch_before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Bring the weights to the device: a hook of every optimizer's ``step``."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not has_offloaded_weights(params):
+        return None
+    weights_to_device(params)
+
+    def then_fetch(closure: Callable[[], Any]) -> Any:
+        result = closure()
+        weights_to_device(params)
+        return result
+
+    # The forward and backward of a closure return the weights to the host before the update.
+    args = tuple(functools.partial(then_fetch, each) if callable(each) else each for each in args)
+    kwargs = {name: functools.partial(then_fetch, each) if callable(each) else each for name, each in kwargs.items()}
+    return args, kwargs

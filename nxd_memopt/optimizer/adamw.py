@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.weight_offload import weights_to_device
 
 Numbers = dict[tuple[Any, ...], tuple[float | Tensor, float | Tensor]]
 """Step size and decay by (step, device, dtype)."""
@@ -73,7 +72,6 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights_to_device(param for group in self.param_groups for param in group["params"])
         for group in self.param_groups:
             numbers: Numbers = {}
             for param in group["params"]:

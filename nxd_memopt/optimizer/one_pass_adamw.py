@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.weight_offload import weights_to_device
 from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
@@ -39,7 +38,6 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights_to_device(param for group in self.param_groups for param in group["params"])
         # Every group takes the same path: torch's step does not update single groups.
         if not _is_capturing() and all(self._is_supported(group) for group in self.param_groups):
             for group in self.param_groups:

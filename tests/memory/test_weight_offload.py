@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state, save_training_state
 from nxd_memopt.config import MemoryConfig
@@ -15,6 +17,8 @@ from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.weight_offload import WEIGHT_OWNER, apply_weight_offload
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OptimizerInBackward
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.trainer import neuronx_distributed_config
+from nxd_memopt.trainer.optimizer import NxDOptimizer
 from tests.deferred_transfers import DeferredTransfers
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
@@ -118,29 +122,60 @@ def test_few_layers_are_on_the_device_at_a_time():
         assert most == 2  # forward writes nothing back
 
 
-def sgd(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: weights_to_device(model.parameters()))
-    return optimizer
-
-
 def zero1(model):
     return NeuronZero1Optimizer(model.parameters(), AdamW, grad_clipping=True, max_norm=0.5, lr=0.1)
 
 
+def wrapped(model):
+    """torch's optimizer in neuronx-distributed's wrapper, which clips."""
+    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": False, "max_grad_norm": 0.5})
+    return NxDOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), config)
+
+
+OPTIMIZERS = {
+    "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "loop": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+    "library": lambda model: AdamW(model.parameters(), lr=0.1),
+    "zero1": zero1,
+    "wrapped": wrapped,
+}
+
+
+class Update(torch.optim.SGD):
+    """Looks for the weights in its update, in which memory that is freed would end the process."""
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        assert all(param.untyped_storage().nbytes() for group in self.param_groups for param in group["params"])
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_the_weights_are_on_the_device_in_every_step(closure):
+    model = offloaded()
+    backward(model)
+    optimizer = Update(model.parameters(), lr=0.1)
+    optimizer.step(functools.partial(backward, model)) if closure else optimizer.step()
+
+
 @pytest.mark.parametrize("num_layers", [1, LAYERS])
-@pytest.mark.parametrize("new_optimizer", [sgd, zero1, lambda model: AdamW(model.parameters(), lr=0.1)])
-def test_an_optimizer_updates_the_weights(new_optimizer, num_layers):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("closure", [None, "positional", "keyword"])
+def test_an_optimizer_updates_the_weights(name, num_layers, closure):
+    """A closure runs forward and backward inside of the step, after which the weights are on the host again."""
     parallel_state.initialize_model_parallel()
     expected, model = build(), offloaded(num_layers=num_layers)
     backward(model)  # the optimizer finds the weights on the host
     model.zero_grad()
-    optimizers = [new_optimizer(each) for each in (expected, model)]
+    optimizers = [OPTIMIZERS[name](each) for each in (expected, model)]
     for _ in range(3):
         for each, optimizer in zip((expected, model), optimizers, strict=True):
-            for _ in range(2):  # accumulation
-                backward(each)
-            optimizer.step()
+            backward(each)  # accumulation
+            again = functools.partial(backward, each)
+            if closure is None:
+                again()
+            arguments = {None: [], "positional": [again], "keyword": []}[closure]
+            optimizer.step(*arguments, **({"closure": again} if closure == "keyword" else {}))
             optimizer.zero_grad()
     with torch.no_grad():
         assert torch.equal(model(**batch()).loss, expected(**batch()).loss)
@@ -229,6 +264,7 @@ def test_the_host_memory_is_counted_and_given_back(transfers):
     assert_equal(gradients(model), expected)
     apply_memory(model, MemoryConfig())
     assert WEIGHT_OWNER not in pool.ledger() and device_bytes(layers[0])
+    assert copy.deepcopy(model) is not model
     assert not any("forward" in layer.__dict__ for layer in layers)
     assert_equal(gradients(model), expected)
     small = HostPool(limit_bytes=offload.host_bytes - 1, block_bytes=512)
@@ -238,7 +274,9 @@ def test_the_host_memory_is_counted_and_given_back(transfers):
 
 def test_refusals(monkeypatch, transfers):
     model = offloaded()
-    assert_says(error_message(lambda: copy.deepcopy(model)), "cpu_offloading_weights", "before apply_memory")
+    for _ in range(2):
+        assert_says(error_message(lambda: copy.deepcopy(model)), "cpu_offloading_weights", "before apply_memory")
+        backward(model)  # the weights are on the host
     assert_says(
         error_message(lambda: MemoryConfig(cpu_offloading_weights=True)), "cpu_offloading_num_layers above 0", "got 0"
     )
@@ -307,6 +345,8 @@ def test_memory_of_a_dropped_model_outlives_its_copies():
         copy_out = copy_in
 
     transfers = StreamTransfers()
+    gc.collect()
+    num_hooks = len(_global_optimizer_pre_hooks)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
     apply_weight_offload(list(layers), 3, transfers, HostPool())
     with torch.no_grad():
@@ -316,3 +356,4 @@ def test_memory_of_a_dropped_model_outlives_its_copies():
     del layers
     gc.collect()
     assert last in ended
+    assert len(_global_optimizer_pre_hooks) == num_hooks
