@@ -268,19 +268,25 @@ def total_norm(norms: Tensor, norm_type: float = 2.0, *, sharding_group: Process
     """
     sharded, replicated, experts = norms.unbind()
     group = parallel_state.get_tensor_model_parallel_group()
-    op = "max" if norm_type == torch.inf else "sum"
+    reduce, add = backend.all_reduce, torch.add
+    if norm_type == torch.inf:
+        reduce, add = _all_reduce_max, torch.maximum
     # Expert-parallel ranks have different experts. A ZeRO group has all data-parallel ranks, and so
     # all experts.
     if backend.group_size(sharding_group) == 1:
-        experts = backend.all_reduce(experts, _expert_group(), op=op)
+        experts = reduce(experts, _expert_group())
     # All norms in one collective over the ZeRO group; then only the sharded parts are reduced over
     # the tensor-parallel group. All values stay on the device: no host read here.
-    norms = backend.all_reduce(torch.stack([sharded, replicated, experts]), sharding_group, op=op)
-    sharded, replicated, experts = norms.unbind()
-    sharded = torch.maximum(sharded, experts) if norm_type == torch.inf else sharded + experts
-    if norm_type == torch.inf:
-        return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
-    return (backend.all_reduce(sharded, group) + replicated) ** (1 / norm_type)
+    sharded, replicated, experts = reduce(torch.stack([sharded, replicated, experts]), sharding_group).unbind()
+    total = add(reduce(add(sharded, experts), group), replicated)
+    return total if norm_type == torch.inf else total ** (1 / norm_type)
+
+
+def _all_reduce_max(norms: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the maxima over ranks, NaN if one is: the maximum of gloo and NCCL may lose NaN."""
+    is_nan = norms.isnan().to(norms.dtype)
+    maxima, flags = backend.all_reduce(torch.stack([norms.nan_to_num(posinf=torch.inf), is_nan]), group, op="max")
+    return maxima.masked_fill(flags > 0, torch.nan)
 
 
 def _expert_group() -> ProcessGroup | None:
@@ -311,8 +317,7 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     local_norms = torch._foreach_norm(grads, norm_type, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
     norms = torch.stack([norm.float() for norm in local_norms])
     if norm_type == torch.inf:
-        # A maximum over ranks may lose NaN, but not infinity.
-        return norms.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()
+        return norms.amax()
     # The sum over ranks counts a shard once per replica: each of m replicas contributes 1/m.
     return (norms**norm_type / norms.new_tensor(replicas)).sum()
 

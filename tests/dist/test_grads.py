@@ -239,12 +239,26 @@ def test_ranks_without_some_or_any_kind_of_gradient(norm_type, world_size):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_bad_gradients_of_one_rank_show_in_every_ranks_norm(value):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    column = tagged(torch.full((4,), value if dist.get_rank() == 1 else 1.0), sequence_parallel=False)
-    set_tensor_model_parallel_attributes(column, True, 0, full_shape=(8,))
-    for norm_type in (2.0, math.inf):
-        assert not torch.isfinite(grads.get_grad_norm([column], norm_type)), norm_type
+@pytest.mark.parametrize("kind", ["column", "data", "expert"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_bad_gradients_of_one_rank_are_every_ranks_norm(value, kind, norm_type):
+    """As torch's own clipping of all gradients in one process, whichever the rank is."""
+    size = 2 if kind == "column" else 1
+    parallel_state.initialize_model_parallel(size, expert_model_parallel_size=2 if kind == "expert" else 1)
+    for bad in range(2):
+        local = torch.tensor([3.0, value] if dist.get_rank() == bad else [5.0, 1.0])
+        column = tagged(local.clone(), sequence_parallel=False)
+        if kind == "column":
+            set_tensor_model_parallel_attributes(column, True, 0, full_shape=(4,))
+        column.expert_model_parallel = kind == "expert"
+        whole = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        whole[0].grad, whole[1].grad = torch.tensor([3.0, value]), torch.tensor([5.0, 1.0])
+        want = torch.nn.utils.clip_grad_norm_(whole, 1.0, norm_type)
+        options = {"sharding_group": dist.group.WORLD} if kind == "data" else {}
+        norm = grads.clip_grad_norm([column], 1.0, norm_type, **options)
+        torch.testing.assert_close(norm, want, equal_nan=True)
+        mine = whole[0 if dist.get_rank() == bad else 1].grad
+        torch.testing.assert_close(column.grad, mine, equal_nan=True)
 
 
 def test_norm_of_many_elements():
