@@ -45,9 +45,10 @@ class _Slot:
 class ChunkStream:
     """Streams flat host tensors of equal length through the device, chunk by chunk, pass after pass.
 
-    A pass visits every chunk once, in ascending order. Each visit takes a chunk, changes it on the
-    device and gives it back; the chunk is written to the host, and its buffers are filled with the
-    chunk that is ``slots`` visits ahead, which belongs to the next pass at the end of this one.
+    A pass visits every chunk once, in ascending order unless ``reorder`` sets another. Each visit
+    takes a chunk, changes it on the device and gives it back; the chunk is written to the host, and
+    its buffers are filled with the chunk that is ``slots`` visits ahead, which belongs to the next
+    pass at the end of this one.
     Copies in both directions run on streams of their own, so they overlap with each other and with
     the work between two passes.
 
@@ -77,7 +78,8 @@ class ChunkStream:
         self.num_chunks = -(-host[0].numel() // chunk_elements)
         self._num_slots = min(slots, self.num_chunks)
         self._ring: deque[_Slot] = deque()
-        self._next_chunk = 0  # the chunk that ``take`` returns next
+        self._order = list(range(self.num_chunks))
+        self._position = 0  # in the order, of the chunk that ``take`` returns next
         self._written: Transfer | None = None
         self._versions = self._current_versions()
         # ``data`` has a version counter of its own: ``host``'s counts the writes of others only.
@@ -104,6 +106,14 @@ class ChunkStream:
         start = chunk * self._chunk_elements
         return start, min(start + self._chunk_elements, self._host[0].numel())
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Visit the chunks in ``order`` from the next pass on. Call it between two passes."""
+        assert self._position == 0 and sorted(order) == sorted(self._order)
+        self._order = list(order)
+        if self._ring:
+            self.synchronize()
+            self._fill([slot.buffers for slot in self._ring])
+
     def prefetch(self) -> None:
         """Start the copies of the first chunks, unless they are under way."""
         if self._ring and self._versions != self._current_versions():
@@ -118,23 +128,23 @@ class ChunkStream:
 
         Call ``give_back`` before the next ``take``.
         """
-        if self._next_chunk == 0:
+        if self._position == 0:
             self.prefetch()
         self._ring[0].arrived.wait()
-        return self._of_chunk(self._ring[0].buffers, self._next_chunk)
+        return self._of_chunk(self._ring[0].buffers, self._order[self._position])
 
     def give_back(self) -> None:
         """Write the taken chunk to the host after the work queued so far, and reuse its buffers."""
         slot = self._ring.popleft()
-        chunk = self._next_chunk
+        chunk = self._order[self._position]
         device = self._of_chunk(slot.buffers, chunk)
         pairs = zip(self._host_chunk(chunk), _bytes(device), strict=True)
         self._written = self._transfers.copy_out(pairs, self._transfers.mark())
         # The write-backs run in order: if this one is done, so is the one of the chunk that follows
         # into these buffers, which was written in this or in the last pass.
-        ahead = (chunk + self._num_slots) % self.num_chunks
+        ahead = self._order[(self._position + self._num_slots) % self.num_chunks]
         self._ring.append(_Slot(slot.buffers, self._fetch(slot.buffers, ahead, self._written)))
-        self._next_chunk = (chunk + 1) % self.num_chunks
+        self._position = (self._position + 1) % self.num_chunks
 
     def synchronize(self) -> None:
         """Wait until the host tensors have every chunk that was given back."""
@@ -147,7 +157,8 @@ class ChunkStream:
     def _fill(self, free: list[list[Tensor]]) -> None:
         """Fill the ring with the first chunks."""
         after = self._transfers.mark()
-        self._ring = deque(_Slot(buffers, self._fetch(buffers, chunk, after)) for chunk, buffers in enumerate(free))
+        first = zip(self._order, free, strict=False)
+        self._ring = deque(_Slot(buffers, self._fetch(buffers, chunk, after)) for chunk, buffers in first)
         self._versions = self._current_versions()
 
     def _fetch(self, buffers: list[Tensor], chunk: int, after: Transfer) -> Transfer:

@@ -84,7 +84,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._has_remainders = store_param_remainders
         self._has_warned = False
         self._layer_wrappers: list[Wrapper] = []
-        self._deferred_layers: Sequence[nn.Module] = ()
+        self._deferred: tuple[Sequence[nn.Module], Sequence[nn.Module]] = ((), ())
         super().__init__(params, StreamedAdamW, optimizer_dtype=torch.float32, **options)
 
     def init_zero(self) -> None:
@@ -122,7 +122,6 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             ),
         )
         self._outputs: list[Tensor] = []
-        self._updated_in_step: int | None = None
         self.optimizer_class = functools.partial(
             StreamedAdamW,
             states=self._states,
@@ -133,8 +132,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         )
         super().init_zero()
         self.base_optimizer.on_update = self._end_update
-        if self._deferred_layers:
-            self.update_in_forward(self._deferred_layers)
+        layers, after_layers = self._deferred
+        if layers:
+            self.update_in_forward(layers, after_layers=after_layers)
 
     def _free_states(self) -> None:
         """Free the states before new ones are allocated: the host may not have room for both."""
@@ -145,7 +145,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         del self.base_optimizer
         self._states.free(self._pool)
 
-    def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
+    def update_in_forward(self, layers: Sequence[nn.Module], *, after_layers: Sequence[nn.Module] = ()) -> None:
         """Leave the updates of the layers to the next forward, which waits for one layer at a time.
 
         The states of the later layers then arrive while the earlier ones run. Until the forward,
@@ -153,47 +153,39 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         gradients stay allocated. ``finish_update`` completes the step; saving, the next ``step``, and
         ``state_dict`` and ``load_state_dict`` of the model call it.
 
+        All other parameters, such as the embedding's, are updated in ``step``. The order of the
+        optimizer's parameters and groups does not matter: updates run in the order of the forward.
+
         Args:
             layers: the model's decoder layers in the order of forward, after ``apply_memory``: the
-                first layer of a recompute chunk runs, and waits for, all layers of the chunk.
-                Parameters before the first layer's, such as the embedding's, are updated in
-                ``step``, those after the last layer's with it.
+                first layer of a recompute chunk runs, and waits for, all layers of the chunk. Their
+                parameters must be used in their forwards only.
+            after_layers: modules whose parameters are used only after the last layer has begun,
+                such as a head that is not tied. They are updated with it.
 
         Raises:
-            ValueError: the parameters are sharded over data-parallel ranks, or not in the order of
-                ``layers``, or another optimizer updates the layers in their forward.
+            ValueError: the parameters are sharded over data-parallel ranks, or another optimizer
+                updates the layers in their forward.
         """
         if backend.group_size(self.sharding_group) > 1:
             raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
         if any(is_wrapped(layer, "weights") for layer in layers):
             raise ValueError("update_in_forward needs all weights on the device: turn cpu_offloading_weights off")
-        deferred = {
-            id(each.param): index for index, each in enumerate(self._sharded) if index not in self._states.small
-        }
         units = layer_units(layers)
         self._require_no_other_optimizer(units)
-        last = -1
-        first: int | None = None
+        numbers = {id(each.param): index for index, each in enumerate(self._sharded) if index not in self._states.small}
+        modules: list[Sequence[nn.Module]] = [*units[:-1], [*units[-1], *after_layers]]
+        params = [{id(param) for module in unit for param in module.parameters()} for unit in modules]
+        self.base_optimizer.defer([{numbers[each] for each in unit & numbers.keys()} for unit in params])
         for number, unit in enumerate(units):
-            indices = [deferred[id(param)] for layer in unit for param in layer.parameters() if id(param) in deferred]
-            if indices and min(indices) <= last:
-                raise ValueError("update_in_forward: pass the parameters in the order of the layers")
-            if indices and first is None:
-                first = min(indices)
-            last = max(indices, default=last)
-            limit = last if number < len(units) - 1 else None
-            wrapper = functools.partial(functools.partial, self._run_layer, limit)
+            wrapper = functools.partial(functools.partial, self._run_layer, number)
             wrap_forward(unit[0], "optimizer", wrapper)
             self._layer_wrappers.append(wrapper)
-        # Weights that are copied or replaced between a step and the next forward. Parameters before the
-        # layers, which a model visits first, are updated in ``step``.
-        for layer in layers:
-            layer.register_state_dict_pre_hook(self._before_state_dict)
-            layer.register_load_state_dict_pre_hook(self._before_state_dict)
-        self._deferred_layers = layers
-        # Without a deferred parameter in a layer, ``step`` updates everything.
-        self._updated_in_step = None if first is None else first - 1
-        self.base_optimizer.is_deferred = True
+        # Weights that are copied or replaced between a step and the next forward.
+        for module in (*layers, *after_layers):
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+        self._deferred = (layers, after_layers)
 
     def _require_no_other_optimizer(self, units: Sequence[Sequence[nn.Module]]) -> None:
         """Raise ``ValueError`` if the forward of a layer completes the updates of another optimizer."""
@@ -227,9 +219,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         """Complete the step whose updates were left to the next forward, and wait for the host's states."""
         self.base_optimizer.synchronize()
 
-    def _run_layer(self, last: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``forward`` of a layer, after the updates up to weight number ``last``."""
-        self.base_optimizer.finish(last)
+    def _run_layer(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``forward`` of the first layer of a unit, after the updates of the unit's weights."""
+        self.base_optimizer.finish(unit)
         return forward(*args, **kwargs)
 
     def _run_paced(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -258,8 +250,6 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._require_unreplaced()
         self.copy_options()
         self.base_optimizer.step()
-        if self.base_optimizer.is_deferred:
-            self.base_optimizer.finish(self._updated_in_step)
         self._gather_parameters()
 
     def _require_unreplaced(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -57,11 +57,17 @@ class Chunk:
 
     Attributes:
         pieces: their parts of parameters, at least one.
-        resident: bounds in the buffers on the device; None for the next chunk of the stream.
+        resident: bounds in the buffers on the device; None for a chunk of the stream.
+        number: of a chunk of the stream.
     """
 
     pieces: list[Piece]
     resident: tuple[int, int] | None = None
+    number: int | None = None
+
+    def has_any_of(self, indices: Collection[int]) -> bool:
+        """Return whether a part of a parameter of ``indices`` lies in the chunk."""
+        return any(piece.index in indices for piece in self.pieces)
 
 
 class PlacedStates:
@@ -73,7 +79,7 @@ class PlacedStates:
     others.
 
     Args:
-        sizes: elements of each parameter, in the order of the updates.
+        sizes: elements of each parameter.
         fraction: part of all elements that are on the host, in [0, 1], rounded up to a whole
             parameter.
         resident_elements: parameters of fewer elements stay on the device.
@@ -249,16 +255,20 @@ class StreamedAdamW(torch.optim.AdamW):
                 transfers=PacedCopies(transfers),
             )
             bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]
-            chunks = [Chunk(states.pieces(states.on_host, each)) for each in bounds]
+            chunks = [Chunk(states.pieces(states.on_host, each), number=n) for n, each in enumerate(bounds)]
         self._small_chunks: list[Chunk] = []
         for index in states.on_device:
             into = self._small_chunks if index in states.small else chunks
             into += [Chunk(states.pieces([index], each), each) for each in states.device_bounds(index, chunk_elements)]
         # In the order of the parameters, so that the link works while the device updates what it has.
         self._chunks = sorted(chunks, key=lambda chunk: chunk.pieces[0].index)
-        # Chunks whose update of this step has not run yet, and the versions of each gradient at the
-        # step and of each output after its last update.
+        # Chunks that ``step`` updates itself, and those up to the last one of each unit of ``defer``.
+        self._end_of_step = len(self._chunks)
+        self._ends: list[int] = []
+        # Chunks whose update of this step has not run yet, each weight's elements in them, and the
+        # versions of each gradient at the step and of each output after its last update.
         self._pending: deque[Chunk] = deque()
+        self._left: list[int] = []
         self._gradient_versions: dict[int, int] = {}
         self._output_versions: dict[int, int] = {}
         self.state = cast(Any, _StateViews(states, self._weights))
@@ -266,8 +276,32 @@ class StreamedAdamW(torch.optim.AdamW):
         """Factor of all gradients, such as clipping's, 0-dim fp32; None is 1."""
         self.on_update: Callable[[int], None] = lambda index: None
         """Called with the number of each weight when its update is queued."""
-        self.is_deferred = False
-        """Let ``step`` leave all but the small parameters to later calls of ``finish``."""
+
+    def defer(self, units: Sequence[Collection[int]]) -> None:
+        """Let ``step`` leave weights to later calls of ``finish``.
+
+        Weights are updated in the order of their first use. Those in no unit, and small ones, are
+        updated in ``step``.
+
+        Args:
+            units: numbers of the weights that are used together, in the order of use.
+        """
+        self.finish()
+        first_use: dict[int, int] = {}
+        for number, unit in enumerate(units):
+            for index in unit:
+                first_use.setdefault(index, number)
+        # A chunk with parts of several weights is updated before the first of them is used.
+        uses = [min(first_use.get(piece.index, -1) for piece in chunk.pieces) for chunk in self._chunks]
+        order = sorted(range(len(uses)), key=uses.__getitem__)
+        self._chunks = [self._chunks[each] for each in order]
+        self._end_of_step = uses.count(-1)
+        self._ends = [
+            max((end for end, chunk in enumerate(self._chunks, 1) if chunk.has_any_of(unit)), default=0)
+            for unit in units
+        ]
+        if self._stream is not None:
+            self._stream.reorder([chunk.number for chunk in self._chunks if chunk.number is not None])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -284,23 +318,27 @@ class StreamedAdamW(torch.optim.AdamW):
                 self.state[weight]["step"] += 1
                 self._gradient_versions[index] = gradient._version
                 self._output_versions[index] = self._outputs[index]._version
+        self._left = list(self._states.sizes)
         for chunk in self._small_chunks:
             self._update(chunk)
         self._pending.extend(self._chunks)
-        if not self.is_deferred:
-            self.finish()
+        self._finish_until(self._end_of_step)
         return loss
 
     @torch.no_grad()
-    def finish(self, last: int | None = None) -> None:
-        """Queue the updates that ``step`` left, up to the one of weight number ``last``; all without it.
+    def finish(self, unit: int | None = None) -> None:
+        """Queue the updates that ``step`` left, up to those of a unit of ``defer``; all without it.
 
         Gradients, learning rates and ``grad_factor`` must be those of ``step`` until then.
 
         Raises:
             RuntimeError: a gradient or an output was written to since ``step``.
         """
-        while self._pending and (last is None or self._pending[0].pieces[0].index <= last):
+        self._finish_until(len(self._chunks) if unit is None else self._ends[unit])
+
+    def _finish_until(self, end: int) -> None:
+        """Queue the updates of the first ``end`` chunks that are left."""
+        while len(self._chunks) - len(self._pending) < end:
             # Before the chunk is taken: after an error none of it is updated, and all of it is left.
             self._require_unchanged(self._pending[0].pieces)
             self._update(self._pending.popleft())
@@ -353,7 +391,8 @@ class StreamedAdamW(torch.optim.AdamW):
             if gradient is not None:
                 self._update_piece(piece, gradient.view(-1), buffers)
                 self._output_versions[piece.index] = self._outputs[piece.index]._version
-            if piece.first + piece.length == self._states.sizes[piece.index]:
+            self._left[piece.index] -= piece.length
+            if not self._left[piece.index]:
                 self.on_update(piece.index)
 
     def _require_unchanged(self, pieces: Sequence[Piece]) -> None:

@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer
 from nxd_memopt.memory import weights_to_device
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import (
     AdamW,
     LossScaler,
@@ -232,10 +233,12 @@ class MasterWeightOptimizer:
         if isinstance(self._sharded, OffloadedZero1Optimizer):
             self._sharded.pace_backward(layers)
 
-    def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
-        """Leave the updates of offloaded states to the next forward of each of ``layers``."""
+    def update_in_forward(self, model: ParallelCausalLM) -> None:
+        """Leave the updates of offloaded states to the next forward of each decoder layer of ``model``."""
         assert isinstance(self._sharded, OffloadedZero1Optimizer)
-        self._sharded.update_in_forward(layers)
+        # A tied head's weight is used by the embedding before.
+        is_tied = model.lm_head.weight is model.embedding_weight()
+        self._sharded.update_in_forward(model.decoder_layers(), after_layers=[] if is_tied else [model.lm_head])
 
     def finish_update(self) -> None:
         """Complete a step whose updates were left to the next forward.

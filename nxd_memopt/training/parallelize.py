@@ -84,7 +84,7 @@ def parallelize(
         )
     optimizer.pace_backward(model.decoder_layers())
     if config.optimizer.optimizer_update_in_forward:
-        optimizer.update_in_forward(model.decoder_layers())
+        optimizer.update_in_forward(model)
     return optimizer, _forward_backward(model, config, optimizer.loss_scaler)
 
 

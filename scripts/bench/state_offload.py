@@ -86,7 +86,7 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     layers = cast(ParallelCausalLM, model).decoder_layers()
     optimizer.pace_backward(layers)
     if args.in_forward:
-        optimizer.update_in_forward(layers)
+        optimizer.update_in_forward(layers, after_layers=[cast(ParallelCausalLM, model).lm_head])
     backend.synchronize()
     setup_s = time.perf_counter() - start
     state_bytes = pool.ledger().get(OWNER, 0)

@@ -62,3 +62,20 @@ def test_the_queueing_thread_itself_can_drop_its_stream():
 def test_a_stream_that_was_not_made_is_dropped_without_an_error(recwarn):
     ChunkStream.__new__(ChunkStream).__del__()
     assert not recwarn.list
+
+
+def test_another_order_of_the_chunks():
+    """Also of chunks that have arrived already: each visit adds its number to the visited chunk."""
+    host = torch.zeros(3 * CHUNK)
+    stream = ChunkStream([host], chunk_elements=CHUNK, slots=2, transfers=DeferredTransfers())
+    want = torch.zeros(3)
+    visit = 0
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        stream.reorder(order)
+        for chunk in order:
+            visit += 1
+            stream.take()[0].mul_(2).add_(visit)
+            stream.give_back()
+            want[chunk] = 2 * want[chunk] + visit
+    stream.synchronize()
+    assert torch.equal(host.view(3, CHUNK), want.unsqueeze(1).expand(3, CHUNK))

@@ -166,17 +166,27 @@ def masters(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if name.startswith("optimizer.master.")}
 
 
-def test_an_export_without_a_forward_after_the_last_step_has_its_update(tmp_path: Path) -> None:
-    """Neither an evaluation nor a checkpoint completes the updates that wait for the next forward."""
-    exports = []
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({}, True),
+        ({"no_decay": ["embed_tokens"]}, False),
+        ({"no_decay": ["embed_tokens"]}, True),
+        ({"no_decay": ["q_proj"], "lr_multipliers": {"layers.0": 0.5}}, False),
+    ],
+)
+def test_updates_in_forward_of_any_group(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
+    """Also after the last step, where neither a forward nor a checkpoint completes them before the export."""
+    found = []
     for in_forward in (False, True):
         directory = tmp_path / str(in_forward)
         data = {"eval_sequences": 0}
         trainer = {"save_checkpoints": False, "max_steps": 2, "val_check_interval": 0}
-        optimizer = offload(1.0, in_forward=in_forward)
-        succeed(run_here(write(directory, optimizer=optimizer, data=data, trainer=trainer)))
-        exports.append((directory / "run" / "export" / "model.safetensors").read_bytes())
-    assert exports[0] == exports[1]
+        optimizer = offload(1.0, in_forward=in_forward) | options
+        model = {"config_overrides": {**LLAMA, "tie_word_embeddings": tied}}
+        succeed(run_here(write(directory, optimizer=optimizer, data=data, trainer=trainer, model=model)))
+        found.append((results(directory), (directory / "run" / "export" / "model.safetensors").read_bytes()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
