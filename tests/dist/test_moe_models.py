@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -203,7 +204,7 @@ def test_the_global_loss_of_a_step_does_not_depend_on_micro_batches_and_ranks(wo
         results.append((total, plain.model.layers[0].mlp.gate.weight.grad.clone()))
     assert relative_error(results[1][0], results[0][0]) < LOSS_TOLERANCE
     assert relative_error(results[1][1], results[0][1]) < GRADIENT_TOLERANCE
-    assert all(layer.step_fractions is None for layer in plain.moe_layers())
+    assert all(layer.step_means is None for layer in plain.moe_layers())
     # One rank with all rows has the same gradient.
     plain.zero_grad()
     alone = parallel_model(config, full, moe=plain.moe)
@@ -214,10 +215,46 @@ def test_the_global_loss_of_a_step_does_not_depend_on_micro_batches_and_ranks(wo
     before = torch.get_rng_state()
     with jittered.balanced_over_step([{"input_ids": mine, "labels": mine}]):
         assert torch.equal(torch.get_rng_state(), before)
-        fractions = jittered.moe_layers()[0].step_fractions
+        means = jittered.moe_layers()[0].step_means
         counted = jittered(mine, labels=mine).router.tokens_per_expert[0]
     dist.all_reduce(counted) if world_size > 1 else None
-    assert torch.allclose(fractions, counted / ids.numel())
+    assert torch.allclose(means[:-1], counted / ids.numel())
+
+
+@distributed(world_size=[1, 2])
+def test_the_global_loss_of_padded_batches_does_not_depend_on_the_split(world_size):
+    """With the default weights, of ranks and micro-batches with different numbers of tokens and of trained labels."""
+    parallel_state.initialize_model_parallel()
+    config = mixtral_config()
+    ids = batch(rows=4)["input_ids"]
+    lengths = torch.tensor([ids.size(1), 3, ids.size(1) - 2, 5])
+    mask = torch.arange(ids.size(1)) < lengths.unsqueeze(1)
+    labels = ids.masked_fill(~mask, -100)
+    labels[2, :4] = -100  # a question, which counts in the losses of routers
+    inputs = {"input_ids": ids, "labels": labels, "token_mask": mask}
+    moe = options_of(config, "alltoall", moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5)
+    full = full_parameters(hugging_face(config))
+    alone = parallel_model(config, full, moe=moe)
+    expected = alone(**inputs).loss
+    expected.backward()
+    rank = parallel_state.get_data_parallel_rank()
+    mine = {name: value.chunk(world_size)[rank] for name, value in inputs.items()}
+    divisor = (labels[:, 1:] != -100).sum() / world_size
+    for rows in (4 // world_size, 1):
+        model = parallel_model(config, full, moe=moe)
+        columns = [value.split(rows) for value in mine.values()]
+        parts = [dict(zip(mine, part, strict=True), num_items_in_batch=divisor) for part in zip(*columns, strict=True)]
+        total = torch.zeros(())
+        with model.balanced_over_step(parts) if len(parts) > 1 else nullcontext():
+            for part in parts:
+                loss = model(**part).loss
+                loss.backward()
+                total += loss.detach()
+        grads.bucket_allreduce_gradients(model)
+        dist.all_reduce(total) if world_size > 1 else None
+        assert relative_error(total / world_size, expected) < LOSS_TOLERANCE
+        for (name, param), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert relative_error(param.grad, want.grad) < GRADIENT_TOLERANCE, f"{name} {rows}"
 
 
 @distributed(world_size=1)

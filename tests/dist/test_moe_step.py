@@ -105,7 +105,7 @@ def run_reference(model: nn.Module, packed: np.ndarray, k: int) -> Sums:
 
 
 def balancing_loss(kind: str, steps: list[list[Sums]], k: int) -> Tensor:
-    """The mean over the step's micro-batches (``steps[micro-step][rank]``) of the loss that docs/moe.md defines."""
+    """docs/moe.md's loss: the mean over the step's micro-batches (``steps[micro-step][rank]``), or of all their tokens."""
     every = [each for step in steps for each in step]
     layers = range(len(every[0].probabilities))
     num_experts = every[0].probabilities[0].size(-1)
@@ -119,6 +119,10 @@ def balancing_loss(kind: str, steps: list[list[Sums]], k: int) -> Tensor:
         return chosen / tokens, scores / tokens
 
     total = torch.zeros((), dtype=torch.float64)
+    if kind == "global_aux_loss":
+        for layer in layers:
+            fractions, scores = means(every, layer)
+            total = total + (fractions * scores).sum() * num_experts / k
     for step in steps:
         for each in step:
             of_micro_batch = torch.zeros((), dtype=torch.float64)
@@ -129,10 +133,6 @@ def balancing_loss(kind: str, steps: list[list[Sums]], k: int) -> Tensor:
                 elif kind == "seq_aux_loss":
                     rows = [means([each], layer, slice(row, row + 1)) for row in range(len(each.kept))]
                     of_micro_batch = of_micro_batch + sum((f * p).sum() for f, p in rows) / len(rows) * num_experts / k
-                elif kind == "global_aux_loss":
-                    fractions, _ = means(every, layer)
-                    _, scores = means(step, layer)
-                    of_micro_batch = of_micro_batch + (fractions * scores).sum() * num_experts / k
             if kind == "hf_aux_loss":
                 both = [means([each], layer) for layer in layers]
                 fractions = sum(f for f, _ in both) / len(both)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX, CausalLMOutput, ParallelCausalLM
-from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows
+from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows, means_of_totals
 from nxd_memopt.modules.moe.moe_layer import MoELayer
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
@@ -66,8 +66,8 @@ class MoECausalLM(ParallelCausalLM):
         self._rows: Tensor | None = None
         self._token_mask: Tensor | None = None
         self._counts_only = False
-        # Identifies the block of ``balanced_over_step`` that runs.
-        self._step: object | None = None
+        # Of the block of ``balanced_over_step`` that runs; a new object for each block.
+        self._step: list[Mapping[str, Any]] | None = None
 
     @property
     @abstractmethod
@@ -116,7 +116,9 @@ class MoECausalLM(ParallelCausalLM):
         In training, the loss has the losses of the routers (``RouterStatistics.loss``) times
         ``router_loss_weight``, by default 1. With ``num_items_in_batch`` the default is this batch's
         share of it, the number of trained labels divided by ``num_items_in_batch``: over the batches
-        of a step the shares add up to 1.
+        of a step the shares add up to 1. For ``global_aux_loss``, whose terms have their tokens as
+        weights, all shares are equal: 1 / batches inside ``balanced_over_step``, otherwise the mean
+        over the data-parallel ranks.
 
         ``token_mask``, ``[B, S]``, is 0 for tokens that do not count in the routers' losses, such as
         padding that is a document of its own; default ``attention_mask``.
@@ -159,7 +161,7 @@ class MoECausalLM(ParallelCausalLM):
             if self._step is not step:
                 raise RuntimeError(
                     "the backward of a forward inside balanced_over_step runs outside of it, where a recomputed "
-                    "layer has no fractions of the step: call backward() inside the block"
+                    "layer has no means of the step: call backward() inside the block"
                 )
 
         router_loss.register_hook(check)
@@ -179,10 +181,16 @@ class MoECausalLM(ParallelCausalLM):
         """Return the default factor of the routers' losses."""
         if num_items_in_batch is None:
             return 1.0
+        if self._step is not None:
+            return 1 / len(self._step)
         # The labels that ``ParallelCausalLM`` trains: not the first ones of documents.
         if documents is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
-        return (self._shifted(labels) != IGNORE_INDEX).sum() / num_items_in_batch.reshape(())
+        share = (self._shifted(labels) != IGNORE_INDEX).sum() / num_items_in_batch.reshape(())
+        if self.moe.moe_router_load_balancing_type == "global_aux_loss":
+            group = parallel_state.get_data_parallel_group()
+            share = backend.all_reduce(share, group) / backend.group_size(group)
+        return share
 
     def router_metrics(self, statistics: RouterStatistics) -> dict[str, Tensor]:
         """Return values for logs, 0-dim on the device, of this data-parallel rank's batch.
@@ -227,21 +235,21 @@ class MoECausalLM(ParallelCausalLM):
             )
         if not batches:
             raise ValueError("balanced_over_step needs the batches of the step, got none")
-        fractions = self._step_fractions(batches)
+        means = self._step_means(batches)
         layers = self.moe_layers()
-        for layer, of_layer in zip(layers, fractions, strict=True):
-            layer.step_fractions = of_layer
-        self._step = object()
+        for layer, of_layer in zip(layers, means, strict=True):
+            layer.step_means = of_layer
+        self._step = list(batches)
         try:
             yield
         finally:
             self._step = None
             for layer in layers:
-                layer.step_fractions = None
+                layer.step_means = None
 
     @torch.no_grad()
-    def _step_fractions(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return f_e over all batches of all data-parallel ranks, ``[layers, E]``."""
+    def _step_means(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return f_e over all batches of all data-parallel ranks, and the tokens of a mean batch, ``[layers, E + 1]``."""
         layers = self.moe_layers()
         with _same_random_streams():
             self._counts_only = True
@@ -256,7 +264,7 @@ class MoECausalLM(ParallelCausalLM):
         # [layers, E + 1]: choices of each expert, and tokens.
         counts = torch.stack([torch.cat([each.tokens_per_expert, each.tokens.unsqueeze(1)], 1) for each in results])
         total = backend.all_reduce(counts.sum(0), parallel_state.get_data_parallel_group())
-        return total[:, :-1] / total[:, -1:].clamp(min=1)
+        return means_of_totals(total, len(batches) * parallel_state.get_data_parallel_size())
 
     def _fused_loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
         if self._counts_only:  # the head is not needed, and costs as much as several layers

@@ -4,8 +4,8 @@ Definitions, with E experts, k choices per token, f_e the choices of expert e di
 of tokens, and P_e the mean score of expert e (docs/moe.md):
 
 - ``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``: ``coeff * E / k * sum_e f_e P_e`` over the
-  tokens of one micro-batch of a data-parallel rank, of each sequence (then averaged), or with f_e
-  over the micro-batches of all data-parallel ranks. One loss per layer; they are added.
+  tokens of one micro-batch of a data-parallel rank, of each sequence (then averaged), or of the
+  micro-batches of all data-parallel ranks and of the full step. One loss per layer; they are added.
 - ``hf_aux_loss``: ``coeff * E * sum_e f_e P_e`` over the tokens of all layers together.
 - z-loss: ``coeff * mean(logsumexp(logits)^2)``.
 """
@@ -101,15 +101,15 @@ def _choices(experts: Tensor, logits: Tensor) -> Tensor:
 
 
 def balancing_loss(
-    sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None = None, *, training: bool = True
+    sums: TokenSums, moe: MoEConfig, step_means: Tensor | None = None, *, training: bool = True
 ) -> Tensor:
     """Return the layer's balancing loss times its coefficient, 0-dim; 0 for types without one.
 
     Args:
         sums: of the micro-batch.
         moe: options.
-        step_fractions: ``[E]``, f_e over all micro-batches of the step, for ``global_aux_loss``;
-            None takes this micro-batch's, of all data-parallel ranks.
+        step_means: ``[E + 1]``, for ``global_aux_loss``: f_e over all micro-batches of the step, and
+            their mean number of tokens; None takes those of this forward of all data-parallel ranks.
         training: otherwise the loss is a figure of this rank, whose evaluation may have more batches than
             that of other ranks.
     """
@@ -123,7 +123,13 @@ def balancing_loss(
         products = (sums.scored / tokens * (sums.scores / tokens)).sum(1)
         return factor * products.sum() / (sums.tokens > 0).sum().clamp(min=1)
     if kind == "global_aux_loss":
-        fractions, scores = _global_means(sums, step_fractions, _data_parallel_group() if training else None)
+        means = step_means
+        if means is None:
+            means = _global_means(sums, _data_parallel_group() if training else None)
+        # This micro-batch's term of P_e: the mean of the terms, which the average of gradients over
+        # ranks and micro-batches is, is the sum of scores divided by the sum of tokens.
+        means = means.to(sums.scores.dtype)
+        fractions, scores = means[:-1], sums.scores.sum(0) / means[-1]
     else:
         tokens = sums.tokens.sum().clamp(min=1)
         fractions = sums.scored.sum(0) / tokens
@@ -131,18 +137,17 @@ def balancing_loss(
     return factor * (fractions * scores).sum()
 
 
-def _global_means(sums: TokenSums, step_fractions: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return f_e over the data-parallel ranks of ``group``, and this rank's term of D times the mean score."""
-    with torch.no_grad():
-        local = torch.cat([sums.tokens.sum().unsqueeze(0), sums.scored.sum(0)])
-        total = backend.all_reduce(local, group)
-        tokens = total[0].clamp(min=1)
-        fractions = total[1:] / tokens
-    if step_fractions is not None:
-        fractions = step_fractions.to(fractions.dtype)
-    # Gradients are averaged over the D ranks: the average of the terms is the mean of all tokens,
-    # also if the ranks have different numbers of them.
-    return fractions, sums.scores.sum(0) * (backend.group_size(group) / tokens)
+@torch.no_grad()
+def _global_means(sums: TokenSums, group: ProcessGroup | None) -> Tensor:
+    """Return f_e over the micro-batches of the ranks of ``group``, and their mean number of tokens, ``[E + 1]``."""
+    local = torch.cat([sums.scored.sum(0), sums.tokens.sum().unsqueeze(0)])
+    return means_of_totals(backend.all_reduce(local, group), backend.group_size(group))
+
+
+def means_of_totals(totals: Tensor, micro_batches: int) -> Tensor:
+    """Return f_e and the mean number of tokens, ``[..., E + 1]``, from numbers of choices and tokens."""
+    tokens = totals[..., -1:].clamp(min=1)
+    return torch.cat([totals[..., :-1] / tokens, tokens / micro_batches], dim=-1)
 
 
 def _data_parallel_group() -> ProcessGroup | None:
@@ -217,10 +222,10 @@ def empty_rows(num_experts: int, device: torch.device) -> Tensor:
 
 
 def with_row(
-    rows: Tensor, sums: TokenSums, moe: MoEConfig, step_fractions: Tensor | None, *, training: bool = True
+    rows: Tensor, sums: TokenSums, moe: MoEConfig, step_means: Tensor | None, *, training: bool = True
 ) -> Tensor:
     """Return ``rows`` and one more, of the layer with ``sums``; arguments as ``balancing_loss``."""
-    balancing = balancing_loss(sums, moe, step_fractions, training=training)
+    balancing = balancing_loss(sums, moe, step_means, training=training)
     losses = torch.stack([balancing, z_loss(sums, moe), sums.tokens.sum()])
     row = torch.cat([losses, sums.scores.sum(0), sums.chosen.sum(0)])
     return torch.cat([rows.to(row.dtype), row.unsqueeze(0)])

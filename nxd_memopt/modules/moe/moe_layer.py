@@ -81,9 +81,9 @@ class MoELayer(nn.Module):
         self.shared_expert_gate = None
         if moe.moe_shared_expert_gate:
             self.shared_expert_gate = SharedExpertGate(hidden_size, factory=factory)
-        # Set by ``MoECausalLM.balanced_over_step``: f_e of the step; and, while it counts them, that the row's
-        # counts are those of the balancing loss, without the routers' bias.
-        self.step_fractions: Tensor | None = None
+        # Set by ``MoECausalLM.balanced_over_step``: f_e and tokens of the step; and, while it counts them, that the
+        # row's counts are those of the balancing loss, without the routers' bias.
+        self.step_means: Tensor | None = None
         self.counts_scored = False
 
     def forward(self, hidden: Tensor, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class MoELayer(nn.Module):
         sums = token_sums(routing, self.moe, mask, sequence_first=self.sequence_first)
         if self.counts_scored:
             sums = replace(sums, chosen=sums.scored)
-        rows = with_row(rows, sums, self.moe, self.step_fractions, training=self.training)
+        rows = with_row(rows, sums, self.moe, self.step_means, training=self.training)
         output = self._routed(hidden, routing)
         if self.shared_expert is not None:
             output = output + self._shared(self.shared_expert, hidden)

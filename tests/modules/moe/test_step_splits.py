@@ -53,14 +53,15 @@ def full_step(options: Options) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     return result.outputs.detach(), auxiliary.detach(), grads
 
 
-def fractions_of_the_step(layer: MoELayer, parts: tuple[Tensor, ...]) -> Tensor:
-    """f_e over all micro-batches of all ranks."""
+def means_of_the_step(layer: MoELayer, parts: tuple[Tensor, ...]) -> Tensor:
+    """f_e over all micro-batches of all ranks, and the tokens of one."""
     with torch.no_grad():
         counts = sum(
             RouterStatistics(layer(part, empty_rows(EXPERTS, part.device))[1]).tokens_per_expert[0] for part in parts
         )
     assert isinstance(counts, Tensor)
-    return sum_over(counts, parallel_state.get_data_parallel_group()) / (LENGTH * ROWS)
+    fractions = sum_over(counts, parallel_state.get_data_parallel_group()) / (LENGTH * ROWS)
+    return torch.cat([fractions, fractions.new_tensor([len(parts[0]) * LENGTH])])
 
 
 def check(name: str, expert: int, accumulation: int, dispatcher: str) -> None:
@@ -73,7 +74,7 @@ def check(name: str, expert: int, accumulation: int, dispatcher: str) -> None:
     inputs = [tensors(LENGTH, ROWS, HIDDEN, seed=seed).transpose(0, 1).chunk(size)[rank] for seed in (1, 2)]
     parts, upstreams = (each.contiguous().chunk(accumulation) for each in inputs)
     if options.loss == "global":
-        layer.step_fractions = fractions_of_the_step(layer, parts)
+        layer.step_means = means_of_the_step(layer, parts)
     outputs = []
     total = torch.zeros((), dtype=torch.float64)
     for part, upstream in zip(parts, upstreams, strict=True):
