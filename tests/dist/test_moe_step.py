@@ -105,7 +105,7 @@ def run_reference(model: nn.Module, packed: np.ndarray, k: int) -> Sums:
 
 
 def balancing_loss(kind: str, steps: list[list[Sums]], k: int) -> Tensor:
-    """docs/moe.md's loss: the mean over the step's micro-batches (``steps[micro-step][rank]``), or of all their tokens."""
+    """docs/moe.md's loss: the mean over micro-batches (``steps[micro-step][rank]``), or of all their tokens."""
     every = [each for step in steps for each in step]
     layers = range(len(every[0].probabilities))
     num_experts = every[0].probabilities[0].size(-1)

@@ -249,7 +249,7 @@ class MoECausalLM(ParallelCausalLM):
 
     @torch.no_grad()
     def _step_means(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return f_e over all batches of all data-parallel ranks, and the tokens of a mean batch, ``[layers, E + 1]``."""
+        """Return f_e and the mean tokens of all batches of all data-parallel ranks, ``[layers, E + 1]``."""
         layers = self.moe_layers()
         with _same_random_streams():
             self._counts_only = True
