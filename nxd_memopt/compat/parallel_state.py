@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch.distributed as dist
@@ -30,6 +31,9 @@ def initialize_model_parallel(
 ) -> dict[str, RankGroups]:
     """Create the process groups; see ``parallel_state.initialize_model_parallel``.
 
+    As in neuronx-distributed, a second call replaces the groups: build modules and optimizers again. With the sizes of
+    the first call it changes nothing.
+
     Args:
         tensor_model_parallel_size: T.
         pipeline_model_parallel_size: number of pipeline stages.
@@ -47,14 +51,20 @@ def initialize_model_parallel(
     configured = logical_nc_config(os.environ)
     if lnc_size not in (1, configured):
         raise ValueError(f"lnc_size {lnc_size} is not the environment's {configured}: set NEURON_LOGICAL_NC_CONFIG")
-    return parallel_state.initialize_model_parallel(
+    create = functools.partial(
+        parallel_state.initialize_model_parallel,
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
         context_parallel_size,
         expert_model_parallel_size,
-        skip_collective_init=skip_collective_init,
-        mesh_only=mesh_only,
     )
+    grid = create(mesh_only=True)
+    if mesh_only or parallel_state.has_groups_of(grid):
+        return grid
+    # With the groups go what was made for them: KV groups, groups of token shuffling and the ranks' random streams.
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    return create(skip_collective_init=skip_collective_init)
 
 
 def get_pipeline_model_parallel_rank() -> int:

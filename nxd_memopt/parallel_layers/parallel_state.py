@@ -44,6 +44,7 @@ class _State:
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
+    default_group: ProcessGroup | None = None  # torch.distributed's, when the first of the groups was created
 
 
 _STATE = _State()
@@ -132,8 +133,21 @@ def initialize_model_parallel(
     return grid
 
 
+def has_groups_of(grid: dict[str, RankGroups]) -> bool:
+    """Return whether the groups of ``grid``, which ``initialize_model_parallel`` returned, exist and can be used."""
+    # Destroying torch.distributed's default group destroys all groups: those of an earlier world are of no use.
+    if not model_parallel_is_initialized() or _STATE.default_group is not _default_group():
+        return False
+    return all(_STATE.axes[name].rank_groups == rank_groups for name, rank_groups in grid.items())
+
+
+def _default_group() -> ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def _find_or_create_axis(rank_groups: RankGroups) -> _Axis:
     """Return a partition of the world with the groups that exist for it, or new ones. Every rank calls."""
+    _STATE.default_group = _STATE.default_group or _default_group()
     # NCCL's communicators need memory of the device (planner.hardware.NCCL_GIB), and a partition into single
     # ranks takes one new_group call per rank.
     shared = [axis for name, axis in _STATE.axes.items() if name not in _AXES_WITH_OWN_GROUPS]
@@ -168,6 +182,7 @@ def destroy_model_parallel() -> None:
     _STATE.kv_groups = {}
     _STATE.kv_rank_strides = {}
     _destroy_groups(axes)
+    _STATE.default_group = None
 
 
 def _all_axes() -> list[_Axis]:
@@ -176,7 +191,7 @@ def _all_axes() -> list[_Axis]:
 
 def _destroy_groups(axes: Iterable[_Axis]) -> None:
     """Destroy the groups of removed axes, except those that other axes still have and that of the world."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _STATE.default_group is not dist.group.WORLD:
         return
     destroyed: list[Group] = [None, dist.group.WORLD, *process_groups()]
     for axis in axes:

@@ -65,6 +65,12 @@ TRAINING_STEP = """
     closed = []
     xm.add_step_closure(closed.append, args=(total.item(),))
     xm.master_print("loss agrees", closed == [total.item()])
+    dist.destroy_process_group()
+    dist.init_process_group("xla")
+    parallel_state.initialize_model_parallel(2)
+    alone = torch.tensor([1.0])
+    dist.all_reduce(alone, group=parallel_state.get_data_parallel_group())
+    assert alone.item() == 1, "groups of the world that was destroyed are replaced"
 """
 
 

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from tests.alias_modules import import_without_alias
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, fake_world
 
@@ -130,6 +133,35 @@ def test_destroy_allows_other_sizes():
         parallel_state.destroy_model_parallel()
         assert not parallel_state.model_parallel_is_initialized()
     assert dist.is_initialized(), "the world's own group stays"
+
+
+@distributed(world_size=4)
+def test_the_alias_replaces_groups_of_other_sizes():
+    """As neuronx-distributed does; its tests of one process call it again and again."""
+    initialize_again = import_without_alias("parallel_state").initialize_model_parallel
+    initialize_again(2)
+    column = ColumnParallelLinear(3, 8, bias=False, dtype=torch.float64)
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    output = column(x)
+    parallel_state.initialize_kv_group(2)
+    model_parallel_manual_seed(7)
+    before = parallel_state.get_tensor_model_parallel_group()
+    initialize_again(2)
+    assert parallel_state.get_tensor_model_parallel_group() is before, "the same sizes change nothing"
+    assert torch.equal(column(x), output) and parallel_state.kv_rank_strides() and parallel_state.rng_states()
+    initialize_again(2, expert_model_parallel_size=2)
+    assert parallel_state.get_expert_model_parallel_size() == 2
+    initialize_again(4)
+    assert not parallel_state.kv_rank_strides() and not parallel_state.rng_states(), "they are of the old groups"
+    assert parallel_state.get_expert_model_parallel_size() == 1
+    seen = torch.tensor([dist.get_rank()])
+    dist.all_reduce(seen, group=parallel_state.get_tensor_model_parallel_group())
+    assert seen.item() == 0 + 1 + 2 + 3
+    row = RowParallelLinear(8, 3, bias=False, dtype=torch.float64)
+    full = [torch.empty_like(row.weight) for _ in range(4)]
+    dist.all_gather(full, row.weight.detach())
+    x = torch.arange(16.0, dtype=torch.float64).view(2, 8)
+    torch.testing.assert_close(row(x), x @ torch.cat(full, 1).T, rtol=1e-12, atol=0)  # fp64: another order of sums
 
 
 @distributed(world_size=2)
