@@ -14,13 +14,13 @@ from importlib.machinery import PathFinder
 from nxd_memopt.backends import backend
 from nxd_memopt.compat import torch_checkpoint, xla
 from nxd_memopt.compat.alias import Table, install_alias
-from nxd_memopt.compat.names import NAMES
+from nxd_memopt.compat.names import NAMES, TORCH_NEURONX
 
 __all__ = ["install"]
 
 
 def install() -> None:
-    """Alias ``neuronx_distributed``, and ``torch_xla`` unless the backend is xla.
+    """Alias ``neuronx_distributed``, ``torch_xla`` unless the backend is xla, and an absent ``torch_neuronx``.
 
     Installed packages of these names are ignored, with one line of notice each. On backend xla
     ``torch.utils.checkpoint.checkpoint`` is replaced. A second call does nothing.
@@ -31,6 +31,9 @@ def install() -> None:
     # The device mode and the process-group wrapper stack on what is there, so they are installed
     # only if the alias is new. On backend xla the real torch_xla must stay in place.
     _alias("neuronx_distributed", NAMES)
+    # Of an installed torch_neuronx more is used than this name.
+    if "torch_neuronx" not in sys.modules and PathFinder.find_spec("torch_neuronx") is None:
+        _alias("torch_neuronx", TORCH_NEURONX)
     if backend.name != "xla" and _alias("torch_xla", xla.NAMES):
         xla.device.install()
         xla.process_group.install()

@@ -35,15 +35,15 @@ class AliasModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Return the object that the table names, or a submodule of the alias."""
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         # Looked up on each access, not stored: a name that a test or a program replaces in our
         # module is replaced in the alias too.
-        if name in self._offered:
+        if name in self.__dict__.get("_offered", {}):
             owner, attribute = target(self._offered[name])
             if not attribute:
                 return owner
             return getattr(owner, attribute)
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
         # "import a.b.c" binds submodules itself; this is for attribute access to a submodule that
         # has not been imported, as in "neuronx_distributed.utils.get_device".

@@ -1,15 +1,16 @@
-"""neuronx-distributed's signatures of QKV layer, RMSNorm, attention kernels and rotary embedding."""
+"""neuronx-distributed's signatures of QKV layer, RMSNorm, LoRA's options, attention kernels and rotary embedding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.compat.layers import refuse
-from nxd_memopt.modules import qkv_linear, rms_norm
+from nxd_memopt.modules import lora, qkv_linear, rms_norm
 from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.rope import rotate_half
 from nxd_memopt.parallel_layers import parallel_state
@@ -80,6 +81,33 @@ class RMSNorm(rms_norm.RMSNorm):
         if not elementwise_affine:
             raise ValueError("elementwise_affine False is not supported: the norm has a weight")
         super().__init__(shape[0], eps, sequence_parallel_enabled, **options)
+
+
+@dataclass(frozen=True)
+class LoraConfig(lora.LoraConfig):
+    """``modules.lora.LoraConfig`` with neuronx-distributed's options of checkpoints.
+
+    ``save_checkpoint`` writes base model and adapters, as with ``save_lora_base``; ``save_adapters`` writes the
+    adapters alone. Options of the names of files have no effect.
+
+    Raises:
+        ValueError: ``modules_to_save``, ``load_lora_from_ckpt`` or ``merge_lora`` is set.
+    """
+
+    modules_to_save: Sequence[str] | None = None
+    lora_verbose: bool = False
+    load_lora_from_ckpt: bool = False
+    lora_load_tag: str | None = None
+    lora_save_dir: str | None = "lora_adapter"
+    merge_lora: bool = False
+    save_lora_base: bool = False
+    save_lora_config_adapter: bool = False
+    merge_sharded_lora: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(modules_to_save=self.modules_to_save, load_lora_from_ckpt=self.load_lora_from_ckpt)
+        refuse(merge_lora=self.merge_lora)
 
 
 def nki_flash_attn_func(

@@ -48,6 +48,7 @@ _MAPPINGS = f"""
     gather_from_tensor_model_parallel_region_with_dim
     scatter_input_channels_to_tensor_model_parallel_region
     scatter_to_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
+    reduce_from_context_model_parallel_region
     _split_along_first_dim _gather_along_first_dim"""
 _SHARD_ATTRIBUTES = "copy_tensor_model_parallel_attributes"
 _UTILS = """
@@ -64,7 +65,8 @@ _TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
 # Our ZeRO-1 knows the data-parallel group of each parameter: expert parallelism needs no other class.
 _ZERO1 = "NeuronZero1Optimizer NeuronEPZero1Optimizer=NeuronZero1Optimizer"
 _CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
-_CHECKPOINT = "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint"
+_SAVE = (f"{_COMPAT}.trainer", "save_checkpoint")
+_CHECKPOINT = "load_checkpoint has_checkpoint finalize_checkpoint"
 # pipeline.model imports the module parallel_state, which programs reach through it. It resolves
 # to the alias module, so that they get the adapters too.
 _STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
@@ -72,13 +74,13 @@ _STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
 # NxD's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
 # Modules without names are packages that exist for their submodules only.
 _TABLE: dict[str, Sources] = {
-    "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG],
+    "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG, _SAVE],
     "kernels": [],
     "kernels.flash_attn": [(f"{_COMPAT}.modules", "nki_flash_attn_func")],
     "kernels.ring_attention_kernel": [(f"{_COMPAT}.modules", "nki_ring_attn_func")],
     "modules": [],
-    "modules.lora": [("nxd_memopt.modules.lora", "LoraConfig get_lora_model")],
-    "modules.lora.config": [("nxd_memopt.modules.lora", "LoraConfig")],
+    "modules.lora": [(f"{_COMPAT}.modules", "LoraConfig"), ("nxd_memopt.modules.lora", "get_lora_model")],
+    "modules.lora.config": [(f"{_COMPAT}.modules", "LoraConfig")],
     "modules.moe": [(_MOE, "ACT2FN ExpertMLPs MoE RouterSinkhorn RouterTopK load_balancing_loss_func")],
     "modules.moe.expert_mlps": [(_MOE, "ExpertMLPs")],
     "modules.moe.expert_mlps_v2": [(_MOE, "ExpertMLPsV2")],
@@ -141,6 +143,7 @@ _TABLE: dict[str, Sources] = {
     "parallel_layers.mappings": [
         (f"{_OURS}.mappings", _MAPPINGS),
         (f"{_COMPAT}.functions", "gather_from_sequence_parallel_region"),
+        (f"{_COMPAT}.utils", "split_tensor_along_dim split_tensor_along_last_dim"),
     ],
     "parallel_layers.pad": [
         (f"{_OURS}.pad", "pad_model get_number_of_extra_heads"),
@@ -159,12 +162,17 @@ _TABLE: dict[str, Sources] = {
         ),
         (f"{_COMPAT}.utils", _UTILS),
     ],
-    "pipeline": [],
-    "pipeline.model": [_STATE_MODULE],
+    "pipeline": [(f"{_COMPAT}.pipeline", "NxDPPModel")],
+    "pipeline.model": [_STATE_MODULE, (f"{_COMPAT}.pipeline", "NxDPPModel trace_model")],
+    "pipeline.partition": [(f"{_COMPAT}.pipeline", "analyze_shared_weights_across_stages")],
+    "pipeline.trace": [(f"{_COMPAT}.pipeline", "HFTracerWrapper NxDTracer trace_model")],
     "scripts": [],
     "scripts.checkpoint_converter": [(f"{_COMPAT}.checkpoint_converter", "CheckpointConverterBase")],
-    "trainer": [("nxd_memopt.trainer", f"{_TRAINER} save_checkpoint load_checkpoint"), _CONFIG],
-    "trainer.checkpoint": [("nxd_memopt.trainer", _CHECKPOINT)],
+    "trainer": [("nxd_memopt.trainer", f"{_TRAINER} load_checkpoint"), _CONFIG, _SAVE],
+    "trainer.checkpoint": [
+        ("nxd_memopt.trainer", _CHECKPOINT),
+        (f"{_COMPAT}.trainer", "save_checkpoint CheckpointIOState g_iostate"),
+    ],
     "trainer.model": [("nxd_memopt.trainer", "NxDModel")],
     "trainer.optimizer": [("nxd_memopt.trainer", "NxDOptimizer")],
     "trainer.trainer": [("nxd_memopt.trainer", _TRAINER), _CONFIG],
@@ -176,9 +184,15 @@ _TABLE: dict[str, Sources] = {
     "utils.adamw_fp32_optim_params": [("nxd_memopt.optimizer", "AdamW_FP32OptimParams")],
     "utils.batch_utils": [("nxd_memopt.trainer", "get_batch_on_this_context_parallel_rank")],
     "utils.logger": [(f"{_COMPAT}.utils", "get_logger")],
-    "utils.model_utils": [(f"{_OURS}.utils", "move_model_to_device"), (f"{_COMPAT}.utils", "get_platform_lnc")],
+    "utils.model_utils": [
+        (f"{_OURS}.utils", "move_model_to_device"),
+        (f"{_COMPAT}.utils", "LogicalNCConfig get_platform_lnc"),
+    ],
     "utils.utils": [(f"{_COMPAT}.rank_groups", "hardware")],
 }
 
 NAMES = build_table("neuronx_distributed", _TABLE)
 """Alias module -> alias name -> ``"our.module:name"``."""
+
+TORCH_NEURONX = build_table("torch_neuronx", {"": [], "utils": [(f"{_COMPAT}.utils", "get_platform_target")]})
+"""The name of torch_neuronx that such programs use, for machines without the package."""

@@ -1,13 +1,19 @@
-"""neuronx-distributed's defaults of the training configuration, where they differ."""
+"""neuronx-distributed's defaults of the training configuration, and its state of checkpoint saves."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from nxd_memopt import trainer
+from nxd_memopt.compat.parallel_state import initialize_model_parallel
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.trainer.tags import complete_tags, local_directory, prune_tags, remove_directories
 
 
 def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -16,16 +22,19 @@ def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
     - Checkpoints have no master weights by default.
     - A given ``model_init_config`` is completed in place and is part of the result, because
       programs change it afterwards.
+    - Process groups of other sizes are replaced; see ``compat.parallel_state``.
     - Before torch.distributed is initialized, a ``pipeline_parallel_size`` above 1 is recorded
       only; initializing process groups or building a model with it raises ``ValueError``.
     """
     options = inspect.signature(trainer.neuronx_distributed_config).bind(*args, **kwargs).arguments
     precision = options.get("mixed_precision_config") or {}
     options["mixed_precision_config"] = {"use_master_weights_in_ckpt": False, **precision}
-    # Before initialization the option is not passed on, so our function does not reject it; the
-    # result records it instead.
     stages = 1
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        expert = options.get("expert_parallel_size", 1)
+        initialize_model_parallel(options.get("tensor_parallel_size", 1), expert_model_parallel_size=expert)
+    else:
+        # The option is not passed on, so our function does not reject it; the result records it instead.
         stages = options.pop("pipeline_parallel_size", 1)
     config = trainer.neuronx_distributed_config(**options)
     model_init = options.get("model_init_config")
@@ -33,3 +42,41 @@ def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
         model_init.update(config["model_init_config"])
         config["model_init_config"] = model_init
     return {**config, "pipeline_parallel_size": stages}
+
+
+class CheckpointIOState:
+    """The saves of ``directory``; programs call its methods through ``trainer.checkpoint.g_iostate``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def wait_save(self, async_remove: bool) -> None:
+        """Wait for a save with ``async_save``. Every rank calls."""
+        del async_remove  # removing renames a directory first: no rank waits for the rest
+        trainer.finalize_checkpoint()
+
+    def wait_all(self) -> None:
+        """Wait for a save with ``async_save``. Every rank calls."""
+        trainer.finalize_checkpoint()
+
+    def submit_remove(self, num_kept: int | None, async_remove: bool, remove_tags: Sequence[str] = ()) -> None:
+        """Remove the checkpoints of the given tags, or else all but the newest ``num_kept``. Every rank calls."""
+        del async_remove
+        with raise_together(f"removing checkpoints of {self.directory}"):
+            if parallel_state.is_global_rank_zero():
+                if remove_tags:
+                    complete = complete_tags(self.directory)
+                    remove_directories([complete[tag] for tag in remove_tags if tag in complete])
+                else:
+                    prune_tags(self.directory, num_kept)
+
+
+g_iostate: CheckpointIOState | None = None
+"""None until the first save, as in neuronx-distributed."""
+
+
+def save_checkpoint(checkpoint_dir_str: str | Path, *args: Any, **kwargs: Any) -> None:
+    """Write a checkpoint; see ``trainer.save_checkpoint``."""
+    global g_iostate
+    trainer.save_checkpoint(checkpoint_dir_str, *args, **kwargs)
+    g_iostate = CheckpointIOState(local_directory(checkpoint_dir_str))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -42,11 +43,26 @@ def master_print(msg: object) -> None:
         print(msg)
 
 
-def get_platform_lnc() -> int:
+class LogicalNCConfig(IntEnum):
+    """Number of physical cores of a logical core."""
+
+    LNC_1 = 1
+    LNC_2 = 2
+
+
+def get_platform_lnc() -> LogicalNCConfig:
     """Return the number of physical cores of a logical core: 1 on trn1 and without Neuron."""
     if platform_target(os.environ) in ("trn2", "trn3"):
-        return logical_nc_config(os.environ)
-    return 1
+        return LogicalNCConfig(logical_nc_config(os.environ))
+    return LogicalNCConfig.LNC_1
+
+
+def get_platform_target() -> str:
+    """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without Neuron ``"trn2"``.
+
+    Programs choose an order of KV heads by it, and that of trn2 is the layers' on all other devices.
+    """
+    return platform_target(os.environ) or "trn2"
 
 
 def get_local_world_size() -> int:

@@ -34,15 +34,14 @@ def neuronx_distributed_config(
 
     If torch.distributed is initialized, create the model-parallel groups.
 
-    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and
-    ``lnc_size`` must be 1; ``pipeline_config`` and ``lora_config`` must be None.
+    ``pipeline_parallel_size``, ``context_parallel_size`` and ``lnc_size`` must be 1.
 
     Args:
         tensor_parallel_size: T, the number of ranks that share one layer.
         pipeline_parallel_size: must be 1.
-        expert_parallel_size: must be 1.
+        expert_parallel_size: number of ranks that share the experts of a layer.
         context_parallel_size: must be 1.
-        pipeline_config: must be None.
+        pipeline_config: options of pipeline stages, which have no effect on a single stage.
         optimizer_config: ``zero_one_enabled`` (default False), ``grad_clipping`` (True),
             ``max_grad_norm`` (1.0).
         activation_checkpoint_config: modules to recompute in backward: ``"full"`` for every
@@ -52,7 +51,7 @@ def neuronx_distributed_config(
             layers have tagged.
         model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the
             function it needs, ``param_init_fn`` of a module and a device.
-        lora_config: must be None.
+        lora_config: adapters that ``initialize_parallel_model`` adds; see ``modules.lora.LoraConfig``.
         mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters)
             and ``use_fp32_grad_acc`` default to ``zero_one_enabled``.
             ``use_master_weights_in_ckpt`` defaults to ``use_master_weights``, which makes resumes
@@ -72,13 +71,12 @@ def neuronx_distributed_config(
         "lnc_size": lnc_size,
     }
     _require_supported_sizes(sizes)
-    absent = {"pipeline_config": pipeline_config, "lora_config": lora_config}
-    _require_absent(absent)
     optimizer = _with_defaults("optimizer_config", optimizer_config, _OPTIMIZER)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         **sizes,
-        **absent,
+        "pipeline_config": pipeline_config,
+        "lora_config": lora_config,
         "optimizer_config": optimizer,
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
@@ -93,40 +91,36 @@ def neuronx_distributed_config(
 
 def _require_supported_sizes(sizes: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a parallel size that is not supported differs from 1."""
-    for name in ("pipeline_parallel_size", "expert_parallel_size", "context_parallel_size", "lnc_size"):
+    for name in ("pipeline_parallel_size", "context_parallel_size", "lnc_size"):
         if sizes[name] != 1:
             raise ValueError(
                 f"{name} {sizes[name]} is not offered: use 1, and tensor_parallel_size or data parallelism"
             )
 
 
-def _require_absent(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if an unsupported option is set."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} is not offered: leave it out")
-
-
 def initialize_parallel_state(config: Mapping[str, Any]) -> None:
-    """Create the process groups of ``config``, unless they exist with the same tensor-parallel
-    size.
+    """Create the process groups of ``config``, unless they exist with the same sizes.
 
     Raises:
-        ValueError: a size is not supported, or the groups exist with another tensor-parallel
-            size.
+        ValueError: a size is not supported, or the groups exist with another tensor- or
+            expert-parallel size.
     """
     _require_supported_sizes(config)
-    size = config["tensor_parallel_size"]
-    # A script may have created the groups itself; only T must agree.
+    tensor = config["tensor_parallel_size"]
+    expert = config["expert_parallel_size"]
+    # A script may have created the groups itself.
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    existing = parallel_state.get_tensor_model_parallel_size()
-    if existing != size:
-        raise ValueError(
-            f"tensor_parallel_size {size} differs from the initialized "
-            f"tensor_model_parallel_size {existing}: use one, or call "
-            "parallel_state.destroy_model_parallel() between"
-        )
+        parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
+    existing = {
+        "tensor": (tensor, parallel_state.get_tensor_model_parallel_size()),
+        "expert": (expert, parallel_state.get_expert_model_parallel_size()),
+    }
+    for name, (asked, size) in existing.items():
+        if asked != size:
+            raise ValueError(
+                f"{name}_parallel_size {asked} differs from the initialized {name}_model_parallel_size {size}: "
+                "use one, or call parallel_state.destroy_model_parallel() between"
+            )
 
 
 def _with_defaults(

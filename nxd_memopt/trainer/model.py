@@ -1,4 +1,4 @@
-"""Builds a model as ``neuronx_distributed_config`` says: meta construction, device, padding, recomputation."""
+"""Builds a model as ``neuronx_distributed_config`` says: on meta, device, padding, adapters, recomputation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
@@ -103,7 +104,7 @@ def initialize_parallel_model(
         model_kwargs: keyword arguments of ``model_fn``.
 
     Raises:
-        ValueError: see ``classes_to_recompute``; ``pad_model`` without
+        ValueError: see ``classes_to_recompute`` and ``add_adapters``; ``pad_model`` without
             ``config.num_attention_heads``.
     """
     initialize_parallel_state(nxd_config)
@@ -123,6 +124,8 @@ def initialize_parallel_model(
                 _materialize(model, init_config.get("param_init_fn"))
     if nxd_config["pad_model"]:
         _pad_heads(model)
+    if nxd_config["lora_config"] is not None:
+        add_adapters(model, nxd_config["lora_config"])
     choice = nxd_config["activation_checkpoint_config"]
     if choice is not None:
         classes = classes_to_recompute(model, choice)

@@ -209,9 +209,13 @@ def _written_ns(path: Path) -> int:
 
 def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
     """Remove all but the newest ``num_kept_ckpts`` complete checkpoints; None and -1 keep all."""
-    if num_kept_ckpts in (None, -1):
-        return
-    for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
+    if num_kept_ckpts not in (None, -1):
+        remove_directories(list(complete_tags(directory).values())[:-num_kept_ckpts])
+
+
+def remove_directories(checkpoints: list[Path]) -> None:
+    """Remove complete checkpoints; one that is partly removed at a kill does not count as one."""
+    for path in checkpoints:
         # Under its new name the checkpoint is incomplete, and after a kill the next save removes it.
         _write_writer(path)
         removed = incomplete_path(path)

@@ -26,6 +26,7 @@ from tests.dist.test_zero1 import (
     train_dense,
 )
 from tests.reference import assert_same_on_all_ranks, assert_says, error_message, tensors
+from tests.reference_models import batch, full_parameters, hugging_face, local_part, mixtral_config, parallel_model
 
 
 def config(**options):
@@ -292,6 +293,36 @@ def test_experts_and_context_parallel_ranks_are_refused(tmp_path):
         lambda: trainer.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=1.0)
     )
     assert_says(message, "context_parallel_size 2")
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("zero_one", [False, True])
+def test_expert_parallel_steps_equal_transformers(zero_one):
+    """T=2 and EP=2: data-parallel ranks with rows of their own against transformers' Mixtral, clipping and SGD."""
+    nxd_config = config(expert_parallel_size=2, optimizer_config={"zero_one_enabled": zero_one, "max_grad_norm": 0.5})
+    hf_config = mixtral_config()
+    dense = hugging_face(hf_config)
+    full = full_parameters(dense)
+    model = trainer.initialize_parallel_model(nxd_config, parallel_model, False, hf_config, full)
+    optimizer = trainer.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=0.5)
+    reference = torch.optim.SGD(dense.parameters(), lr=0.5)
+    for _ in range(2):
+        rows = [{key: value.roll(shift, 0) for key, value in batch().items()} for shift in range(2)]
+        optimizer.zero_grad()
+        model(**rows[parallel_state.get_data_parallel_rank()]).loss.backward()
+        optimizer.step()
+        reference.zero_grad()
+        for each in rows:
+            (dense(**each).loss / 2).backward()
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.5)
+        reference.step()
+    wanted = dict(dense.named_parameters())
+    for name, param in model.named_parameters():
+        moved = local_part(name, wanted[name].detach(), hf_config) - local_part(name, full[name], hf_config)
+        error = param.detach() - local_part(name, full[name], hf_config) - moved
+        assert error.norm() < 1e-4 * moved.norm(), name  # fp32: two steps, measured 1e-5
+    message = error_message(lambda: trainer.initialize_parallel_model({**nxd_config, "expert_parallel_size": 1}, Mlp))
+    assert_says(message, "expert_parallel_size 1", "expert_model_parallel_size 2", "destroy_model_parallel")
 
 
 @distributed(world_size=4)

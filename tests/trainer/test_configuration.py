@@ -25,11 +25,8 @@ def test_defaults_follow_zero1():
     ("options", "facts"),
     [
         ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size 2", "use 1")),
-        ({"expert_parallel_size": 2}, ("expert_parallel_size 2", "use 1")),
         ({"context_parallel_size": 2}, ("context_parallel_size 2", "use 1")),
         ({"lnc_size": 2}, ("lnc_size 2", "use 1")),
-        ({"lora_config": object()}, ("lora_config", "leave it out")),
-        ({"pipeline_config": {}}, ("pipeline_config", "leave it out")),
         ({"optimizer_config": {"zero_one_enable": True}}, ("zero_one_enable", "did you mean 'zero_one_enabled'")),
         ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ("use_master_weights=True",)),
         ({"model_init_config": {"meta_device_init": True}}, ("param_init_fn",)),

@@ -234,6 +234,32 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
         torch.save(map_tensors(data, Tensor.cpu), file_or_path)
 
 
+class ToXlaTensorArena:
+    """Replaces the values that ``select_fn`` selects in nested containers; ``convert_fn`` gets all of them in a list."""
+
+    def __init__(self, convert_fn: Callable[[list[Any]], list[Any]], select_fn: Callable[[Any], bool]) -> None:
+        self._convert_fn = convert_fn
+        self._select_fn = select_fn
+
+    def transform(self, inputs: Any) -> Any:
+        """Return ``inputs`` with the selected values replaced."""
+        selected: list[Any] = []
+        self._replace(inputs, lambda value: selected.append(value))
+        converted = iter(self._convert_fn(selected) if selected else [])
+        return self._replace(inputs, lambda value: next(converted))
+
+    def _replace(self, value: Any, function: Callable[[Any], Any]) -> Any:
+        """Return ``value`` with ``function`` applied to the selected values, in the order of the containers."""
+        if self._select_fn(value):
+            return function(value)
+        if isinstance(value, Mapping):
+            return {key: self._replace(item, function) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
+            return make([self._replace(item, function) for item in value])
+        return value
+
+
 def set_rng_state(seed: int, device: str | None = None) -> None:
     """Seed the device's generator with an integer, which is torch_xla's random state.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,35 @@ class MpDeviceLoader:
     def __getattr__(self, name: str) -> Any:
         # Called for names that this class lacks, such as ``dataset`` and ``batch_size``.
         return getattr(self._loader, name)
+
+
+class PerDeviceLoader(MpDeviceLoader):
+    """What ``ParallelLoader.per_device_loader`` returns."""
+
+
+class ParallelLoader:
+    """Batches of ``loader`` for the devices of this process, of which there is one; for options see ``MpDeviceLoader``.
+
+    Raises:
+        ValueError: several devices.
+    """
+
+    def __init__(self, loader: Iterable[Any], devices: Sequence[Any], **kwargs: Any) -> None:
+        if len(devices) != 1:
+            raise ValueError(f"a process has one device, got {list(devices)}: start a process for each")
+        self._loader = loader
+        self._options = kwargs
+
+    def per_device_loader(self, device: Any) -> PerDeviceLoader:
+        """Return an iterable over the batches, with tensors on ``device``."""
+        return PerDeviceLoader(self._loader, device, **self._options)
+
+    def per_device_samples(self) -> int:
+        """Return the number of batches."""
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+    def close(self) -> None:
+        """Do nothing: no thread prefetches."""
 
 
 def _to(batch: Any, device: torch.device) -> Any:
