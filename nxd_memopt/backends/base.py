@@ -62,7 +62,7 @@ class Backend(Collectives):
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 
     Each new value, such as the learning rate of the next step, is then another compilation. Pass
-    numbers that change as 0-dim tensors.
+    numbers that change as tensors.
     """
 
     def all_to_all_rows(

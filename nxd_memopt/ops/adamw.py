@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of an update that change from step to step, as 0-dim tensors.
+    """Numbers of an update that change from step to step, as tensors of ``number_tensor``.
 
     Their dtype is the dtype of the arithmetic.
 
@@ -28,6 +28,14 @@ class StepNumbers(NamedTuple):
 def arithmetic_dtype(param: Tensor) -> torch.dtype:
     """Return fp32 for narrower parameters, and the parameter's own dtype otherwise."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def number_tensor(number: float | Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``number`` on the device of ``param`` as an operand of it: ``[1]``, and 0-dim if ``param`` is."""
+    # torch_xla writes the value of a 0-dim tensor that is 0 or 1 into the graph. The correction
+    # sqrt(1 - 0.95 ** step) is 1 in fp32 from step 325 on, so that the update would be compiled again.
+    shape = (1,) * min(param.dim(), 1)
+    return torch.as_tensor(number, dtype=dtype).reshape(shape).to(param.device)
 
 
 def step_numbers(
@@ -53,7 +61,7 @@ def step_numbers(
     """
 
     def on_device(number: float) -> Tensor:
-        return torch.tensor(number, dtype=arithmetic_dtype(param)).to(param.device)
+        return number_tensor(number, param, arithmetic_dtype(param))
 
     decay = None
     if weight_decay:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.adamw import number_tensor
 
 Numbers = dict[tuple[Any, ...], tuple[float | Tensor, float | Tensor]]
-"""Step size and decay by (step, device, dtype)."""
+"""Step size and decay by what they depend on: step, device, dtype, and whether the parameter is 0-dim."""
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distributed's name)
@@ -120,7 +121,7 @@ def _update(
     mean_of_squares.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
     # All parameters of one step share the step size: on compiled backends it is one small
     # host-to-device copy per step and dtype, not one per parameter.
-    key = (state["step"], mean.device, mean.dtype)
+    key = (state["step"], mean.device, mean.dtype, mean.dim() == 0)
     if key not in numbers:
         numbers[key] = (
             _step_size(state["step"], group, mean),
@@ -144,11 +145,10 @@ def _step_size(step: int, group: dict[str, Any], mean: Tensor) -> float | Tensor
 
 
 def _operand(number: float | Tensor, tensor: Tensor) -> float | Tensor:
-    """Return ``number`` as an operand of ``tensor``: a 0-dim tensor if numbers are compiled into
-    kernels.
+    """Return ``number`` as an operand of ``tensor``: a tensor if numbers are compiled into kernels.
 
     A number that changes in each step would otherwise compile new kernels in each step.
     """
     if not backend.scalars_are_compiled:
         return number
-    return torch.as_tensor(number, dtype=tensor.dtype).to(tensor.device)
+    return number_tensor(number, tensor, tensor.dtype)

@@ -25,8 +25,8 @@ class AdamW(torch.optim.AdamW):
     for learning rates and betas that are tensors; and for parameters, gradients and moments that
     are not plain contiguous tensors.
 
-    If ``backend.scalars_are_compiled`` (TorchNeuron), the learning rate and the bias corrections
-    are 0-dim tensors, because a number would compile new kernels in each step. The results equal
+    If ``backend.scalars_are_compiled`` (Neuron), the learning rate and the bias corrections are
+    tensors, because a number would compile new kernels in each step. The results equal
     those of torch's step bit for bit in fp32; narrower parameters are updated in fp32. torch's own
     step runs for the arguments above.
     """
@@ -91,7 +91,7 @@ class AdamW(torch.optim.AdamW):
         torch.autograd.graph.increment_version([*params, *means, *squares])
 
     def _update_by_tensors(self, group: dict[str, Any]) -> None:
-        """Update one group with step size and decay as 0-dim tensors on the device."""
+        """Update one group with step size and decay as tensors on the device."""
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)
@@ -103,7 +103,7 @@ class AdamW(torch.optim.AdamW):
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
             # ``step`` is on the host: reading it does not wait for the device
             step.add_(1)
-            key = (int(step), param.device, arithmetic_dtype(param))
+            key = (int(step), param.device, arithmetic_dtype(param), param.dim() == 0)
             if key not in numbers:
                 options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
                 numbers[key] = step_numbers(key[0], param, betas=betas, **options)

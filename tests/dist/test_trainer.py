@@ -320,7 +320,7 @@ def test_expert_parallel_steps_equal_transformers(zero_one):
     for name, param in model.named_parameters():
         moved = local_part(name, wanted[name].detach(), hf_config) - local_part(name, full[name], hf_config)
         error = param.detach() - local_part(name, full[name], hf_config) - moved
-        assert error.norm() < 1e-4 * moved.norm(), name  # fp32: two steps, measured 1e-5
+        assert error.norm() < 1e-4 * moved.norm(), name  # fp32: two steps, measured 2e-6 of the embedding
     message = error_message(lambda: trainer.initialize_parallel_model({**nxd_config, "expert_parallel_size": 1}, Mlp))
     assert_says(message, "expert_parallel_size 1", "expert_model_parallel_size 2", "destroy_model_parallel")
 

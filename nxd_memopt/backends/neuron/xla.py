@@ -40,6 +40,7 @@ class XlaBackend(C10dBackend):
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
     shapes_are_static = True
+    scalars_are_compiled = True  # those that are 0 or 1; the others are inputs of the graph
     default_group_is_complete = False  # it has no _mesh, from which scripts for neuronx-distributed read the ranks
     views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
