@@ -44,6 +44,7 @@ class AttentionCall:
         max_head_dim: int,
         head_dim_multiple: int = 1,
         sequence_multiple: int = 1,
+        max_batch_heads: int | None = None,
         packs: bool = False,
     ) -> str | None:
         """Return why a flash kernel without mask and dropout cannot run the call, or None.
@@ -53,6 +54,7 @@ class AttentionCall:
             max_head_dim: largest d.
             head_dim_multiple: d must be a multiple of this number.
             sequence_multiple: S must be a multiple of this number.
+            max_batch_heads: largest B * h; None for no limit.
             packs: the kernel supports packed documents.
         """
         if self.dropout_p > 0:
@@ -65,6 +67,9 @@ class AttentionCall:
             return f"head size {self.head_dim} exceeds {kernel}'s {max_head_dim}"
         if self.head_dim % head_dim_multiple:
             return f"head size {self.head_dim} is not a multiple of {kernel}'s {head_dim_multiple}"
+        batch, heads = self.query_shape[:2]
+        if max_batch_heads is not None and batch * heads > max_batch_heads:
+            return f"{batch} sequences of {heads} heads exceed {kernel}'s {max_batch_heads}: lower the micro-batch size"
         if self.sequence_length % sequence_multiple:
             padded = -(-self.sequence_length // sequence_multiple) * sequence_multiple
             return (

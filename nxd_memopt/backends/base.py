@@ -58,6 +58,8 @@ class Backend(Collectives):
     """Whether the device compiles graphs of fixed shapes, so that no shape may depend on values."""
     default_group_is_complete: bool = True
     """Whether torch.distributed's default group has all that a group of all ranks has that ``new_group`` creates."""
+    narrows_float64: bool = False
+    """Whether float64 tensors have the precision of float32 on the device, without an error."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 

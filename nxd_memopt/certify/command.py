@@ -79,7 +79,7 @@ class Certify:
     without recomputation.
 
     Default: any saving passes."""
-    device: Literal["trn1", "trn1n", "trn2", "trn2-lnc1", "trn3", "trn3-lnc1"] = "trn1"
+    device: Literal["trn1", "trn1n", "trn1-2xlarge", "trn2", "trn2-lnc1", "trn3", "trn3-lnc1"] = "trn1"
     device_memory_gib: float | None = None
     """Memory of one device, instead of that of ``device``."""
     reserve_gib: float = 1.25

@@ -17,6 +17,15 @@ from nxd_memopt.planner.states import (
 )
 
 
+DMA_SPILL_SHARE = 0.115
+"""DMA descriptors in device memory, per byte of a compiled graph's temporaries: 1.02 of 8.88 GiB in the one account of
+neuronx-cc that is published for a training step on trn1 (LLaMA-3.1-8B with LoRA, T=2, S=8192, recompute, neuronx-cc
+2.26: NCC_EOOM002, 18.12 GiB of 16). With it, and temporaries in proportion to S, the sum for S=4096 is 14.2 GiB, where
+neuron-monitor measured 14.14. Source: github.com/alpharomercoma/torchneuronx, trn1/results/extras."""
+UPDATED = "updated parameters"
+SPILLS = "DMA ring spills"
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """Memory that AdamW uses in addition to the parameters.
@@ -83,6 +92,7 @@ def memory_terms(
     capacity_gib: float,
     reserve_gib: float = RESERVE_GIB,
     num_expert_parameters: int = 0,
+    in_graphs: bool = False,
 ) -> MemoryTerms:
     """Add up one rank's memory at the peak of a step.
 
@@ -95,6 +105,7 @@ def memory_terms(
         capacity_gib: memory of the device in GiB.
         reserve_gib: memory in GiB that tensors cannot use.
         num_expert_parameters: number of parameters of this rank's experts.
+        in_graphs: the device runs whole steps as compiled graphs (torch_xla on NeuronCores).
     """
     # fp32 parameters are their own master weights.
     layout = StateLayout(
@@ -114,6 +125,11 @@ def memory_terms(
         "inputs": input_bytes,
         "reserve": int(reserve_gib * GIB),
     }
+    if in_graphs:
+        # The update computes parameters from their masters. Their old values are no input of its graph,
+        # so the new ones cannot take their memory; the graphs' scratchpad stays allocated meanwhile.
+        terms[UPDATED] = weight_bytes(shapes, layout) if layout.master_weights else 0
+        terms[SPILLS] = int(DMA_SPILL_SHARE * temporary_bytes)
     return MemoryTerms(terms, int(capacity_gib * GIB))
 
 

@@ -17,6 +17,7 @@ from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 # its peak is compared with their memory.
 DEVICES = {
     "trn1": ("xla", "trn1"),
+    "trn1-2xlarge": ("xla", "trn1-2xlarge"),
     "xla_cpu": ("xla", "trn1"),
     "trn2": ("cpu", "trn2"),
     "trn2-lnc1": ("cpu", "trn2-lnc1"),

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.trainium import (
+    TRN1_2XLARGE_GROUP_SIZES,
     cache_note,
     functionalization,
+    isolation_note,
     neuron_cc_flags,
     refuse_downcasts,
     torch_neuron,
@@ -112,8 +114,8 @@ class Platform:
                 f"{self.chip_processes} ranks on --platform {self.name}, and AWS advises to keep "
                 "a tensor-parallel group within a chip (recipe llama3_8b_trn2)"
             )
-        if self.compiles and (note := cache_note(run)) is not None:
-            notes.append(note)
+        if self.compiles:
+            notes += [note for note in (cache_note(run), isolation_note(run)) if note is not None]
         return notes
 
 
@@ -171,6 +173,11 @@ def _threads(processes: int) -> Variable:
     return Variable("OMP_NUM_THREADS", str(threads), "the host's cores, shared")
 
 
+def _trn1_2xlarge(run: Run) -> list[Variable]:
+    """Return the variables of ranks on the two cores of one Trainium1 chip."""
+    return trn1(run, TRN1_2XLARGE_GROUP_SIZES)
+
+
 def _lnc1(run: Run) -> list[Variable]:
     """Return the variables of ranks with one physical core each."""
     return torch_neuron(run, logical_nc_config=1)
@@ -190,6 +197,16 @@ PLATFORMS = {
             "trn1",
             trn1,
             processes=32,
+            is_trainium=True,
+            compiles=True,
+            package="torch_xla",
+            root_comm_port=ROOT_COMM_PORT,
+        ),
+        # The cheapest instance with Trainium: one chip, 2 cores, 32 GiB of host memory.
+        Platform(
+            "trn1-2xlarge",
+            _trn1_2xlarge,
+            processes=2,
             is_trainium=True,
             compiles=True,
             package="torch_xla",
@@ -231,6 +248,7 @@ PLATFORMS = {
 }
 
 INSTANCES = {"trn1n": "trn1", "trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1"} | {
+    "trn1.2xlarge": "trn1-2xlarge",
     "trn2.48xlarge": "trn2",
     "trn2.3xlarge": "trn2-3xlarge",
 }

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nxd_memopt.launch.variables import Run, Variable
+from nxd_memopt.planner.attention_tiles import describe_tiles
+from nxd_memopt.planner.problem import NKI_MULTIPLE
 from nxd_memopt.training.config import TrainConfig
 
 # Group sizes with collectives on trn1: AWS's list, and strided groups of 4.
 TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)
+TRN1_2XLARGE_GROUP_SIZES = (1, 2)  # one chip
 DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
 # The runtime's default on trn1 according to its developer guide; its configuration guide says 30.
 EXEC_TIMEOUT_S = 600
@@ -26,14 +29,14 @@ TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
 NODE_RANK = "{node_rank}"
 
 
-def trn1(run: Run) -> list[Variable]:
+def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Variable]:
     """Return the environment variables of ranks on trn1, which use torch_xla.
 
     Raises:
         ValueError: the hardware has no collectives for the tensor-parallel size, or flags or
             variables contradict the configuration.
     """
-    _require_trn1_groups(run.config.parallel.tensor_model_parallel_size)
+    _require_trn1_groups(run.config.parallel.tensor_model_parallel_size, group_sizes)
     refuse_downcasts(run.environ)
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     cores = str(run.processes)
@@ -277,6 +280,17 @@ def cache_note(run: Run) -> str | None:
     )
 
 
+def isolation_note(run: Run) -> str | None:
+    """Return a warning if documents are isolated by tiles where AWS's kernel could run, or None."""
+    data = run.config.data
+    if not data.isolate_documents or data.seq_length % NKI_MULTIPLE:
+        return None
+    return (
+        f"data.isolate_documents is true: attention runs in plain operations, {describe_tiles(data.seq_length)}; with "
+        "false NeuronCores run their kernel, and documents of a row attend to each other"
+    )
+
+
 def _runtime(run: Run) -> list[Variable]:
     """Return the variables that the Neuron runtime and glibc read on all Trainium platforms."""
     between_hosts = []
@@ -340,12 +354,12 @@ def _between_hosts(run: Run) -> list[Variable]:
     return variables
 
 
-def _require_trn1_groups(size: int) -> None:
-    """Raise ``ValueError`` if trn1 has no collectives for groups of ``size`` ranks."""
-    if size not in TRN1_GROUP_SIZES:
+def _require_trn1_groups(size: int, group_sizes: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` if the instance has no collectives for groups of ``size`` ranks."""
+    if size not in group_sizes:
         raise ValueError(
-            f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, "
-            "the group sizes for which trn1 has collectives: choose one of them"
+            f"parallel.tensor_model_parallel_size {size} is not one of {list(group_sizes)}, "
+            "the group sizes for which the platform has collectives: choose one of them"
         )
 
 

@@ -26,9 +26,10 @@ def math_attention(
     scores = scaled_scores(query, key, query.dtype)
     # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    # a bf16 sum over S exponentials would lose the small ones
+    # A bf16 sum over S exponentials would lose the small ones. With NEURON_FUSE_SOFTMAX, torch-neuronx
+    # replaces F.softmax, and not torch.softmax, by one operation of its compiler.
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = F.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     return F.dropout(weights, dropout_p) @ value
 
 

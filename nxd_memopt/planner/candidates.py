@@ -13,7 +13,7 @@ from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.problem import Problem, Setting, kernels_of
 from nxd_memopt.planner.tiling import head_group_counts
 
-TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
+TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32), "trn1-2xlarge": (1, 2)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
 MICRO_BATCHES = (1, 2, 4, 8)
 _DROPOUTS = ("attention_dropout", "hidden_dropout")

@@ -218,6 +218,18 @@ _TABLE = (
         source="[trn1], a chip's figures halved",
     ),
     _trainium(
+        "trn1-2xlarge",
+        memory_gib=16.0,
+        bf16=95.0,
+        fp32=23.75,
+        memory_gb_s=410,
+        link_gb_s=96,
+        ranks=2,
+        efa_gbps=25,
+        host_gib=32,
+        source="[trn1], a chip's figures halved; one chip, a network of up to 25 Gbit/s",
+    ),
+    _trainium(
         "trn2",
         memory_gib=24.0,
         bf16=166.75,

@@ -21,7 +21,7 @@ PRECISIONS = {
     "16-mixed": ("float16", True),
 }
 """``trainer.precision`` -> dtype of the parameters, and whether there are fp32 masters."""
-_NKI_MULTIPLE = 2048
+NKI_MULTIPLE = 2048
 SDPA_MULTIPLE = 512
 _LARGEST_FLASH_HEAD = 128
 
@@ -260,7 +260,7 @@ def _gpu_kernels(problem: Problem) -> list[str]:
 
 def _neuron_kernel(problem: Problem) -> str:
     """Return the attention implementation of a NeuronCore."""
-    name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
+    name, multiple = ("nki", NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
     suits = problem.sequence_length % multiple == 0 and sizes(problem.config)["d"] <= _LARGEST_FLASH_HEAD
     return name if suits and not problem.isolate_documents else "tiled"
 

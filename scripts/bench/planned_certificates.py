@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from nxd_memopt.certify.memory_terms import SPILLS, UPDATED
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.plan import Plan
@@ -49,7 +50,7 @@ def certified_bytes(config: TrainConfig, ranks: int) -> int:
         if not figures.exists():
             raise ValueError(f"certify failed: {(result.stderr or result.stdout).strip().splitlines()[-1]}")
         found = json.loads(figures.read_text(encoding="utf-8"))["memory_bytes"]
-    return found["total"] - found["reserve"]
+    return found["total"] - sum(found[name] for name in ("reserve", UPDATED, SPILLS))
 
 
 def main() -> None:

@@ -320,6 +320,8 @@ def test_device_order_follows_the_machine(monkeypatch):
         ({"kv_heads": 2}, None),
         ({"query_shape": (1, 8, 1000, 64)}, ["1000", "512", "pad to 1024"]),
         ({"query_shape": (1, 8, 512, 192)}, ["head size 192", "128"]),
+        ({"query_shape": (64, 8, 512, 64)}, None),
+        ({"query_shape": (65, 8, 512, 64)}, ["65 sequences of 8 heads", "512", "lower the micro-batch size"]),
         ({"masked": True}, ["mask"]),
         ({"dropout_p": 0.1}, ["dropout", "0.1"]),
     ],

@@ -15,7 +15,7 @@ from nxd_memopt.launch.certificate import DEVICES
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
 from nxd_memopt.planner.hardware import DEVICE_GIB
-from tests.launch.launching import FOUR_HOSTS, ROOT, TOKENIZER, TRN2, planned
+from tests.launch.launching import CORES, FOUR_HOSTS, ROOT, TOKENIZER, TRN1, TRN2, planned
 
 # ---- trn1 ------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def test_certify_knows_every_platforms_device() -> None:
     assert trainium <= set(DEVICES)
     # two physical cores share 24 GiB of HBM on Trainium2, 36 on Trainium3
     gib = {name: DEVICE_GIB[str(DEVICES[name][1])] for name in trainium}
-    assert gib == {"trn1": 16, "trn2": 24, "trn2-lnc1": 12, "trn2-3xlarge": 24, "trn3": 36}
+    assert gib == {"trn1": 16, "trn1-2xlarge": 16, "trn2": 24, "trn2-lnc1": 12, "trn2-3xlarge": 24, "trn3": 36}
 
 
 # ---- the host --------------------------------------------------------------------------------------------------------
@@ -244,8 +244,31 @@ def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
 @pytest.mark.parametrize(("instance", "platform"), INSTANCES.items())
 def test_names_of_instances_are_understood(instance: str, platform: str) -> None:
     assert (
-        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "4").platform == platform
+        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "2").platform == platform
     )
+
+
+def test_a_trn1_2xlarge_has_two_ranks() -> None:
+    size = ("--parallel.tensor-model-parallel-size", "2")
+    found = planned("llama3_8b", "--platform", "trn1.2xlarge", *size)
+    assert found.command[2:5] == ["nxd_memopt.launch.agent", "--nproc", "2"]
+    assert found.environment == TRN1 | dict.fromkeys(CORES, "2")
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size 8 is not one of \[1, 2\]"):
+        planned("llama3_8b", "--platform", "trn1.2xlarge")
+
+
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        (("--data.isolate-documents", "true"), True),  # the default, which the recipe changes
+        ((), False),
+        (("--data.isolate-documents", "true", "--data.seq-length", "1536"), False),  # no kernel takes this length
+        (("--data.isolate-documents", "true", "--platform", "xla_cpu"), False),
+    ],
+)
+def test_isolation_that_costs_the_kernel_is_noted(options: tuple[str, ...], noted: bool) -> None:
+    notes = planned("llama3_8b", *options).notes
+    assert ["36 tiles of 1024 x 1024 scores" in note for note in notes] == [True] * noted
 
 
 def test_a_missing_package_is_named_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,20 @@ from tests.reference import (
 LENGTH = 47  # prime: the last tile is a part
 
 
+def test_softmax_is_the_function_that_torch_neuronx_replaces(monkeypatch):
+    """With NEURON_FUSE_SOFTMAX it sets torch.nn.functional.softmax to one operation of its compiler."""
+    calls = []
+    original = torch.nn.functional.softmax
+
+    def softmax(*args, **options):
+        calls.append(options)
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    core_attention(*heads(6), implementation="math")
+    assert calls == [{"dim": -1, "dtype": torch.float64}]
+
+
 def heads(kv_heads: int, *, length: int = LENGTH, width: int = 5, dtype=torch.float64):
     shapes = ((6, 0), (kv_heads, 1), (kv_heads, 2))
     return [tensors(2, n, length, width, seed=seed, dtype=dtype).requires_grad_() for n, seed in shapes]

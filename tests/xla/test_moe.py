@@ -52,6 +52,14 @@ def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str,
     return model, reference, loss, expected
 
 
+def test_a_router_in_float64_is_refused():
+    """torch_xla makes float64 float32 on NeuronCores (torch_xla/csrc/dtype.cpp), without a word."""
+    config = mixtral_config()
+    moe = options_of(config, "allgather", **FORMS["padded"], moe_router_dtype="fp64")
+    message = error_message(lambda: parallel_model(config, moe=moe))
+    assert_says(message, "moe_router_dtype 'fp64'", "fp32", "xla")
+
+
 @distributed([1, 2], timeout_s=400)
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("form", FORMS)

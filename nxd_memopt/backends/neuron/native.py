@@ -40,6 +40,7 @@ _NO_SILENT_FALLBACK = "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS"
 _VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 _SDPA_SEQUENCE_MULTIPLE = 512
 _SDPA_MAX_HEAD_DIM = 128
+_SDPA_MAX_BATCH_HEADS = 512
 _LATE_FALLBACK = (
     f"{_NO_SILENT_FALLBACK} was not set when torch imported {_PACKAGE}, so operations that fail "
     f"may still run on the CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python "
@@ -198,6 +199,7 @@ class NeuronBackend(C10dBackend):
             "Neuron's SDPA kernel",
             sequence_multiple=_SDPA_SEQUENCE_MULTIPLE,
             max_head_dim=_SDPA_MAX_HEAD_DIM,
+            max_batch_heads=_SDPA_MAX_BATCH_HEADS,
         )
 
     def synchronize(self) -> None:

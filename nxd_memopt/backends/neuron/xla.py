@@ -42,6 +42,7 @@ class XlaBackend(C10dBackend):
     shapes_are_static = True
     scalars_are_compiled = True  # those that are 0 or 1; the others are inputs of the graph
     default_group_is_complete = False  # it has no _mesh, from which scripts for neuronx-distributed read the ranks
+    narrows_float64 = True  # torch_xla makes F64 F32 on NeuronCores; the simulation alone computes in float64
     views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
     def __init__(self) -> None:

@@ -74,6 +74,10 @@ class Router(ShardedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if moe.moe_router_dtype == "fp64" and backend.narrows_float64:
+            raise ValueError(
+                f"moe_router_dtype 'fp64' is computed in fp32 by NeuronCores (backend {backend.name}): use 'fp32'"
+            )
         self.moe = moe
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.weight = nn.Parameter(torch.empty(moe.num_moe_experts, hidden_size, dtype=dtype, device=device))
