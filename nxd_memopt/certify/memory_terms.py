@@ -16,7 +16,6 @@ from nxd_memopt.planner.states import (
     weight_bytes,
 )
 
-
 DMA_SPILL_SHARE = 0.115
 """DMA descriptors in device memory, per byte of a compiled graph's temporaries: 1.02 of 8.88 GiB in the one account of
 neuronx-cc that is published for a training step on trn1 (LLaMA-3.1-8B with LoRA, T=2, S=8192, recompute, neuronx-cc

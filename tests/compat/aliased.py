@@ -367,7 +367,8 @@ def test_names_of_pipeline_stages():
     assert called == ["0", "1"] and not isinstance(model, NxDPPModel)
     model[0] = torch.nn.Sequential(torch.nn.ReLU())
     assert [node.target for node in tracer.trace(model).nodes if node.op == "call_module"] == ["0.0", "1"]
-    for offered in (NxDPPModel, trace.HFTracerWrapper, trace.trace_model, partition.analyze_shared_weights_across_stages):
+    shared_weights = partition.analyze_shared_weights_across_stages
+    for offered in (NxDPPModel, trace.HFTracerWrapper, trace.trace_model, shared_weights):
         with pytest.raises(ValueError, match=f"{offered.__name__} is of pipeline parallelism"):
             offered(model)
 

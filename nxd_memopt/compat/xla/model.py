@@ -235,7 +235,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 class ToXlaTensorArena:
-    """Replaces the values that ``select_fn`` selects in nested containers; ``convert_fn`` gets all of them in a list."""
+    """Replaces values that ``select_fn`` selects in nested containers; ``convert_fn`` gets all of them in one list."""
 
     def __init__(self, convert_fn: Callable[[list[Any]], list[Any]], select_fn: Callable[[Any], bool]) -> None:
         self._convert_fn = convert_fn
