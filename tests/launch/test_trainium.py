@@ -254,7 +254,7 @@ def test_a_trn1_2xlarge_has_two_ranks() -> None:
     assert found.command[2:5] == ["nxd_memopt.launch.agent", "--nproc", "2"]
     assert found.environment == TRN1 | dict.fromkeys(CORES, "2")
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size 8 is not one of \[1, 2\]"):
-        planned("llama3_8b", "--platform", "trn1.2xlarge")
+        planned("llama3_8b", "--platform", "trn1.2xlarge", environ=FOUR_HOSTS)
 
 
 @pytest.mark.parametrize(
