@@ -68,9 +68,10 @@ TRAINING_STEP = """
     dist.destroy_process_group()
     dist.init_process_group("xla")
     parallel_state.initialize_model_parallel(2)
-    alone = torch.tensor([1.0])
-    dist.all_reduce(alone, group=parallel_state.get_data_parallel_group())
-    assert alone.item() == 1, "groups of the world that was destroyed are replaced"
+    assert parallel_state.get_tensor_model_parallel_group() is dist.group.WORLD, "not that of the destroyed world"
+    both = torch.ones(1)
+    dist.all_reduce(both, group=parallel_state.get_tensor_model_parallel_group())
+    assert both.item() == 2
 """
 
 
