@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig
@@ -185,13 +183,6 @@ def _is_recomputed_norm(module: nn.Module) -> bool:
     return isinstance(module, LayerNorm) and is_only_wrapped(module, "recompute", "traced_recompute")
 
 
-def rotary_dim(config: GPTNeoXConfig) -> int:
-    """Return how many dimensions of each head RoPE rotates; the remaining ones do not depend on the position."""
-    head_dim = config.hidden_size // config.num_attention_heads
-    rope: Any = config.rope_parameters
-    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
-
-
 class GPTNeoXModel(nn.Module):
     """Embedding, dropout, decoder layers and final norm."""
 
@@ -228,7 +219,7 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
         memory = resolve_memory(memory, config)
         require_shardable(config, parallel.tensor_model_parallel_size)
-        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim(config))
+        super().__init__(config, parallel=parallel, memory=memory)
         factory = layer_factory("gpt_neox", config, parallel, dtype=dtype, device=device)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished

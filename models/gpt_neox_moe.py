@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
-from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP, rotary_dim
+from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
@@ -108,7 +108,7 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         moe = resolve_moe(moe, config)
         memory = moe_memory(memory, moe)
         require_shardable(config, parallel.tensor_model_parallel_size)
-        super().__init__(config, parallel=parallel, memory=memory, moe=moe, rotary_dim=rotary_dim(config))
+        super().__init__(config, parallel=parallel, memory=memory, moe=moe)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXMoEModel(config, factory, memory, moe)
         self.add_head(factory)

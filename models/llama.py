@@ -185,7 +185,7 @@ class LlamaForCausalLM(ParallelCausalLM):
         # With T above g, each KV head is on T/g ranks. Each of them has different query heads of
         # its group, and a copy of the KV head whose gradients are summed over the ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
-        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=sizes(config)["d"])
+        super().__init__(config, parallel=parallel, memory=memory)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished

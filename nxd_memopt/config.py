@@ -11,8 +11,18 @@ from typing import Any, Literal, TypeVar
 
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
 COMPILE = (None, "layer")
-HIDDEN_ACTS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
-ROPE_TYPES = ("default", "linear", "llama3")
+HIDDEN_ACTS = (
+    "gelu",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "silu",
+    "swish",
+)
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 RECOMPUTE_METHODS = (None, "uniform", "block", "nested")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp", "moe")
 ATTENTION_BACKENDS = (

@@ -193,13 +193,6 @@ class MoEConfig:
                 "moe_router_load_balancing_type 'hf_aux_loss' needs moe_router_score_function 'softmax', got "
                 "'sigmoid': use 'seq_aux_loss', or leave the score function out"
             )
-        if self.moe_router_topk == 1 and is_softmax and not is_sinkhorn and not self.moe_router_pre_softmax:
-            raise ValueError(
-                "moe_router_topk 1 with a softmax over the chosen expert alone gives each token the weight 1 and "
-                "the router no gradient: set moe_router_score_function 'sigmoid' or moe_router_load_balancing_type "
-                "'sinkhorn', or moe_router_pre_softmax=True (of Hugging Face's configs that of a Qwen3-MoE with "
-                "norm_topk_prob false)"
-            )
 
     def _check_capacity(self) -> None:
         factor = self.moe_expert_capacity_factor

@@ -169,7 +169,11 @@ CONFIGS = {
     "neox half rotary, no attention bias": lambda: gpt_neox_config(rotary_pct=0.5, attention_bias=False),
     "mixtral": mixtral_config,
     "mixtral without balancing": lambda: mixtral_config(output_router_logits=False, tie_word_embeddings=True),
+    "mixtral, window": lambda: mixtral_config(sliding_window=5),
     "qwen2 with experts": qwen2_moe_config,
+    "qwen2 with experts, windows": lambda: qwen2_moe_config(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
     "qwen3": qwen3_moe_config,
     "qwen3 normalised, biases": lambda: qwen3_moe_config(norm_topk_prob=True, attention_bias=True),
     "neox tanh gelu": lambda: gpt_neox_config(hidden_act="gelu_new"),

@@ -61,6 +61,8 @@ class AttentionCall:
             return f"{kernel} has no dropout, got {self.dropout_p}"
         if self.masked:
             return f"{kernel} takes no mask"
+        if self.window is not None:
+            return f"{kernel} takes no attention window of {self.window}, and a mask would materialise S x S scores"
         if self.packed and not packs:
             return f"{kernel} takes no packed documents"
         if self.head_dim > max_head_dim:

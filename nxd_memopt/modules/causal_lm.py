@@ -14,7 +14,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
-from nxd_memopt.ops.rope import rope_frequencies, rope_tables
+from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
@@ -23,6 +23,7 @@ from nxd_memopt.parallel_layers.loss_functions import (
     parallel_cross_entropy,
 )
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region, require_equal_shards
+from nxd_memopt.planner.architectures import rotary_dim
 
 IGNORE_INDEX = -100
 
@@ -49,7 +50,6 @@ class ParallelCausalLM(FusibleModule, ABC):
         config: Hugging Face config.
         parallel: parallel config, already checked against the process groups.
         memory: memory techniques to apply.
-        rotary_dim: number of dimensions of a head that RoPE rotates.
     """
 
     attention_name: ClassVar[str]
@@ -58,12 +58,12 @@ class ParallelCausalLM(FusibleModule, ABC):
     fusions: Fusions
     """The fused paths of the model; ``describe()`` lists which are on."""
 
-    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
+    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig) -> None:
         super().__init__()
         self.config = config
         self.parallel = parallel
         self.memory = memory
-        self.rope_frequencies = rope_frequencies(rotary_dim, config.rope_parameters)
+        self.rope = RotaryEmbedding(rotary_dim(config), config.rope_parameters, config.max_position_embeddings)
 
     @property
     @abstractmethod
@@ -157,18 +157,20 @@ class ParallelCausalLM(FusibleModule, ABC):
         documents = None
         if cu_seqlens is not None:
             documents = packed_documents(cu_seqlens, input_ids, attention_mask)
+        length = input_ids.size(1)
+        self.rope.require_one_length(length, packed=cu_seqlens is not None, positions_given=position_ids is not None)
         if position_ids is None and documents is not None:
             position_ids = documents.positions()
         elif position_ids is None:
-            position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
-        elif position_ids.shape not in (input_ids.shape, (1, input_ids.size(1))):
+            position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
+        elif position_ids.shape not in (input_ids.shape, (1, length)):
             raise ValueError(
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
         # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
         # that of the activations: wider tables would promote queries and keys.
-        rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
+        rope = self.rope.tables(position_ids, length, self.embedding_weight().dtype)
         mask = documents
         if attention_mask is not None:
             mask = padding_and_causal_mask(attention_mask)
@@ -191,17 +193,6 @@ class ParallelCausalLM(FusibleModule, ABC):
     def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
         """Return the backbone's hidden states; ``mask`` has ``attention_mask`` already."""
         return self.backbone(input_ids, rope, mask)
-
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        """Return RoPE frequencies on ``device``; on CUDA keep them there after the first call.
-
-        A host-to-device copy in each step would synchronize, and CUDA graphs cannot record it. A
-        tensor subclass, e.g. of a tracer, is not kept.
-        """
-        frequencies = self.rope_frequencies.to(device)
-        if device.type == "cuda" and type(frequencies) is Tensor:
-            self.rope_frequencies = frequencies
-        return frequencies
 
     def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
         """Raise if shapes differ, T differs from the process groups, or T does not divide S."""

@@ -27,7 +27,7 @@ _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {
     "tiled": tiled.refusal,
     "nki": nki.refusal,
 }
-_WINDOWED = ("tiled", "math")  # implementations of attention windows
+_WINDOWED = ("tiled", "math", "sdpa")  # implementations of attention windows, sdpa by a mask of S x S
 _UNAVAILABLE = {"flash4": cuda.unavailable_reason, "nki": nki.unavailable_reason}
 _SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -80,6 +80,8 @@ def attention_implementation(
     refusals: list[str] = []
     for name in backend.attention_implementations:
         reason = refusal(name, call)
+        if name == "sdpa" and window is not None:
+            reason = f"it would take the window of {window} as a mask of S x S"
         if reason is None:
             return name, "; ".join([*refusals, f"{name} can run"])
         refusals.append(f"no {name}: {reason}")
@@ -193,14 +195,11 @@ def core_attention(
     if isinstance(mask, PackedDocuments):
         return _packed_attention(query, key, value, mask, implementation, dropout_p, window)
     if implementation == "math":
-        if window is not None:
-            allowed = window_mask(query.size(2), window, query.device)
-            mask = allowed if mask is None else mask & allowed
-        return math_attention(query, key, value, mask, dropout_p)
+        return math_attention(query, key, value, _with_window(mask, window, query), dropout_p)
     # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
     # whose inputs are cast here.
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
-        return _sdpa(query, key, value, mask, dropout_p, implementation)
+        return _sdpa(query, key, value, mask, dropout_p, implementation, window)
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
         if implementation == "tiled":
             return tiled.tiled_attention(query, key, value, mask, window=window)
@@ -225,7 +224,7 @@ def _packed_attention(
         return math_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
         # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
-        attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation)
+        attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation, window=window)
         return attention_by_document(query, key, value, documents, attend)
     assert implementation in ("flash4", "flash", "tiled"), implementation
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
@@ -243,7 +242,9 @@ def _sdpa(
     mask: Tensor | None,
     dropout_p: float,
     implementation: str,
+    window: int | None,
 ) -> Tensor:
+    mask = _with_window(mask, window, query)
     # Kernels without grouped heads get copies of the KV heads, h/g times the bytes of K and V.
     # enable_gqa leaves the repetition for h/g query heads to the other kernels.
     repeats = query.size(1) // key.size(1)
@@ -263,6 +264,14 @@ def _sdpa(
             is_causal=mask is None,
             enable_gqa=gqa,
         )
+
+
+def _with_window(mask: Tensor | None, window: int | None, query: Tensor) -> Tensor | None:
+    """Return ``mask`` with the window, ``[S, S]`` or ``[B, 1, S, S]``; None for causality alone."""
+    if window is None or query.size(2) <= window:
+        return mask
+    allowed = window_mask(query.size(2), window, query.device)
+    return allowed if mask is None else mask & allowed
 
 
 def attention_dtype(query: Tensor) -> torch.dtype:

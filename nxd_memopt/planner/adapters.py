@@ -8,7 +8,8 @@ from typing import Any
 
 from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
 from nxd_memopt.planner.architecture_layers import LAYERS
-from nxd_memopt.planner.architectures import moe_layers, option, parameters
+from nxd_memopt.planner.architectures import moe_layers, parameters
+from nxd_memopt.planner.config_options import option
 
 QKV = ("q_proj", "k_proj", "v_proj", "query_key_value")
 _COLUMNS = ("column", "query_column", "kv_column")

@@ -10,21 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import HIDDEN_ACTS, ROPE_TYPES, require_divisible, require_one_of
-from nxd_memopt.planner.architecture_layers import (
-    EXPERT_SHARDINGS,
-    GPT_NEOX_MOE,
-    LAYERS,
-    QWEN2_MOE,
-    SHARDED_DIMENSIONS,
-    Layer,
-)
+from nxd_memopt.planner.architecture_layers import EXPERT_SHARDINGS, LAYERS, QWEN2_MOE, SHARDED_DIMENSIONS, Layer
+from nxd_memopt.planner.config_options import GPT_NEOX_TYPES, MODELS_WITH_EXPERTS, option, raw_option, reads
 
-GPT_NEOX_TYPES = ("gpt_neox", GPT_NEOX_MOE)
-"""Architectures with GPT-NeoX's attention, norms and biases."""
-_MODELS_WITH_EXPERTS = ("mixtral", QWEN2_MOE, "qwen3_moe", GPT_NEOX_MOE)
 _QWEN_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
-_WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "qwen3_moe")
-_MODELS_WITH_DENSE_LAYERS = (QWEN2_MOE, "qwen3_moe")
 
 
 class ExpertShape(tuple[int, ...]):
@@ -112,54 +101,48 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
 
     Raises:
-        ValueError: the window is below 1, or ``layer_types`` is of another number of layers, or leaves layers
-            without the window in a model that transformers gives it in every layer.
+        ValueError: the window is below 1, or ``layer_types`` is of another number of layers, has another type,
+            or names windows that are turned off.
     """
     depth = option(config, "num_hidden_layers")
     window = option(config, "sliding_window")
     # Qwen's configs store a window that use_sliding_window turns off.
-    if window is None or option(config, "use_sliding_window") is False:
-        return (None,) * depth
-    if window < 1:
+    if reads(config, "use_sliding_window") and not option(config, "use_sliding_window"):
+        window = None
+    if window is not None and window < 1:
         raise ValueError(f"sliding_window {window} must be at least 1: leave it out for attention to all tokens")
     kinds = option(config, "layer_types")
     if kinds is None:
-        kinds = _kinds_of_attention(config, depth)
+        return tuple(window if has_window else None for has_window in _windowed_layers(config, depth))
     # A model would be built with as many layers as there are types.
     if len(kinds) != depth:
         raise ValueError(
             f"layer_types names {len(kinds)} layers and num_hidden_layers is {depth}: give each layer a type, or leave "
             "layer_types out"
         )
-    model_type = option(config, "model_type")
-    if model_type in _WINDOW_IN_EVERY_LAYER and set(kinds) != {"sliding_attention"}:
+    for kind in kinds:
+        require_one_of("layer_types", kind, ("full_attention", "sliding_attention"))
+    if window is None and "sliding_attention" in kinds:
         raise ValueError(
-            f"layer_types {sorted(set(kinds))}, sliding_window {window}: every layer of {model_type} has the window in "
-            "transformers, which reads no layer_types: leave layer_types out, or sliding_window for full attention"
+            f"layer_types names sliding_attention, and there is no window (sliding_window "
+            f"{option(config, 'sliding_window')}, use_sliding_window {option(config, 'use_sliding_window')}): set "
+            "both, or leave layer_types out"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _kinds_of_attention(config: Any, depth: int) -> list[str]:
-    """Return ``layer_types`` of a config.json without them, whose window is not turned off."""
-    model_type = option(config, "model_type")
-    if model_type in _WINDOW_IN_EVERY_LAYER:
-        return ["sliding_attention"] * depth
+def _windowed_layers(config: Any, depth: int) -> list[bool]:
+    """Return which layers have the window of a config without ``layer_types``, if it has one."""
+    if not reads(config, "layer_types"):
+        return [True] * depth
     limit = option(config, "max_window_layers")
     if limit is None:
-        limit = _QWEN_WINDOW_LAYERS if model_type.startswith("qwen") else 0
-    if model_type == QWEN2_MOE:
+        limit = _QWEN_WINDOW_LAYERS
+    if option(config, "model_type") == QWEN2_MOE:
         # Every second layer has a window, up to a limit, as in transformers' Qwen2MoeConfig.
-        has_window = [i % 2 == 0 and i < limit for i in range(depth)]
-    else:
-        # The first layers of Qwen2 and Qwen3 have no window.
-        has_window = [i >= limit for i in range(depth)]
-    return ["sliding_attention" if each else "full_attention" for each in has_window]
-
-
-def smallest_window(config: Any) -> int | None:
-    """Return the shortest attention window of the decoder layers, or None if no layer has one."""
-    return min((window for window in attention_windows(config) if window is not None), default=None)
+        return [i % 2 == 0 and i < limit for i in range(depth)]
+    # The first layers of Qwen2 and Qwen3 have no window.
+    return [i >= limit for i in range(depth)]
 
 
 def sizes(config: Any) -> dict[str, int]:
@@ -177,12 +160,20 @@ def sizes(config: Any) -> dict[str, int]:
         "g": num_kv_heads(config),
         "d": option(config, "head_dim") or option(config, "hidden_size") // heads,
     }
-    if option(config, "model_type") in _MODELS_WITH_EXPERTS:
-        # Files of older versions of transformers call Qwen3's experts num_experts.
-        letters["E"] = option(config, "num_local_experts") or option(config, "num_experts")
+    if option(config, "model_type") in MODELS_WITH_EXPERTS:
+        letters["E"] = _num_experts(config)
         letters["M"] = option(config, "moe_intermediate_size") or letters["F"]
         letters["W"] = shared_expert_width(config) or 0
     return letters
+
+
+def _num_experts(config: Any) -> int:
+    """Return E, whose two names are one option except in Qwen2-MoE; of two values, take the one transformers takes."""
+    names = ["num_local_experts", "num_experts"]
+    if option(config, "model_type") == "mixtral":
+        names.reverse()
+    first, second = (option(config, name) for name in names)
+    return first or second
 
 
 def shared_expert_width(config: Any) -> int | None:
@@ -191,8 +182,6 @@ def shared_expert_width(config: Any) -> int | None:
     Args:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
     """
-    if option(config, "model_type") not in _MODELS_WITH_EXPERTS:
-        return None
     return option(config, "shared_expert_intermediate_size") or None
 
 
@@ -210,9 +199,8 @@ def moe_layers(config: Any) -> tuple[bool, ...]:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
     """
     count = option(config, "num_hidden_layers")
-    model_type = option(config, "model_type")
-    if model_type not in _MODELS_WITH_DENSE_LAYERS:
-        return (model_type in _MODELS_WITH_EXPERTS,) * count
+    if not reads(config, "mlp_only_layers"):
+        return (option(config, "model_type") in MODELS_WITH_EXPERTS,) * count
     dense = option(config, "mlp_only_layers") or ()
     step = option(config, "decoder_sparse_step") or 1
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
@@ -229,6 +217,28 @@ def num_kv_heads(config: Any) -> int:
     groups = option(config, name) or heads
     require_divisible("num_attention_heads", heads, name, groups)
     return groups
+
+
+def rotary_dim(config: Any) -> int:
+    """Return how many dimensions of each head RoPE rotates; the others do not depend on the position.
+
+    Raises:
+        ValueError: ``partial_rotary_factor`` of a model that rotates all.
+    """
+    head_dim = sizes(config)["d"]
+    # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
+    rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
+    fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
+    if option(config, "model_type") in GPT_NEOX_TYPES:
+        return int(head_dim * (1.0 if fraction is None else fraction))
+    # transformers ignores the fraction of the default type only, and has no model that runs with it.
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default" and fraction not in (None, 1.0):
+        raise ValueError(
+            f"partial_rotary_factor {fraction} with rope_type {kind!r}: {option(config, 'model_type')} rotates all "
+            "dimensions of a head; leave it out"
+        )
+    return head_dim
 
 
 def parameters(config: Any) -> Iterator[Parameter]:
@@ -325,13 +335,6 @@ def _value(dimension: str, letters: Mapping[str, int]) -> int:
     return value
 
 
-def option(config: Any, name: str) -> Any:
-    """Return an option of a config, or None if it has none of this name."""
-    if isinstance(config, Mapping):
-        return config.get(name)
-    return getattr(config, name, None)
-
-
 def require_supported_values(config: Any, remedy: str) -> None:
     """Raise ``ValueError`` for a value that models refuse when they are built, or would not follow.
 
@@ -347,7 +350,7 @@ def require_supported_values(config: Any, remedy: str) -> None:
         )
     require_one_of("hidden_act", option(config, "hidden_act"), HIDDEN_ACTS)
     # Published files call it rope_scaling, and its rope_type sometimes type.
-    rope = option(config, "rope_parameters") or option(config, "rope_scaling") or {}
+    rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in {remedy}")
     require_one_of("rope_type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES)
@@ -364,23 +367,6 @@ def require_supported_values(config: Any, remedy: str) -> None:
     padding, vocabulary = option(config, "pad_token_id"), option(config, "vocab_size")
     if padding is not None and (not isinstance(padding, int) or not 0 <= padding < vocabulary):
         raise ValueError(f"pad_token_id {padding!r} is outside [0, vocab_size {vocabulary}): set it in {remedy}")
-
-
-def require_window(config: Any, sequence_length: int, option: str, remedy: str) -> None:
-    """Raise ``ValueError`` if a model with experts has an attention window below ``sequence_length``.
-
-    Args:
-        config: Hugging Face's config, as an object or as the content of a ``config.json``.
-        sequence_length: S.
-        option: name of S, for the message.
-        remedy: where to change a value of the config, likewise.
-    """
-    window = smallest_window(config)
-    if any(moe_layers(config)) and window is not None and sequence_length > window:
-        raise ValueError(
-            f"{option} {sequence_length} exceeds sliding_window {window}, and attention of models with experts has no "
-            f"window: shorten {option}, or set sliding_window to null in {remedy}"
-        )
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
@@ -406,6 +392,13 @@ def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
         require_divisible(name, letters["W"], size_name, tensor_model_parallel_size)
     if option(config, "model_type") in GPT_NEOX_TYPES:
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
+        head_dim = raw_option(config, "head_dim")
+        # transformers would take the frequencies of RoPE from it, and the size of heads not.
+        if head_dim not in (None, letters["d"]):
+            raise ValueError(
+                f"head_dim {head_dim} differs from hidden_size / num_attention_heads {letters['d']}, GPT-NeoX's size "
+                "of heads: leave head_dim out"
+            )
         if letters["g"] != letters["h"]:
             raise ValueError(
                 f"num_query_groups {letters['g']} differs from num_attention_heads "

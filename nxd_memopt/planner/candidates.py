@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.architectures import attention_windows, moe_layers, option, require_shardable, sizes
+from nxd_memopt.planner.architectures import attention_windows, moe_layers, require_shardable, sizes
+from nxd_memopt.planner.config_options import option
 from nxd_memopt.planner.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.problem import Problem, Setting, kernels_of

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nxd_memopt.config import MemoryConfig, require_one_of
-from nxd_memopt.planner.architectures import moe_layers, option, sizes
+from nxd_memopt.planner.architectures import moe_layers, sizes
+from nxd_memopt.planner.config_options import option
 from nxd_memopt.planner.gpu_attention import implementations, limit_refusal
 from nxd_memopt.planner.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.states import STAGES

@@ -26,7 +26,7 @@ Tensors = dict[str, int]
 ROUTER_STATISTICS = "router statistics"
 """Storage of the statistics of all routers before a layer."""
 WINDOWED_KERNELS = ("tiled", "math")
-"""Attention that takes windows (``ops/attention.py``)."""
+"""Attention that takes windows (``ops/attention.py``) without a mask that is kept for backward."""
 SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
 """Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
 
@@ -41,11 +41,13 @@ class Kernels:
         attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
         compiles_steps: a step is a compiled program (XLA on trn1), whose compiler computes chains of
             elementwise operations without their intermediate results.
+        masks_windows: ``sdpa`` was chosen by name, and takes windows as masks of S x S.
     """
 
     fused: bool
     attention: str
     compiles_steps: bool = False
+    masks_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         )
     if sizes.moe is not None and memory.attention_head_groups is not None:
         raise ValueError(
-            f"attention_head_groups {memory.attention_head_groups!r} does not support layers with experts: leave it out"
+            f"attention_head_groups {memory.attention_head_groups!r} is not planned for layers with experts: leave it out"
         )
     if memory.attention_head_groups == "auto":
         raise ValueError(
@@ -168,7 +170,9 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
-    if sizes.window(index) is None or kernels.attention in WINDOWED_KERNELS:
+    if sizes.window(index) is None:
+        return replace(kernels, masks_windows=False)
+    if kernels.masks_windows or kernels.attention in WINDOWED_KERNELS:
         return kernels
     return replace(kernels, attention=WINDOWED_KERNELS[0])
 
@@ -246,8 +250,12 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     if repeats_kv_heads(sizes, kernels):
         copies = {name: column_bytes(sizes, sizes.query) for name in ("key by heads", "value by heads")}
         return Part("core_attn", inputs, query | copies | results, results=results)
+    saved = inputs | results
+    if kernels.masks_windows:
+        # PyTorch adds the mask to the scores, and so keeps it in their dtype.
+        saved |= {"window": sizes.sequence_length**2 * sizes.element_bytes}
     kept_results = results if kernels.attention in SINGLE_KERNELS else {}
-    return Part("core_attn", inputs, inputs | results, results=kept_results)
+    return Part("core_attn", inputs, saved, results=kept_results)
 
 
 def repeats_kv_heads(sizes: RankSizes, kernels: Kernels) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from nxd_memopt.config import require_one_of
 from nxd_memopt.lora_config import require_no_adapters
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
-from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, moe_layers, num_kv_heads, shared_expert_width
+from nxd_memopt.planner.architectures import moe_layers, num_kv_heads, shared_expert_width
+from nxd_memopt.planner.config_options import GPT_NEOX_TYPES
 
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-neox-20b": {
@@ -95,6 +96,7 @@ _QWEN: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_key_value_heads": 32,  # whatever the number of heads is
     "tie_word_embeddings": False,
+    "sliding_window": 4096,
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
@@ -171,6 +173,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "router_aux_loss_coef": 0.001,
         "shared_expert_intermediate_size": 5632,
+        "sliding_window": 4096,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": 151936,
@@ -192,7 +195,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
+        "sliding_window": 4096,
         "tie_word_embeddings": False,
+        "use_sliding_window": False,
         "vocab_size": 151936,
     },
 }
@@ -217,7 +222,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = config.get("model_type")
     require_one_of("model_type", model_type, tuple(DEFAULTS))
     complete = DEFAULTS[str(model_type)] | dict(config)
-    rope = complete.get("rope_parameters") or {}
+    rope = complete.get("rope_scaling") or complete.get("rope_parameters") or {}
     if model_type in GPT_NEOX_TYPES and "partial_rotary_factor" not in rope and complete.get("rotary_pct") is None:
         complete["rotary_pct"] = _GPT_NEOX_ROTARY_FRACTION
     return complete

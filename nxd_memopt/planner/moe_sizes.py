@@ -10,7 +10,8 @@ from typing import Any
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
-from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, option, shared_expert_width, sizes
+from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, shared_expert_width, sizes
+from nxd_memopt.planner.config_options import option, reads
 
 BALANCED_ROUTING = "a balanced routing; a rank whose experts are chosen more often needs more memory"
 """What plans of expert parallelism assume, unless the shapes do not depend on the routing."""
@@ -158,7 +159,7 @@ def fixed_options(config: Any) -> dict[str, Any]:
         "moe_router_topk": option(config, "num_experts_per_tok"),
         "moe_ffn_hidden_size": letters["M"],
         # Mixtral's weights are a softmax over the chosen experts, as Qwen3's with norm_topk_prob.
-        "moe_router_pre_softmax": option(config, "norm_topk_prob") is False,
+        "moe_router_pre_softmax": reads(config, "norm_topk_prob") and not option(config, "norm_topk_prob"),
         "moe_layer_freq": 1 if all(is_moe) else tuple(int(each) for each in is_moe),
     }
 
@@ -196,7 +197,6 @@ def options_of(config: Any, **given: Any) -> MoEConfig:
         "moe_aux_loss_coeff": coeff,
         "moe_input_jitter_eps": option(config, "router_jitter_noise") or None,
     }
-    # Together, because one chosen expert needs another option than the config's softmax over it alone.
     return MoEConfig(**(options | given))
 
 

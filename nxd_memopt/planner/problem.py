@@ -223,9 +223,10 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     """
     kind = problem.device.kind
     name = memory.attention_backend
+    masks_windows = kind == "cpu" and name == "sdpa"
     if name != "auto":
         # Models refuse it when they are built, whatever the length is.
-        if any(attention_windows(problem.config)) and name not in WINDOWED_KERNELS:
+        if any(attention_windows(problem.config)) and name not in WINDOWED_KERNELS and not masks_windows:
             raise ValueError(
                 f"attention_backend {name!r} has no attention windows, and the model has some: use one of "
                 f"{['auto', *WINDOWED_KERNELS]}, or set sliding_window to null"
@@ -244,7 +245,7 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
             "'math' only, the one implementation of both: name it, or set attention_dropout to 0"
         )
     # On TorchNeuron too: with compiled layers, and because no device was there to measure.
-    return Kernels(kind == "cuda", name, compiles_steps=kind == "neuron")
+    return Kernels(kind == "cuda", name, compiles_steps=kind == "neuron", masks_windows=masks_windows)
 
 
 def _gpu_kernels(problem: Problem) -> list[str]:

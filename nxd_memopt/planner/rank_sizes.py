@@ -9,7 +9,8 @@ from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.adapters import Adapters, adapters_of
-from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, attention_windows, option, require_shardable, sizes
+from nxd_memopt.planner.architectures import attention_windows, require_shardable, rotary_dim, sizes
+from nxd_memopt.planner.config_options import GPT_NEOX_TYPES, option
 from nxd_memopt.planner.moe_sizes import FP32_BYTES as FP32_BYTES
 from nxd_memopt.planner.moe_sizes import MoESizes, moe_sizes
 
@@ -146,6 +147,7 @@ def rank_sizes(
     # A sequence that fits its window runs like one without.
     windows = tuple(None if each is None or each >= sequence_length else each for each in attention_windows(config))
     letters = sizes(config)
+    rotated = rotary_dim(config)
     is_llama = option(config, "model_type") not in GPT_NEOX_TYPES
     return RankSizes(
         model_type="llama" if option(config, "model_type") in _AS_LLAMA else option(config, "model_type"),
@@ -159,7 +161,8 @@ def rank_sizes(
         # With T above g each rank has one KV head, a replica.
         kv_heads=max(1, letters["g"] // size),
         head_dim=letters["d"],
-        rotary_dim=_rotary_dim(config, letters["d"], is_llama=is_llama),
+        # Dimensions are rotated in pairs: of an odd number there is one more.
+        rotary_dim=rotated + rotated % 2,
         width=letters["F"] // size,
         vocab=-(-letters["V"] // size),
         element_bytes=DTYPE_BYTES[dtype],
@@ -167,24 +170,11 @@ def rank_sizes(
         hidden_act=option(config, "hidden_act"),
         tied=bool(option(config, "tie_word_embeddings")),
         pads=is_llama and option(config, "pad_token_id") is not None,
-        parallel_residual=not is_llama and bool(option(config, "use_parallel_residual")),
+        parallel_residual=bool(option(config, "use_parallel_residual")),
         moe=moe_sizes(config, parallel, moe),
         attention_dropout=bool(option(config, "attention_dropout")),
-        # LLaMA and the models with experts have no other dropout.
-        hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
+        hidden_dropout=bool(option(config, "hidden_dropout")),
         windows=windows if any(windows) else (),
         reduces_in_fp32=parallel.reduce_dtype == "float32",
         adapters=None if lora is None else adapters_of(config, lora),
     )
-
-
-def _rotary_dim(config: Any, head_dim: int, *, is_llama: bool) -> int:
-    """Return the rotated dimensions of a head: all of LLaMA's, a fraction of GPT-NeoX's."""
-    if is_llama:
-        return head_dim
-    # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
-    rope = option(config, "rope_parameters") or {}
-    fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
-    rotated = int(head_dim * (1.0 if fraction is None else fraction))
-    # Dimensions are rotated in pairs: of an odd number there is one more.
-    return rotated + rotated % 2

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import require_divisible, require_one_of
-from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, ExpertShape, Parameter, num_kv_heads, option, parameters
+from nxd_memopt.planner.architectures import ExpertShape, Parameter, num_kv_heads, parameters
+from nxd_memopt.planner.config_options import GPT_NEOX_TYPES, option
 
 FP32_BYTES = 4
 REMAINDER_BYTES = 2

@@ -8,8 +8,9 @@ from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import GPT_NEOX_TYPES, num_kv_heads, parameters
+from nxd_memopt.planner.architectures import num_kv_heads, parameters
 from nxd_memopt.planner.collectives import RouterShape, StepShape
+from nxd_memopt.planner.config_options import GPT_NEOX_TYPES
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes

@@ -22,9 +22,10 @@ from nxd_memopt.memory.apply import require_weight_offload
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
-from nxd_memopt.ops.rope import rope_frequencies
+from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import require_shardable, require_supported_values, require_window
+from nxd_memopt.planner.architectures import require_shardable, require_supported_values, rotary_dim
+from nxd_memopt.planner.config_options import option
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.isolation import require_attention
@@ -56,7 +57,7 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             require_installed(f"dataset {name}", "datasets", extra="train")
     _require_sizes(hf_config)
     require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
-    _require_values(hf_config)
+    require_supported_values(hf_config, OVERRIDES)
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
     # Rank 0 alone reads the files' headers: 1,000 ranks would read the same bytes.
@@ -144,23 +145,19 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}: set it in {OVERRIDES}")
     heads = hf_config.num_attention_heads
-    if not getattr(hf_config, "head_dim", None):
+    if not option(hf_config, "head_dim"):
         remedy = f"choose another num_attention_heads in {OVERRIDES}, or set head_dim"
         require_divisible("hidden_size", hf_config.hidden_size, "num_attention_heads", heads, remedy)
 
 
-def _require_values(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` for a value that the model would refuse when it is built, or would not follow."""
-    require_supported_values(hf_config, OVERRIDES)
-    # The values of the type are there, too.
-    rope_frequencies(2, hf_config.rope_parameters)
-
-
 def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if a sequence has more positions than the model was made for."""
+    """Raise ``ValueError`` if RoPE has no values, or a sequence has more positions than the model was made for."""
     length = config.data.seq_length
     limit = hf_config.max_position_embeddings
-    if length > limit:
+    rope = RotaryEmbedding(rotary_dim(hf_config), hf_config.rope_parameters, limit)
+    rope.require_one_length(length, packed=config.data.isolate_documents)
+    # Its frequencies are made for longer sequences.
+    if length > limit and rope.kind != "dynamic":
         raise ValueError(
             f"data.seq_length {length} is greater than the model's max_position_embeddings {limit}: shorten "
             f"data.seq_length, or set max_position_embeddings to {length} in {OVERRIDES} to train longer positions"
@@ -186,7 +183,6 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
-    require_window(hf_config, config.data.seq_length, "data.seq_length", OVERRIDES)
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.ops.attention import attention_implementation
+from nxd_memopt.planner.architectures import sizes
 from nxd_memopt.planner.attention_tiles import describe_tiles
 from nxd_memopt.training.config import TrainConfig
 
@@ -41,14 +42,11 @@ def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: boo
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
     # A layer with a window decides, if there is one: it has the fewest kernels.
     core = next((core for core in cores if core.window_of(config.data.seq_length)), cores[0])
-    hf_config = model.config
-    heads = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    letters = sizes(model.config)
     size = config.parallel.tensor_model_parallel_size
-    kv_heads = getattr(hf_config, "num_key_value_heads", heads)
     return attention_implementation(
-        (config.data.micro_batch_size, heads // size, config.data.seq_length, head_dim),
-        max(kv_heads // size, 1),
+        (config.data.micro_batch_size, letters["h"] // size, config.data.seq_length, letters["d"]),
+        max(letters["g"] // size, 1),
         dtype=model.embedding_weight().dtype,
         packed=packed,
         dropout_p=core.dropout,

@@ -19,6 +19,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.planner.architectures import has_shared_expert_gate, shared_expert_width
+from nxd_memopt.planner.config_options import option
 from nxd_memopt.training.config import ModelConfig, TrainConfig
 from nxd_memopt.training.distributed import ranks_per_host, world_size
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
@@ -193,7 +194,7 @@ def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig)
         )
     # Checked here for a remedy that names options of the configuration; GraphedLoss itself
     # refuses to capture a forward that draws random numbers.
-    values = {name: getattr(hf_config, name, None) for name in DROPOUTS}
+    values = {name: option(hf_config, name) for name in DROPOUTS}
     dropout = {name: value for name, value in values.items() if value}
     if dropout:
         return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.files import require_new, write_text
-from nxd_memopt.planner.architectures import require_window
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.plan import Plan, shards_sequences
 from nxd_memopt.planner.problem import Problem, Setting
@@ -102,7 +101,6 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     if _lacks_tokenizer(model):
         model = {**model, "tokenizer": "DIRECTORY"}
     try:
-        require_window(problem.config, problem.sequence_length, "the sequence length", "the model's config")
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)

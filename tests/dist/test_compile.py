@@ -17,7 +17,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory import apply_memory
-from nxd_memopt.ops.rope import rope_tables
 from nxd_memopt.optimizer import OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
@@ -55,7 +54,7 @@ def test_a_layer_is_one_graph(name, recompute):
         model = parallel_model(config, sequence_parallel=sequence_parallel, **RECOMPUTE[recompute])
         shape = (LENGTH // size, ROWS) if sequence_parallel else (ROWS, LENGTH)
         hidden = torch.randn(*shape, config.hidden_size, generator=torch.Generator().manual_seed(dist.get_rank()))
-        rope = rope_tables(model.rope_frequencies, torch.arange(LENGTH).unsqueeze(0), torch.float32)
+        rope = model.rope.tables(torch.arange(LENGTH).unsqueeze(0), LENGTH, torch.float32)
         layer = model.decoder_layers()[0]
         compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")  # raises at a graph break
         for found, expected in zip(
@@ -135,7 +134,7 @@ def test_collectives_of_a_compiled_layer(name):
     config = CONFIGS[name](num_hidden_layers=1)
     model = parallel_model(config, sequence_parallel=True)
     layer = model.decoder_layers()[0]
-    rope = rope_tables(model.rope_frequencies, torch.arange(LENGTH).unsqueeze(0), torch.float32)
+    rope = model.rope.tables(torch.arange(LENGTH).unsqueeze(0), LENGTH, torch.float32)
     hidden = torch.randn(LENGTH // 2, ROWS, config.hidden_size)
     with counted_calls() as eager:
         passes(layer, layer, hidden, rope)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd import gradcheck
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rope
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 
 from nxd_memopt.modules.rms_norm import RMSNorm
@@ -19,7 +19,7 @@ from nxd_memopt.ops.activation import ACTIVATIONS, activation
 from nxd_memopt.ops.attention import core_attention, select_attention
 from nxd_memopt.ops.math_attention import causal_mask, padding_and_causal_mask
 from nxd_memopt.ops.norm import rms_norm
-from nxd_memopt.ops.rope import apply_rope, rope_frequencies, rope_tables
+from nxd_memopt.ops.rope import RotaryEmbedding, apply_rope, rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from tests.reference import (
     assert_float64_close,
@@ -177,26 +177,67 @@ def test_attention_selection():
 
 # ---- rotary position embedding ---------------------------------------------------------------------------------------
 
-ROPES = {
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": 1.0,
+    "long_factor": 2.0,
+    "original_max_position_embeddings": 32,
+}
+ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
     "llama 3.1": {**LLAMA3_ROPE, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+    "yarn": YARN,
+    "yarn by ratio": YARN | {"factor": None, "truncate": False},
+    "yarn with scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 9.0, "beta_slow": 2.0},
+    "yarn, scale given": YARN | {"attention_factor": 0.6},
+    "longrope": LONGROPE,
+    "longrope by factor": LONGROPE | {"factor": 5.0},
+    "longrope, scale given": LONGROPE | {"attention_factor": 1.4},
 }
+LENGTHS = (12, 64, 65, 4096)
+"""Of tokens, for types that depend on it: ``llama_config`` has 64 positions."""
+
+
+def rope_of(name: str, dim: int) -> dict[str, Any]:
+    """The values of the type; LongRoPE has one factor for each frequency."""
+    rope = dict(ROPES[name])
+    for factors in ("short_factor", "long_factor"):
+        if factors in rope:
+            rope[factors] = [rope[factors] + 0.1 * i for i in range(dim // 2)]
+    return rope
 
 
 @pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("dim", [2, 16, 64, 128])
+@pytest.mark.parametrize("dim", [4, 16, 64, 128])
 def test_frequencies_equal_transformers(dim, name):
     """Bit for bit: at position 100000 the last bit of a frequency is 6e-3 radians."""
-    got = rope_frequencies(dim, ROPES[name])
-    if name == "default":
-        want = 1.0 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim)
-    else:
-        config = llama_config(rope_parameters=ROPES[name], head_dim=dim)
-        want, scaling = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config, torch.device("cpu"))
-        assert scaling == 1.0
-    assert got.dtype == torch.float32 and torch.equal(got, want)
+    config = llama_config(rope_parameters=rope_of(name, dim), head_dim=dim)
+    theirs = LlamaRotaryEmbedding(config)
+    for length in LENGTHS:
+        ours = RotaryEmbedding(dim, config.rope_parameters, config.max_position_embeddings)
+        positions = torch.arange(length)[None]
+        cos, sin = theirs(torch.zeros(()), positions)
+        got = ours.frequencies(length, torch.device("cpu"))
+        assert got.dtype == torch.float32 and torch.equal(got, theirs.inv_freq)
+        assert ours.scale == theirs.attention_scaling
+        assert all(map(torch.equal, ours.tables(positions, length, torch.float32), (cos, sin)))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_frequencies_of_rows_with_several_lengths_are_refused(name):
+    rope = RotaryEmbedding(8, rope_of(name, 8), 64)
+    longest = {"dynamic": 64, "longrope": 32}[name]
+    rope.require_one_length(longest, packed=True)
+    rope.require_one_length(longest + 1, packed=False)
+    message = error_message(lambda: rope.require_one_length(longest + 1, packed=True))
+    assert_says(message, name, f"above {longest} tokens", f"rows of {longest + 1}", "data.isolate_documents false")
+    message = error_message(lambda: rope.require_one_length(5, packed=False, positions_given=True))
+    assert_says(message, name, "leave position_ids out")
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 4, 8])

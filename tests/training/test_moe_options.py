@@ -102,14 +102,13 @@ def test_defaults_are_those_of_the_model() -> None:
 
 
 def test_one_expert_for_each_token() -> None:
-    """The config's own softmax over the one chosen expert is an error, unless the section replaces it."""
+    """The config's own softmax over the one chosen expert gives it the weight 1, unless the section replaces it."""
     mixtral = mixtral_config(num_experts_per_tok=1, output_router_logits=False)
     for given in ({"moe_router_score_function": "sigmoid"}, {"moe_router_load_balancing_type": "sinkhorn"}):
         moe = resolved(given, mixtral)
         assert moe is not None and moe.moe_router_topk == 1
-    with pytest.raises(ValueError, match=r"moe_router_topk 1.*'sigmoid'.*'sinkhorn'"):
-        resolved({}, mixtral)
-    # The contradiction comes before what would follow from it.
+    moe = resolved({}, mixtral)
+    assert moe is not None and not moe.moe_router_pre_softmax
     with pytest.raises(ValueError, match=r"moe_router_topk 1 contradicts.*says 2"):
         resolved({"moe_router_topk": 1}, mixtral_config())
     moe = resolved({}, qwen3_moe_config(num_experts_per_tok=1, norm_topk_prob=False))
@@ -183,7 +182,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "tiles": (MIXTRAL, {"memory": {"mlp_tile_tokens": 8}}, "mlp_tile_tokens 8"),
     "compile": (MIXTRAL, {"trainer": {"compile": "layer"}}, "trainer.compile 'layer'.*set it to null"),
-    "window": (MIXTRAL | {"sliding_window": 8}, {}, "data.seq_length 24 exceeds sliding_window 8"),
     "dense": (LLAMA, {"moe": {"moe_aux_loss_coeff": 0.1}}, "moe.moe_aux_loss_coeff 0.1 needs a model with experts"),
     "dense layers": (QWEN3, {"moe": {"moe_layer_freq": [1, 0]}}, r"moe_layer_freq \(1, 0\) contradicts"),
     "biases": (

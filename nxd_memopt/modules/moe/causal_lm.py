@@ -21,7 +21,6 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.random import get_rng_tracker
-from nxd_memopt.planner.architectures import smallest_window
 
 LayerState = tuple[Tensor, Tensor]
 """What decoder layers pass on: hidden states, and the rows of ``RouterStatistics`` so far."""
@@ -55,13 +54,10 @@ class MoECausalLM(ParallelCausalLM):
         parallel: parallel config, already checked against the process groups.
         memory: memory techniques to apply.
         moe: options of the MoE layers.
-        rotary_dim: number of dimensions of a head that RoPE rotates.
     """
 
-    def __init__(
-        self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, moe: MoEConfig, rotary_dim: int
-    ) -> None:
-        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
+    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, moe: MoEConfig) -> None:
+        super().__init__(config, parallel=parallel, memory=memory)
         self.moe = moe
         self._rows: Tensor | None = None
         self._token_mask: Tensor | None = None
@@ -126,7 +122,6 @@ class MoECausalLM(ParallelCausalLM):
         All data-parallel ranks of an expert-parallel group must call this method, forward and
         backward, equally often. With the ``allgather`` dispatcher their batches need equal shapes.
         """
-        self._check_window(input_ids)
         self._check_shapes(input_ids, token_mask=token_mask)
         if isinstance(router_loss_weight, float) and not math.isfinite(router_loss_weight):
             raise ValueError(f"router_loss_weight must be a finite number, got {router_loss_weight}")
@@ -165,15 +160,6 @@ class MoECausalLM(ParallelCausalLM):
                 )
 
         router_loss.register_hook(check)
-
-    def _check_window(self, input_ids: Tensor) -> None:
-        """Raise ``ValueError`` if the config limits attention to a window shorter than the sequence."""
-        window = smallest_window(self.config)
-        if window is not None and input_ids.size(-1) > window:
-            raise ValueError(
-                f"sequence length {input_ids.size(-1)} exceeds sliding_window {window}, and attention here has no "
-                "window: use shorter sequences, or set sliding_window to null"
-            )
 
     def _share(
         self, labels: Tensor, documents: PackedDocuments | None, num_items_in_batch: Tensor | None

@@ -95,14 +95,19 @@ def _as_qwen2_moe(values: dict[str, Any], width: int) -> PretrainedConfig:
     from transformers import Qwen2MoeConfig
 
     experts = values.pop("num_local_experts")
-    window = values.pop("sliding_window", None)
+    window = values.get("sliding_window")
     if window is not None:
         # Qwen2-MoE's own rule gives windows to every second layer.
+        windowed = ["sliding_attention"] * values["num_hidden_layers"]
+        values |= {"use_sliding_window": True, "layer_types": windowed}
+    jitter = values.pop("router_jitter_noise", None)
+    if jitter:
         raise ValueError(
-            f"moe_shared_expert_gate True makes a Qwen2-MoE of Mixtral, and sliding_window is {window}: set it to null"
+            f"moe_shared_expert_gate True makes a Qwen2-MoE of Mixtral, and router_jitter_noise is {jitter}, which "
+            "Qwen2-MoE does not read: set it to 0, and moe_input_jitter_eps instead"
         )
     # Without values of None: Qwen2-MoE takes head_dim from the config whenever the attribute exists, even if it is
-    # None. Mixtral's router_jitter_noise stays, and has no effect in Qwen2-MoE nor in evaluation.
+    # None.
     kept = {name: value for name, value in values.items() if value is not None and name != "architectures"}
     # A softmax over the chosen experts is a softmax over all, divided by the sum of the chosen ones.
     return Qwen2MoeConfig(

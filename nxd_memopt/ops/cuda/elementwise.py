@@ -19,7 +19,9 @@ from nxd_memopt.ops.parts import Layout
 
 KINDS = {
     "silu": "silu",
+    "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_fast": "tanh",
     "gelu_new": "tanh",
     "gelu_pytorch_tanh": "tanh",

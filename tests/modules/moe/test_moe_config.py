@@ -80,7 +80,6 @@ REFUSALS = {
         {"moe_router_load_balancing_type": "hf_aux_loss", "moe_router_score_function": "sigmoid"},
         ["hf_aux_loss", "softmax", "sigmoid"],
     ),
-    "one expert of weight 1": ({"moe_router_topk": 1}, ["moe_router_topk 1", "moe_router_pre_softmax"]),
     "frequency of zero": ({"moe_layer_freq": 0}, ["moe_layer_freq", "at least 1", "0"]),
     "frequency as text": ({"moe_layer_freq": "1"}, ["moe_layer_freq", "'1'"]),
     "pattern of other numbers": ({"moe_layer_freq": [1, 2]}, ["moe_layer_freq", "[1, 2]"]),
@@ -131,12 +130,6 @@ def test_layers_with_experts(frequency, expected):
 def test_a_pattern_of_another_length_is_refused():
     config = MoEConfig(4, moe_layer_freq=(1, 0))
     assert_says(error_message(lambda: config.is_moe_layer(3)), "moe_layer_freq", "2", "3")
-
-
-@pytest.mark.parametrize("allowed", [{}, {"moe_router_pre_softmax": True}])
-def test_one_expert_with_a_gradient(allowed):
-    options = allowed or {"moe_router_score_function": "sigmoid"}
-    assert MoEConfig(8, moe_router_topk=1, **options).moe_router_topk == 1
 
 
 def test_expert_parallel_size():

@@ -1,0 +1,173 @@
+"""A config.json with options of other architectures: models and planner read what transformers' class reads.
+
+Every option of some architecture, on every architecture: logits equal to transformers', or an error that names the
+option. The planner, which reads the file, gives what it gives of transformers' object.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.planner.architectures import attention_windows, moe_layers, parameters
+from nxd_memopt.planner.config_options import reads
+from nxd_memopt.planner.model_configs import with_defaults
+from nxd_memopt.planner.moe_sizes import options_of
+from nxd_memopt.planner.rank_sizes import rank_sizes
+from tests.reference_models import FAMILY, batch
+
+SIZES = FAMILY | {"initializer_range": 0.5}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+QWEN_EXPERTS = EXPERTS | {"num_experts": 4, "moe_intermediate_size": 12}
+CONTENTS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
+    "llama": SIZES,
+    "mistral": SIZES | {"sliding_window": 5},
+    "mixtral": SIZES | EXPERTS | {"num_local_experts": 4},
+    "qwen2": SIZES,
+    "qwen2_moe": SIZES | QWEN_EXPERTS | {"shared_expert_intermediate_size": 20},
+    "qwen3": SIZES | {"head_dim": 6},
+    "qwen3_moe": SIZES | QWEN_EXPERTS,
+}
+WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+TYPES = ["sliding_attention", "full_attention"]
+CHANGES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"sliding_window": 4},
+    "no window": {"sliding_window": None},
+    "window that is off": {"sliding_window": 4, "use_sliding_window": False},
+    "window that is on": WINDOW,
+    "window on by default size": {"use_sliding_window": True, "max_window_layers": 0},
+    "types": WINDOW | {"layer_types": TYPES},
+    "types without a window": {"sliding_window": None, "layer_types": TYPES},
+    "types with the window off": {"sliding_window": 4, "use_sliding_window": False, "layer_types": TYPES},
+    "unknown types": WINDOW | {"layer_types": ["sliding_attention", "chunked_attention"]},
+    "head_dim": {"head_dim": 8},
+    "attention_bias": {"attention_bias": True},
+    "no attention_bias": {"attention_bias": False},
+    "mlp_bias": {"mlp_bias": True},
+    "qkv_bias": {"qkv_bias": True},
+    "no qkv_bias": {"qkv_bias": False},
+    "norm_topk_prob": {"norm_topk_prob": True},
+    "no norm_topk_prob": {"norm_topk_prob": False},
+    "num_experts": {"num_experts": 6},
+    "num_local_experts": {"num_local_experts": 6},
+    "both numbers of experts": {"num_experts": 6, "num_local_experts": 5},
+    "one expert per token": {"num_experts_per_tok": 1},
+    "moe_intermediate_size": {"moe_intermediate_size": 16},
+    "shared_expert_intermediate_size": {"shared_expert_intermediate_size": 8},
+    "shared_expert_gate": {"shared_expert_gate": True},
+    "decoder_sparse_step": {"decoder_sparse_step": 2},
+    "mlp_only_layers": {"mlp_only_layers": [0]},
+    "router_jitter_noise": {"router_jitter_noise": 0.1},
+    "use_parallel_residual": {"use_parallel_residual": False},
+    "rotary_pct": {"rotary_pct": 0.5},
+    "rotary_emb_base": {"rotary_emb_base": 100.0},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "rope_theta": {"rope_theta": 100.0},
+    "rope_scaling": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "rope_scaling of a part": {"rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}},
+    "rms_norm_eps": {"rms_norm_eps": 0.5},
+    "layer_norm_eps": {"layer_norm_eps": 0.5},
+    "hidden_dropout": {"hidden_dropout": 0.5},
+    "tie_word_embeddings": {"tie_word_embeddings": True},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "null num_key_value_heads": {"num_key_value_heads": None},
+    "num_query_groups": {"num_query_groups": 4},
+    "null num_query_groups": {"num_query_groups": None},
+    "pad_token_id": {"pad_token_id": 0},
+    "hidden_act": {"hidden_act": "gelu_new"},
+    "hidden_activation": {"hidden_activation": "gelu_new", "act_fn": "relu"},
+    "pretraining_tp": {"pretraining_tp": 2},
+}
+
+
+def reference_of(config: Any) -> Any:
+    """transformers' model in float64, with biases and norms that are not trivial; None if it refuses the config."""
+    torch.manual_seed(5)
+    try:
+        kernels = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_config(config, **kernels).double().eval()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.dim() == 1:
+                    param.add_(0.3 * torch.randn(param.shape, dtype=torch.float64))
+            model(batch()["input_ids"], use_cache=False)
+    except (KeyError, IndexError, RuntimeError, TypeError, ValueError):
+        return None
+    return model
+
+
+def ours_of(config: Any, reference: Any, tmp_path: Any) -> Any:
+    model = model_class(config.model_type)(config, dtype=torch.float64).eval()
+    if reference is not None:
+        load_sources(model, dict(reference.state_dict()), tmp_path)
+    return model
+
+
+def cases() -> list[Any]:
+    """Architecture and content: each option that it reads by itself, and all others together."""
+    found = []
+    for model_type, content in CONTENTS.items():
+        content = content | {"model_type": model_type}
+        strays: dict[str, Any] = {}
+        for name_of_change, change in CHANGES.items():
+            if any(reads(content, name) for name in change) or not change:
+                found.append(pytest.param(model_type, content | change, id=f"{model_type}-{name_of_change}"))
+            else:
+                strays |= {name: value for name, value in change.items() if value is not None}
+        found.append(pytest.param(model_type, content | strays, id=f"{model_type}-others"))
+    return found
+
+
+@pytest.mark.parametrize(("model_type", "content"), cases())
+def test_logits_are_those_of_transformers_or_the_option_is_refused(content, model_type, tmp_path):
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(deepcopy(content))
+    except Exception:
+        return
+    reference = reference_of(config)
+    ids = batch()["input_ids"]
+    try:
+        ours = ours_of(config, reference, tmp_path)
+        logits = ours(ids).logits.detach()
+    except ValueError as error:
+        changed = [name for name, value in content.items() if CONTENTS[model_type].get(name) != value]
+        assert any(name.removesuffix("_intermediate_size") in str(error) for name in (*changed, "k_proj")), error
+        return
+    if reference is None:
+        # Qwen2MoeConfig leaves it null, of which its model makes no number.
+        assert content["num_key_value_heads"] is None, "transformers refuses the config"
+        return
+    expected = reference(ids, use_cache=False).logits.detach()
+    # transformers' norms and routers compute in fp32, also in float64 models.
+    torch.testing.assert_close(logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize(("model_type", "content"), cases())
+def test_the_planner_reads_a_file_as_transformers_reads_it(content, model_type):
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(deepcopy(content))
+        expected = facts(config)
+    except Exception:
+        return
+    assert facts(with_defaults(content)) == expected
+
+
+def facts(config: Any) -> dict[str, Any]:
+    is_moe = moe_layers(config)
+    found: dict[str, Any] = {"windows": attention_windows(config), "experts": is_moe}
+    found["parameters"] = [(each.name, each.shape) for each in parameters(config)]
+    if any(is_moe):
+        found["options"] = options_of(config)
+    if any(is_moe) == all(is_moe):
+        sizes = rank_sizes(config, ParallelConfig(), sequence_length=12, micro_batch_size=1, dtype="float32")
+        found["sizes"] = sizes
+    return found
