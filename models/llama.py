@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
@@ -41,7 +41,9 @@ class LlamaAttention(PackedWeights):
 
     shared_input_layers = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None) -> None:
+    def __init__(
+        self, config: LlamaConfig | MixtralConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None
+    ) -> None:
         super().__init__()
         # Some configs set head_dim: h * d may then differ from H.
         hidden = config.hidden_size

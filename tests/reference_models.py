@@ -183,12 +183,15 @@ CONFIGS = {
 def hugging_face(config: Any) -> nn.Module:
     """transformers' model, eager attention, weights that depend on the seed alone; biases and norms not trivial."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    kernels = {"attn_implementation": "eager"}
+    if hasattr(config, "num_experts_per_tok"):
+        kernels["experts_implementation"] = "eager"  # the others have no float64
+    model = AutoModelForCausalLM.from_config(config, **kernels).to(torch.get_default_dtype())
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() == 1:
                 param.add_(0.3 * torch.randn(param.shape))
-    return model.float()
+    return model
 
 
 def batch(**shape: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from nxd_memopt.checkpoint.files import (
     open_weights,
 )
 from nxd_memopt.checkpoint.gguf import weights_directory
-from nxd_memopt.checkpoint.names import match_names, stored_copies
+from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
@@ -43,7 +43,8 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
     slices.
 
     Supported are ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, and a single
-    ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Parameters on the
+    ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Names may lack the prefix of the
+    backbone, as those of transformers' base models. Parameters on the
     meta device are created on the backend's device. Tied parameters stay tied. Values are cast to
     the dtype of the parameter. The host stores one shard of one parameter at a time.
 
@@ -64,6 +65,7 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
         raise_together(f"loading {directory}"),
         open_weights(location) as sources,
     ):
+        sources = with_backbone_prefix(model, sources)
         load_sources(model, sources, Path(directory), resize_embedding=resize_embedding)
 
 
@@ -117,7 +119,7 @@ def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
         raise_together(f"comparing with {directory}"),
         open_weights(location) as sources,
     ):
-        sources = with_zero_biases(model, stack_experts(model, sources))
+        sources = with_zero_biases(model, stack_experts(model, with_backbone_prefix(model, sources)))
         for name, param in match_names(model, sources.keys(), without_adapters=True).items():
             require_full_shape(name, sources[name], param)
             stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,18 @@ def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
         tensors[id(tensor)] = tensor
         names.setdefault(id(tensor), []).append(name)
     return [NamedTensor(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def with_backbone_prefix(model: torch.nn.Module, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``sources`` under the names of ``model`` if they are those of its backbone saved by itself.
+
+    transformers' base models, such as ``LlamaModel``, have no ``model.`` before their names.
+    """
+    known = model.state_dict(keep_vars=True)
+    prefix = next(iter(known), "").partition(".")[0] + "."
+    if any(name.startswith(prefix) for name in sources) or not any(prefix + name in known for name in sources):
+        return dict(sources)
+    return {name if name in OUTPUT_HEADS else prefix + name: source for name, source in sources.items()}
 
 
 def match_names(

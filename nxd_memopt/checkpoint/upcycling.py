@@ -20,6 +20,7 @@ from nxd_memopt.checkpoint.experts import NAMES, StackedExperts, stack_experts, 
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.checkpoint.names import with_backbone_prefix
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE
@@ -137,6 +138,7 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int, resize_
         raise_together(f"loading {directory}"),
         open_weights(location) as sources,
     ):
+        sources = with_backbone_prefix(model, sources)
         if any(_EXPERTS.search(name) for name in sources):
             upcycled = _stacked(model, sources)
         else:

@@ -152,7 +152,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         )
     if sizes.moe is not None and memory.attention_head_groups is not None:
         raise ValueError(
-            f"attention_head_groups {memory.attention_head_groups!r} is not planned for layers with experts: leave it out"
+            f"attention_head_groups {memory.attention_head_groups!r} with experts is not planned: leave it out"
         )
     if memory.attention_head_groups == "auto":
         raise ValueError(

@@ -57,7 +57,7 @@ from nxd_memopt.training.start_report import start_lines
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
-from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
+from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, require_verified, start_summary
 from nxd_memopt.training.token_feed import WaitStoppedError
 from nxd_memopt.training.utilization import utilization_per_token
 from nxd_memopt.training.vocabulary import Vocabulary
@@ -359,6 +359,8 @@ def finish(
             summary.write(Path(config.trainer.output_dir))
             reporter.expert_load()
             reporter.show(summary.table())
+            # Last, so that nothing is lost: checkpoint, export and summary are complete.
+            require_verified(summary, config)
 
 
 def extract_graphs(training: Training, config: TrainConfig) -> None:

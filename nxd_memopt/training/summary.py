@@ -116,6 +116,28 @@ class Summary:
         return [(name, value) for name, value in candidates if value]
 
 
+def require_verified(summary: Summary, config: TrainConfig) -> None:
+    """Raise ``ValueError`` if transformers computes another held-out loss than the model that was trained.
+
+    fp32 losses differ by sums in another order, 1e-5 at most in the tests; 16-bit dtypes have 8 to 11 bits. Tokens
+    that experts drop are dropped here alone.
+    """
+    difference = summary.transformers_difference()
+    if difference is None or config.moe.moe_expert_capacity_factor is not None:
+        return
+    assert summary.transformers_held_out_loss is not None and summary.held_out_loss_after is not None
+    is_fp32 = config.model.dtype == "float32" and not config.trainer.allow_tf32
+    bound = (1e-4 if is_fp32 else 2e-2) * max(1.0, summary.held_out_loss_after)
+    # Not "greater": a loss may be NaN.
+    if not difference <= bound:
+        raise ValueError(
+            f"trainer.verify_export: transformers' held-out loss of {summary.export} is "
+            f"{summary.transformers_held_out_loss:.6f}, and {summary.held_out_loss_after:.6f} here, more than "
+            f"{bound:.1e} apart: transformers computes something else with these weights; everything is saved, and "
+            "training can continue, but do not use the export"
+        )
+
+
 def start_summary(config: TrainConfig) -> Summary:
     """Return the summary with everything that is known before training."""
     return Summary(

@@ -9,9 +9,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from nxd_memopt import plan_command
 from nxd_memopt.checkpoint import load_config, load_pretrained
+from nxd_memopt.models import model_class
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.reference import assert_says, error_message
 
@@ -49,6 +51,25 @@ def test_every_layout_loads(layout, make_config, tmp_path):
     model = build(load_config(tmp_path / "in"), seed=1)
     load_pretrained(model, tmp_path / "in")
     assert_same(model, reference)
+
+
+@pytest.mark.parametrize("make_config", [llama_config, neox_config])
+def test_a_base_model_loads_as_in_transformers(make_config, tmp_path):
+    """Saved from transformers' base class, whose names lack the prefix of the backbone; the head is tied."""
+    reference = AutoModelForCausalLM.from_config(make_config(tie_word_embeddings=True))
+    getattr(reference, reference.base_model_prefix).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = model_class(theirs.config.model_type)(load_config(tmp_path))
+    load_pretrained(ours, tmp_path)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(ours.eval()(ids).logits, theirs.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_base_model_without_its_head_is_refused(tmp_path):
+    reference = AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=False))
+    reference.model.save_pretrained(tmp_path)
+    message = error_message(lambda: load_pretrained(model_class("llama")(load_config(tmp_path)), tmp_path))
+    assert_says(message, "lacks 1", "lm_head.weight", "without an output head")
 
 
 def test_values_are_cast_to_the_parameters_dtype(tmp_path):

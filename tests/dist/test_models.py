@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,13 @@ from tests.reference_models import (
     hugging_face,
     llama_config,
     local_part,
+    mistral_config,
+    mixtral_config,
     padded_batch,
     parallel_model,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
 )
 
 # fp32 has 6e-8; some hundred operations, each summed in another order: 3.4e-6 is the worst measured, three times
@@ -67,6 +73,59 @@ def test_loss_logits_and_gradients(name, world_size):
             check_against_hugging_face(
                 CONFIGS[name](), batch(), sequence_parallel=sequence_parallel, attention_backend=attention_backend
             )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 3.0}
+
+
+def long_rope(half: int, length: int) -> dict[str, Any]:
+    """Frequencies of sequences above ``length`` tokens are divided by other factors."""
+    factors = {"short_factor": [1.0 + i for i in range(half)], "long_factor": [3.0 + 2 * i for i in range(half)]}
+    return {"rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": length, **factors}
+
+
+DOUBLES = {
+    "yarn": (lambda: llama_config(rope_parameters=YARN, head_dim=12), {}),
+    "yarn of a part of the head": (
+        lambda: gpt_neox_config(rope_parameters=YARN | {"partial_rotary_factor": 0.5, "mscale": 2.0}),
+        {},
+    ),
+    "yarn, norms of heads": (lambda: qwen3_config(rope_parameters=YARN), {}),
+    "dynamic, longer": (lambda: llama_config(rope_parameters=dict(DYNAMIC), max_position_embeddings=7), {}),
+    "dynamic, longer, of a part": (
+        lambda: gpt_neox_config(rope_scaling=dict(DYNAMIC), rotary_pct=0.5, max_position_embeddings=7),
+        {},
+    ),
+    "dynamic, fits": (lambda: qwen2_config(rope_parameters=dict(DYNAMIC)), {}),
+    "longrope, longer": (lambda: llama_config(rope_parameters=long_rope(6, 8), head_dim=12), {}),
+    "longrope, fits": (lambda: llama_config(rope_parameters=long_rope(6, 12), head_dim=12), {}),
+    "longrope with experts": (lambda: mixtral_config(rope_parameters=long_rope(2, 8), head_dim=4), {}),
+    "one expert for each token": (lambda: mixtral_config(num_experts_per_tok=1), {}),
+    "windows with experts": (lambda: mixtral_config(sliding_window=5), {"recompute_granularity": "full"}),
+    "windows with norms and experts": (
+        lambda: qwen3_moe_config(use_sliding_window=True, sliding_window=5),
+        {"attention_backend": "sdpa"},
+    ),
+    "window as a mask": (mistral_config, {"attention_backend": "sdpa"}),
+    "groups of heads with experts": (mixtral_config, {"attention_head_groups": 2}),
+    "quick_gelu": (lambda: llama_config(hidden_act="quick_gelu"), {"mlp_tile_tokens": 8}),
+    "quick_gelu of experts": (lambda: mixtral_config(hidden_act="quick_gelu"), {}),
+    "gelu_python": (lambda: gpt_neox_config(hidden_act="gelu_python"), {}),
+    "swish": (lambda: qwen2_config(hidden_act="swish"), {}),
+}
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_loss_logits_and_gradients_in_float64(name, world_size):
+    initialize(world_size)
+    config, options = DOUBLES[name]
+    torch.set_default_dtype(torch.float64)
+    try:
+        check_against_hugging_face(config(), batch(), sequence_parallel=world_size > 1, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @distributed(world_size=[1, 2, 4])

@@ -276,7 +276,7 @@ def test_rotation_gradcheck():
 
 
 def test_unknown_rope_is_refused():
-    message = error_message(lambda: rope_frequencies(8, {"rope_type": "llama2", "rope_theta": 1e4}))
+    message = error_message(lambda: RotaryEmbedding(8, {"rope_type": "llama2", "rope_theta": 1e4}, 64))
     assert_says(message, "rope_type", "llama2", "did you mean 'llama3'")
 
 

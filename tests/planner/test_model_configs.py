@@ -48,8 +48,8 @@ def test_files_that_are_no_model_are_refused(tmp_path):
 
 VALUES = {
     "hidden_act": ({"hidden_act": "silo"}, ("hidden_act", "'silo'", "did you mean 'silu'")),
-    "rope": ({"rope_parameters": {"rope_type": "yarn"}}, ("rope_type", "'yarn'", "llama3")),
-    "rope of older files": ({"rope_scaling": {"type": "dynamic"}}, ("rope_type", "'dynamic'")),
+    "rope": ({"rope_parameters": {"rope_type": "proportional"}}, ("rope_type", "'proportional'", "llama3")),
+    "rope of older files": ({"rope_scaling": {"type": "su"}}, ("rope_type", "'su'")),
     "rope without a name": ({"rope_scaling": "linear"}, ("rope_parameters", "'linear'", "no mapping")),
     "dropout": ({"attention_dropout": 1.5}, ("attention_dropout", "below 1", "got 1.5")),
     "quantization": ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "'fp8'")),

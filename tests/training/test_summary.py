@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
+from contextlib import nullcontext
+
 import pytest
 
-from nxd_memopt.training.summary import Summary
+from nxd_memopt.training import loop
+from nxd_memopt.training.arguments import config_from_mapping
+from nxd_memopt.training.summary import Summary, export, require_verified
+from tests.reference import assert_says
+from tests.training.runs import LLAMA, run_here, summary, write_config
 
 
 def shown(backend="cpu", **figures) -> dict[str, str]:
@@ -33,3 +41,39 @@ def test_an_allocator_measures_what_is_planned():
 def test_a_change_needs_a_loss_before():
     assert "change" not in shown(held_out_loss_before=0.0, held_out_loss_after=0.5)
     assert shown(held_out_loss_before=2.0, held_out_loss_after=1.0)["change"] == "-50.00 %"
+
+
+@pytest.mark.parametrize(("eps", "returncode"), [(None, 0), (3.0, 1)])
+def test_an_export_of_which_transformers_makes_something_else_fails_the_run(eps, returncode, tmp_path, monkeypatch):
+    """At the end: the export, the checkpoint and the summary are there."""
+
+    def changed_export(model, vocabulary, directory):
+        export(model, vocabulary, directory)
+        if eps is not None:
+            content = json.loads((directory / "config.json").read_text()) | {"rms_norm_eps": eps}
+            (directory / "config.json").write_text(json.dumps(content))
+
+    monkeypatch.setattr(loop, "export", changed_export)
+    outcome = run_here(write_config(tmp_path, trainer={"verify_export": True, "max_steps": 2}))
+    assert (outcome.returncode != 0) == (returncode != 0), outcome.stderr
+    run = tmp_path / "run"
+    assert summary(run)["transformers_held_out_loss"] and list(run.glob("checkpoints/step_*/index.json"))
+    if returncode:
+        assert_says(outcome.stderr, "trainer.verify_export", str(run / "export"), "do not use the export")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "theirs", "fails"),
+    [
+        ("float32", 4.0003, False),
+        ("float32", 4.0005, True),
+        ("float32", math.nan, True),
+        ("bfloat16", 4.07, False),
+        ("bfloat16", 4.1, True),
+    ],
+)
+def test_the_bound_of_a_verified_export(dtype, theirs, fails):
+    config = config_from_mapping({"model": {"tokenizer": "t", "dtype": dtype, "config_overrides": LLAMA}})
+    found = Summary("cpu", 1, 1, None, held_out_loss_after=4.0, transformers_held_out_loss=theirs)
+    with pytest.raises(ValueError, match="verify_export") if fails else nullcontext():
+        require_verified(found, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX, CausalLMOutput, ParallelCausalLM
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows, means_of_totals
 from nxd_memopt.modules.moe.moe_layer import MoELayer
+from nxd_memopt.modules.moe.router import Routing
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
@@ -36,11 +37,21 @@ class MoECausalLMOutput(CausalLMOutput):
         cross_entropy: ``loss`` without the routers' losses, 0-dim; None without labels.
         router_loss: the routers' part of ``loss``, 0-dim; None without labels and in evaluation.
         router: statistics of the routers of all MoE layers.
+        router_logits: of each MoE layer, ``[B * S, E]``, without gradient; None unless they are requested.
     """
 
     cross_entropy: Tensor | None = None
     router_loss: Tensor | None = None
     router: RouterStatistics | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        """transformers' balancing loss over all MoE layers, without coefficient, whatever loss is trained.
+
+        It has a gradient if the routers have a loss (``MoEConfig.has_router_loss``); ``loss`` has its own.
+        """
+        return None if self.router is None else self.router.hf_loss()
 
 
 class MoECausalLM(ParallelCausalLM):
@@ -106,6 +117,7 @@ class MoECausalLM(ParallelCausalLM):
         num_items_in_batch: Tensor | None = None,
         token_mask: Tensor | None = None,
         router_loss_weight: float | None = None,
+        output_router_logits: bool = False,
     ) -> MoECausalLMOutput:
         """Compute the loss, the logits, or both, as ``ParallelCausalLM.forward``.
 
@@ -115,6 +127,9 @@ class MoECausalLM(ParallelCausalLM):
         of a step the shares add up to 1. For ``global_aux_loss``, whose terms have their tokens as
         weights, all shares are equal: 1 / batches inside ``balanced_over_step``, otherwise the mean
         over the data-parallel ranks.
+
+        ``output_router_logits`` adds the routers' logits of all tensor-parallel ranks to the output, at the cost of
+        an all-gather for each layer under sequence parallelism.
 
         ``token_mask``, ``[B, S]``, is 0 for tokens that do not count in the routers' losses, such as
         padding that is a document of its own; default ``attention_mask``.
@@ -128,9 +143,10 @@ class MoECausalLM(ParallelCausalLM):
         if cu_seqlens is not None:
             cu_seqlens = packed_documents(cu_seqlens, input_ids, attention_mask)
         self._token_mask = attention_mask if token_mask is None else token_mask
-        output = super().forward(
-            input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch
-        )
+        with self._recorded_logits() if output_router_logits else nullcontext() as router_logits:
+            output = super().forward(
+                input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch
+            )
         assert self._rows is not None
         statistics = RouterStatistics(self._rows)
         self._rows = self._token_mask = None
@@ -144,7 +160,28 @@ class MoECausalLM(ParallelCausalLM):
             router_loss = (statistics.loss(self.moe) * weight).to(loss.dtype)
             self._require_backward_within_step(router_loss)
             loss = loss + router_loss
-        return MoECausalLMOutput(loss, output.logits, output.loss, router_loss, statistics)
+        kept = None if router_logits is None else tuple(router_logits)
+        return MoECausalLMOutput(loss, output.logits, output.loss, router_loss, statistics, kept)
+
+    @contextmanager
+    def _recorded_logits(self) -> Iterator[list[Tensor]]:
+        """Collect the logits of each router in the block, ``[B * S, E]`` as transformers has them."""
+        found: list[Tensor] = []
+
+        def record(module: nn.Module, inputs: Any, routing: Routing) -> None:
+            logits = routing.logits.detach()
+            if self.parallel.sequence_parallel_enabled:
+                logits = backend.all_gather(logits, mappings.resolve_group(None)).transpose(
+                    0, 1
+                )  # [s, B, E] -> [B, S, E]
+            found.append(logits.reshape(-1, logits.size(-1)))
+
+        hooks = [layer.gate.register_forward_hook(record) for layer in self.moe_layers()]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _require_backward_within_step(self, router_loss: Tensor) -> None:
         """Raise RuntimeError in a backward that runs after the block of ``balanced_over_step`` of this forward."""
