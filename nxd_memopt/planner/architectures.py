@@ -227,7 +227,7 @@ def rotary_dim(config: Any) -> int:
     """
     head_dim = sizes(config)["d"]
     # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
-    rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
+    rope = _rope(config)
     fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
     if option(config, "model_type") in GPT_NEOX_TYPES:
         return int(head_dim * (1.0 if fraction is None else fraction))
@@ -239,6 +239,11 @@ def rotary_dim(config: Any) -> int:
             "dimensions of a head; leave it out"
         )
     return head_dim
+
+
+def _rope(config: Any) -> Any:
+    """Return the options of RoPE; published files call them rope_scaling, and their rope_type sometimes type."""
+    return option(config, "rope_scaling") or option(config, "rope_parameters") or {}
 
 
 def parameters(config: Any) -> Iterator[Parameter]:
@@ -349,8 +354,7 @@ def require_supported_values(config: Any, remedy: str) -> None:
             "take the checkpoint that they were made from, or remove the entry if the weights are not quantized"
         )
     require_one_of("hidden_act", option(config, "hidden_act"), HIDDEN_ACTS)
-    # Published files call it rope_scaling, and its rope_type sometimes type.
-    rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
+    rope = _rope(config)
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in {remedy}")
     require_one_of("rope_type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.config import MemoryConfig
@@ -66,6 +66,19 @@ def test_kept_attention_needs_a_kernel_with_windows():
     memory = {"recompute_granularity": "full", "recompute_keep_core_attn": True}
     message = error_message(lambda: model_class("mistral")(mistral_config(), memory=MemoryConfig(**memory)))
     assert_says(message, "recompute_keep_core_attn", "tiled")
+
+
+NEOX = {name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
+
+
+def test_a_null_number_of_kv_heads_trains(tmp_path):
+    """As transformers loads it: GPT-NeoX has no such option."""
+    AutoConfig.for_model(**NEOX).save_pretrained(tmp_path / "base")
+    content = json.loads((tmp_path / "base" / "config.json").read_text()) | {"num_key_value_heads": None}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(content))
+    model = {"pretrained": str(tmp_path / "base"), "random_init": True, "config_overrides": {}}
+    outcome = run_here(write_config(tmp_path, model=model, trainer={"max_steps": 2, "export": False}))
+    assert outcome.returncode == 0, outcome.stderr
 
 
 @pytest.mark.parametrize(("name", "changes"), [("mistral", {"sliding_window": 16}), ("qwen3", {"head_dim": 6})])

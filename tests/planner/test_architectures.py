@@ -115,6 +115,11 @@ def test_a_window_is_in_every_layer_where_transformers_reads_no_types(config) ->
     assert attention_windows({"model_type": theirs.model_type, **content}) == (7, 7, 7)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_a_window_without_the_switch_is_off(model_type):
+    assert attention_windows({"model_type": model_type, "num_hidden_layers": 3, "sliding_window": 7}) == (None,) * 3
+
+
 def test_a_window_below_one_is_refused():
     """Megatron's -1 is no bound; as a window it would let queries see later keys."""
     for window in (0, -1):

@@ -171,9 +171,8 @@ class MoECausalLM(ParallelCausalLM):
         def record(module: nn.Module, inputs: Any, routing: Routing) -> None:
             logits = routing.logits.detach()
             if self.parallel.sequence_parallel_enabled:
-                logits = backend.all_gather(logits, mappings.resolve_group(None)).transpose(
-                    0, 1
-                )  # [s, B, E] -> [B, S, E]
+                gathered = backend.all_gather(logits, mappings.resolve_group(None))  # [s, B, E] -> [S, B, E]
+                logits = gathered.transpose(0, 1)
             found.append(logits.reshape(-1, logits.size(-1)))
 
         hooks = [layer.gate.register_forward_hook(record) for layer in self.moe_layers()]
