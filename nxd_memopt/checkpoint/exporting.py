@@ -32,6 +32,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import gather_rows, model_dtype
 from nxd_memopt.parallel_layers.resharding import full_shape, gather_experts, gather_full_tensor
 from nxd_memopt.parallel_layers.utils import is_sharded
+from nxd_memopt.planner.architectures import num_kv_heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -299,6 +300,9 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
     # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
     config.dtype = dtype
+    # Megatron's name of the number of KV heads, which transformers does not read.
+    if getattr(config, "num_query_groups", None):
+        config.num_key_value_heads = num_kv_heads(config)
     config.architectures = config.architectures or [_class_name(model)]
     config.save_pretrained(directory)
     generation_config = getattr(model, "generation_config", None)

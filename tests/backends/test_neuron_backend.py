@@ -324,6 +324,7 @@ def test_device_order_follows_the_machine(monkeypatch):
         ({"query_shape": (65, 8, 512, 64)}, ["65 sequences of 8 heads", "512", "lower the micro-batch size"]),
         ({"masked": True}, ["mask"]),
         ({"dropout_p": 0.1}, ["dropout", "0.1"]),
+        ({"window": 64}, ["window of 64", "S x S"]),
     ],
 )
 def test_fused_attention_runs_where_its_kernel_does(change, facts):

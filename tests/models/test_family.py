@@ -13,7 +13,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.planner.architectures import attention_windows, parameters
 from tests.reference import assert_says, error_message
-from tests.reference_models import batch, hugging_face, mistral_config, qwen2_config, qwen3_config
+from tests.reference_models import batch, hugging_face, llama_config, mistral_config, qwen2_config, qwen3_config
 from tests.training.runs import LLAMA, rows, run_here, write_config
 
 FAMILY = {
@@ -66,6 +66,14 @@ def test_kept_attention_needs_a_kernel_with_windows():
     memory = {"recompute_granularity": "full", "recompute_keep_core_attn": True}
     message = error_message(lambda: model_class("mistral")(mistral_config(), memory=MemoryConfig(**memory)))
     assert_says(message, "recompute_keep_core_attn", "tiled")
+
+
+def test_an_export_has_megatrons_number_of_kv_heads_under_transformers_name(tmp_path):
+    model = model_class("llama")(llama_config(num_key_value_heads=8, num_query_groups=2)).eval()
+    save_pretrained(model, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(model(ids).logits, reference(ids).logits, atol=2e-5, rtol=1e-5)
 
 
 NEOX = {name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
