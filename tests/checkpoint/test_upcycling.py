@@ -97,11 +97,12 @@ def test_a_tensor_that_is_read_in_parts_is_drawn_once() -> None:
     assert len(drawn) == len(tensors)
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("gate", [False, True])
-def test_a_model_with_experts_gets_a_shared_one(tmp_path: Path, gate: bool) -> None:
+def test_a_model_with_experts_gets_a_shared_one(tmp_path: Path, gate: bool, window: int | None) -> None:
     """With a gate Mixtral's files are read by a Qwen2-MoE: other names, the same function."""
     parallel_state.destroy_model_parallel()
-    config = mixtral_config()
+    config = mixtral_config(sliding_window=window)
     own = hugging_face(config).eval()
     own.save_pretrained(tmp_path)
     model = model_class("qwen2_moe" if gate else "mixtral")(with_shared_expert(config, 20, gate=gate)).eval()
