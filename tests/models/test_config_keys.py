@@ -49,7 +49,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "types without a window": {"sliding_window": None, "layer_types": TYPES},
     "types with the window off": {"sliding_window": 4, "use_sliding_window": False, "layer_types": TYPES},
     "unknown types": WINDOW | {"layer_types": ["sliding_attention", "chunked_attention"]},
-    "head_dim": {"head_dim": 8},
+    "head_dim": {"head_dim": 16},
     "attention_bias": {"attention_bias": True},
     "no attention_bias": {"attention_bias": False},
     "mlp_bias": {"mlp_bias": True},
