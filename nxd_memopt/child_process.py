@@ -74,6 +74,13 @@ def run_child(
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
+def describe_exit(status: int, *, remedy: str) -> str:
+    """Return how a process that this one has started ended; ``remedy`` is what to do if it had too little memory."""
+    if status == -signal.SIGKILL:  # as the kernel ends processes when memory is full
+        return f"exit status {status}: if the host's memory was full, {remedy}"
+    return f"exit status {status}: its own error is printed above"
+
+
 @contextmanager
 def _forwarded_to(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     """Send the signals of this process to another one inside the block; yield the numbers of those received."""

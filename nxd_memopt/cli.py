@@ -201,8 +201,13 @@ def _parse(arguments: Sequence[str]) -> Command:
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
-    from nxd_memopt.certify.command import Certify
-    from nxd_memopt.convert import Convert
+    from nxd_memopt.training.distributed import host_only
+
+    # Neither opens a device, which a run may have: convert works in host memory, and certify
+    # measures in a process of its own.
+    with host_only():
+        from nxd_memopt.certify.command import Certify
+        from nxd_memopt.convert import Convert
 
     commands: dict[
         str, Callable[..., Train | Prepare | Launch | PlanSettings | Profile | Doctor | Convert | Certify]

@@ -105,6 +105,13 @@ def test_usage_errors_exit_with_2(monkeypatch, arguments):
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("command", ["convert", "certify"])
+def test_commands_of_the_host_open_no_device(command):
+    """With a backend that this machine lacks, as a NeuronCore that a run has."""
+    program = [sys.executable, "-m", "nxd_memopt.cli", command, "--help"]
+    subprocess.run(program, env=os.environ | {"NXD_MEMOPT_BACKEND": "neuron"}, check=True, capture_output=True)
+
+
 def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
     """Grouped KV heads on several ranks, pipeline stages, fused projections, one file per tensor: bit-equal."""
     torch.manual_seed(0)

@@ -7,16 +7,15 @@ a device here.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from nxd_memopt.launch.variables import Run, Variable
 from nxd_memopt.planner.attention_tiles import describe_tiles
 from nxd_memopt.planner.problem import NKI_MULTIPLE
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import host_only
 
 # Group sizes with collectives on trn1: AWS's list, and strided groups of 4.
 TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)
@@ -174,7 +173,7 @@ def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
         ValueError: recompute is on and another optimization level is set, or the flags cannot be
             parsed.
     """
-    with _library_on_cpu():
+    with host_only():
         from nxd_memopt.backends.neuron.compiler_flags import (
             optimization_level,
             recompute_error,
@@ -190,24 +189,6 @@ def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
     if error is not None:
         raise ValueError(f"{error} (launch.neuron_cc_flags, then the environment's NEURON_CC_FLAGS, and the last wins)")
     return with_optimization_level(flags, optimization_level(flags))
-
-
-@contextlib.contextmanager
-def _library_on_cpu() -> Iterator[None]:
-    """Import the library's backends without opening a device.
-
-    The import selects a backend. On trn1 the launcher would otherwise open a NeuronCore, and the
-    ranks could not.
-    """
-    previous = os.environ.get("NXD_MEMOPT_BACKEND")
-    os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
-    try:
-        yield
-    finally:
-        # The ranks inherit this environment: restore it, also after an ImportError.
-        del os.environ["NXD_MEMOPT_BACKEND"]
-        if previous is not None:
-            os.environ["NXD_MEMOPT_BACKEND"] = previous
 
 
 def _compile_cache(run: Run, flags: str) -> list[Variable]:

@@ -7,6 +7,8 @@ functions in this file.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+BACKEND_VARIABLE = "NXD_MEMOPT_BACKEND"
 PROFILE_VARIABLE = "NXD_MEMOPT_PROFILE"
 NEEDED_WITH_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -108,7 +111,26 @@ def is_extracting_graphs() -> bool:
 
 def use_host_only() -> None:
     """Let this process import the library without opening a device. Call it before the first import."""
-    os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
+    os.environ[BACKEND_VARIABLE] = "cpu"
+
+
+@contextmanager
+def host_only() -> Iterator[None]:
+    """Let imports inside the block, and processes that start in it, open no device.
+
+    The environment of a new process must have the variable before it starts: what the process imports
+    while it unpickles its arguments, or imports the main module again, selects a backend already.
+    Opening a NeuronCore that a rank has would end the process.
+    """
+    previous = os.environ.get(BACKEND_VARIABLE)
+    use_host_only()
+    try:
+        yield
+    finally:
+        # Ranks that are started later inherit this environment.
+        del os.environ[BACKEND_VARIABLE]
+        if previous is not None:
+            os.environ[BACKEND_VARIABLE] = previous
 
 
 def use_one_tokenizer_thread() -> None:

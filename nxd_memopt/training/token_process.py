@@ -14,8 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.child_process import describe_exit
 from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.distributed import use_host_only
+from nxd_memopt.training.distributed import host_only
 
 PROGRESS_BYTES = 256
 ALL_SEQUENCES = 2**62
@@ -107,7 +108,8 @@ class TokenProcess:
         self._progress: Any = context.Array("c", PROGRESS_BYTES)
         self._receiving, sending = context.Pipe(duplex=False)
         self._process = context.Process(target=_main, args=(job, self._progress, sending), daemon=True, name="tokens")
-        self._process.start()
+        with host_only():
+            self._process.start()
         sending.close()
 
     @property
@@ -123,10 +125,8 @@ class TokenProcess:
                 kind, message = self._receiving.recv()
                 raise (OSError if kind == "OSError" else ValueError)(message)
         if not self._process.is_alive() and self._process.exitcode:
-            raise ValueError(
-                f"the process that tokenizes ended with exit status {self._process.exitcode}: if the host's memory was "
-                "full, close other programs; start the same command to continue"
-            )
+            reason = describe_exit(self._process.exitcode, remedy="close other programs")
+            raise ValueError(f"the process that tokenizes ended with {reason}; start the same command to continue")
 
     @property
     def has_ended(self) -> bool:
@@ -147,7 +147,6 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):
         os.nice(NICE)
-    use_host_only()
     from nxd_memopt.training.corpora import open_corpus
 
     def report(line: str) -> bool:

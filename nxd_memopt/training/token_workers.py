@@ -13,8 +13,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
+from nxd_memopt.child_process import describe_exit
 from nxd_memopt.training.chat import UnrenderedConversationError
-from nxd_memopt.training.distributed import use_host_only, use_one_tokenizer_thread
+from nxd_memopt.training.distributed import host_only, use_one_tokenizer_thread
 from nxd_memopt.training.interrupts import SIGNALS
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class TokenWorkers:
             for _ in range(self._count):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_main, args=(self._encoder, theirs), daemon=True, name="tokenizer")
-                process.start()
+                with host_only():
+                    process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._free.put(_Worker(process, ours))
@@ -147,9 +149,10 @@ class _Worker:
             answer = self.connection.recv()
         except (EOFError, OSError):
             self._process.join()
+            assert self._process.exitcode is not None
+            reason = describe_exit(self._process.exitcode, remedy="use fewer --workers")
             raise ValueError(
-                f"a process that tokenizes ended with exit status {self._process.exitcode}: if the host's memory was "
-                "full, start the same command with fewer --workers to continue"
+                f"a process that tokenizes ended with {reason}; start the same command to continue"
             ) from None
         if isinstance(answer, UnrenderedConversationError):
             raise answer
@@ -160,7 +163,6 @@ class _Worker:
 
 def _main(encoder: DocumentEncoder, connection: Any) -> None:
     """Answer each call with the tokens of its documents, or the message of an error."""
-    use_host_only()
     use_one_tokenizer_thread()
     while True:
         # The process that started this one has ended, even by SIGKILL, when its connection has.

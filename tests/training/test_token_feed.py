@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 from datetime import timedelta
@@ -14,13 +15,15 @@ import pytest
 import torch.distributed as dist
 
 from nxd_memopt.training import token_feed
+from nxd_memopt.training.corpora import open_corpus
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
 from nxd_memopt.training.token_files import create_directory
+from nxd_memopt.training.token_log import TokenLog
 from nxd_memopt.training.token_process import TokenJob, TokenProcess
 from nxd_memopt.training.vocabulary import Vocabulary
 from tests.training.packed_tokens import corpus_of, documents, vocabulary
-from tests.training.runs import LINES
+from tests.training.runs import LINES, write_jsonl
 
 CONFIG = DataConfig(seq_length=16, eval_sequences=4)
 
@@ -111,6 +114,26 @@ def test_a_file_system_that_lags_behind_is_waited_for(tmp_path: Path, monkeypatc
     monkeypatch.setattr(reader.log("train"), "refresh", lambda: refresh() if next(calls, None) is None else None)
     reader.wait("held_out", 4)
     assert reader.log("train").last == writer.log("train").last
+
+
+def test_the_process_opens_no_device_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that this machine lacks: also what unpickling the job imports must not select it."""
+    dataset = write_jsonl(tmp_path / "lines.jsonl", LINES)
+    config = DataConfig(dataset=dataset, seq_length=16, eval_sequences=4)
+    directory = tmp_path / "tokens"
+    create_directory(directory, "f")
+    wanted = {"train": 10, "held_out": 4}
+    job = TokenJob(directory, open_corpus(config, 0).fingerprint, config, vocabulary(), 0, wanted)
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "neuron")
+    process = TokenProcess(job)
+    while not process.has_ended:
+        time.sleep(0.1)
+    process.require_running()
+    assert os.environ["NXD_MEMOPT_BACKEND"] == "neuron"
+    for name, rows in wanted.items():
+        log = TokenLog(directory, name, 16)
+        log.refresh()
+        assert log.has(rows)
 
 
 def test_the_process_reports_a_changed_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

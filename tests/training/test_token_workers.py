@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from nxd_memopt.training import token_workers
+from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.encoding import DocumentEncoder
 from nxd_memopt.training.token_workers import TokenWorkers
 from tests.training.numbering import NumberingEncoder
+from tests.training.packed_tokens import vocabulary
 
 COUNT = 2
 
@@ -53,6 +56,17 @@ def test_errors_and_the_end_of_a_process(workers: TokenWorkers) -> None:
     os.kill(workers.process_ids[0], signal.SIGKILL)
     with pytest.raises(ValueError, match=r"ended with exit status -9: if the host's memory was full, .* --workers"):
         list(workers.encode([str(number)] for number in range(8)))
+
+
+def test_processes_open_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that this machine lacks: also what unpickling the tokenizer imports must not select it."""
+    monkeypatch.setattr(token_workers, "FOREGROUND_S", 0.0)
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "neuron")
+    encoder = DocumentEncoder(vocabulary(), DataConfig(seq_length=16))
+    with TokenWorkers(encoder, COUNT) as workers:
+        ((first, _),) = next(workers.encode(iter([["abc"]])))
+    ((expected, _),) = encoder.encode(["abc"])
+    assert os.environ["NXD_MEMOPT_BACKEND"] == "neuron" and first.tolist() == expected.tolist()
 
 
 def test_a_short_text_starts_no_process() -> None:
