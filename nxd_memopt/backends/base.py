@@ -56,6 +56,8 @@ class Backend(Collectives):
     """Whether a view and its base share memory, so that writing to a slice needs no new tensor."""
     shapes_are_static: bool = False
     """Whether the device compiles graphs of fixed shapes, so that no shape may depend on values."""
+    most_of_top_k: int | None = None
+    """The largest k of ``torch.topk`` that the device can compute; None without a limit."""
     default_group_is_complete: bool = True
     """Whether torch.distributed's default group has all that a group of all ranks has that ``new_group`` creates."""
     narrows_float64: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -143,6 +143,13 @@ def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
         # the last inputs of the Function are the ones that link_saved_inputs saved
         return ctx.saved_tensors, ctx.needs_input_grad[-ctx.count :]
     return ctx.handle.tensors(), ctx.handle.needs_grad()
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which operations on the device of ``tensor`` keep its dtype."""
+    if tensor.is_meta:  # which has no autocast
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ def block_linear(rows: Tensor, weight: Tensor, block_experts: Tensor) -> Tensor:
     Args:
         rows: ``[blocks * B, in]``.
         weight: ``[E, out, in]``.
-        block_experts: ``[blocks]`` int64, the expert of each block.
+        block_experts: ``[blocks]`` integers, the expert of each block.
 
     Returns:
         ``[blocks * B, out]``.

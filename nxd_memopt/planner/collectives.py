@@ -32,8 +32,8 @@ mixture of experts, k of E         SP all-gathers a, 4 N k  SP all-gather a, red
                                    else all-reduce a
  shared expert                     as a column input and a row output
  EP ranks, all-gather              all-gathers EP a, EP 4 N k,  all-gather EP a, reduce-scatters
-                                   EP 8 N k (twice with         EP a, EP 4 N k
-                                   capacities),
+                                   EP 8 N k, EP 4 N k with      EP a, EP 4 N k
+                                   capacities,
                                    reduce-scatter EP a
  EP ranks, all-to-all              2 all-to-alls E C H      2 all-to-alls E C H
 =================================  =======================  ==================================
@@ -62,6 +62,7 @@ GRADIENT_BUCKET_BYTES = 128 << 20
 
 Enough for full bandwidth, but small next to all gradients."""
 _FP32_BYTES = 4
+_INT32_BYTES = 4
 _INT64_BYTES = 8
 
 
@@ -351,7 +352,7 @@ def _dispatch(shape: StepShape, router: RouterShape) -> Counter[Collective]:
     total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
     if router.capacity_factor is not None:
         # The place of each choice in the queue of its expert.
-        total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
+        total += shape._one("all_gather", choices * _INT32_BYTES, ranks)
     return total
 
 

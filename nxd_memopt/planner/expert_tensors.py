@@ -127,14 +127,14 @@ def _rows(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
     rows = moe.rows(sizes.tokens)
     is_padded = moe.options.moe_pad_expert_input_to_capacity
     block = moe.options.moe_expert_block_size
+    ordered, index_bytes = rows, _INT32_BYTES
     # Without padding the order of all choices is sorted, of which a rank's rows are a view.
-    ordered = rows
     if not is_padded and block is None:
-        ordered = moe.gathered_tokens(sizes.tokens) * moe.top_k
+        ordered, index_bytes = moe.gathered_tokens(sizes.tokens) * moe.top_k, _INT64_BYTES
     tensors = {
-        "choices": ordered * _INT64_BYTES,
-        "tokens to gather": rows * _INT64_BYTES,
-        "tokens to add to": rows * _INT64_BYTES,
+        "choices": ordered * index_bytes,
+        "tokens to gather": rows * index_bytes,
+        "tokens to add to": rows * index_bytes,
         "rows": rows * sizes.hidden * element,
         "activation of the rows": rows * moe.width * element,
         "outputs of the rows": rows * sizes.hidden * element,
@@ -147,7 +147,7 @@ def _rows(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
         if moe.has_biases:
             tensors["which weights are of tokens"] = rows * moe.number_bytes
     if block is not None:
-        tensors["experts of the blocks"] = rows // block * _INT64_BYTES
+        tensors["experts of the blocks"] = rows // block * _INT32_BYTES
     if moe.sends_rows and not is_padded:
         # At the rank of the expert each row is a token of its own, with a weight of 1.
         order = dict.fromkeys(("arrived rows to gather", "arrived rows to add to"), rows * _INT64_BYTES)

@@ -5,3 +5,5 @@ LOSS_SCALING_REFUSAL = (
     "is as fast there, needs no loss scale"
 )
 """Why both backends refuse fp16 training."""
+MOST_OF_TOP_K = 16384
+"""The largest k of ``torch.topk`` that neuronx-cc compiles (its error NCC_EVRF014)."""

@@ -25,7 +25,7 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Backend
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Completed, Pending
-from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
+from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL, MOST_OF_TOP_K
 from nxd_memopt.backends.neuron.topology import (
     PHYSICAL_CORES_PER_CHIP,
     hardware_name,
@@ -72,6 +72,7 @@ class NeuronBackend(C10dBackend):
     equal_heads_implementations = ("sdpa",)
     all_to_all_rows = Backend.all_to_all_rows
     shapes_are_static = True
+    most_of_top_k = MOST_OF_TOP_K
     scalars_are_compiled = True  # by torch.compile, and by eager operations according to AWS
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
-from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
+from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL, MOST_OF_TOP_K
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.backends.neuron.topology import hardware_name, neuron_kv_rank_stride, neuron_order
@@ -41,6 +41,7 @@ class XlaBackend(C10dBackend):
     attention_implementations = ("nki", "tiled", "math")
     shapes_are_static = True
     scalars_are_compiled = True  # those that are 0 or 1; the others are inputs of the graph
+    most_of_top_k = MOST_OF_TOP_K
     default_group_is_complete = False  # it has no _mesh, from which scripts for neuronx-distributed read the ranks
     narrows_float64 = True  # torch_xla makes F64 F32 on NeuronCores; the simulation alone computes in float64
     views_share_memory = False  # in a functional graph a write to a view makes a new tensor

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.modules.moe.capacity import ranks_in_expert, tokens_per_expert
+from nxd_memopt.modules.moe.capacity import MOST_EXACT, chosen_tokens, counts_before
 from nxd_memopt.planner.moe_sizes import most_blocks
 
 _MOST_16_BIT = 2**15
@@ -91,12 +92,9 @@ def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity
 
     Shapes do not depend on the routing. The arguments are those of ``assign``.
     """
-    positions = positions.reshape(-1)
-    # One more slot than the experts have: dropped choices overwrite each other there.
-    slots = torch.where(positions < capacity, experts.reshape(-1) * capacity + positions, num_experts * capacity)
-    empty = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int64, device=slots.device)
-    choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
-    return Assignment(choices.clamp(min=0), choices >= 0, None)
+    rows = num_experts * capacity
+    slots = torch.where(positions < capacity, experts * capacity + positions, rows)
+    return Assignment(*_choices_of_slots(slots, rows), None)
 
 
 def assign_blocks(experts: Tensor, first_expert: int | Tensor, num_experts: int, block_size: int) -> Assignment:
@@ -112,23 +110,37 @@ def assign_blocks(experts: Tensor, first_expert: int | Tensor, num_experts: int,
         block_size: B, rows of a block.
     """
     tokens, top_k = experts.shape
-    key = (experts - first_expert).reshape(-1)
-    is_own = (key >= 0) & (key < num_experts)
+    key = experts - first_expert
     # Choices of other ranks' experts are one more expert, whose rows are cut off.
-    key = torch.where(is_own, key, num_experts)
-    positions = ranks_in_expert(key, key, num_experts + 1, "position")
-    blocks = (tokens_per_expert(key, num_experts + 1)[:-1] + block_size - 1) // block_size
-    ends = blocks.cumsum(0)
-    starts = torch.cat([(ends - blocks) * block_size, ends.new_zeros(1)])
+    key = torch.where((key >= 0) & (key < num_experts), key, num_experts)
+    chosen = chosen_tokens(key, num_experts + 1).narrow(0, 0, num_experts)  # [E, N]
+    # A block of an expert exists if the expert has more choices than fit in the blocks before it.
+    first_rows = torch.arange(0, tokens, block_size, device=key.device)
+    blocks = (first_rows < chosen.sum(1, keepdim=True)).sum(1, dtype=torch.float32)  # [E]
+    ends = (blocks * torch.ones(num_experts, num_experts, device=key.device).tril()).sum(1)
     num_blocks = most_blocks(tokens, top_k, num_experts, block_size)
     rows = num_blocks * block_size
-    slots = torch.where(is_own, starts.index_select(0, key) + positions, rows)
-    empty = torch.full((rows + 1,), -1, dtype=torch.int64, device=slots.device)
-    choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
+    slots = counts_before(chosen) + ((ends - blocks) * block_size).unsqueeze(1)
+    slots = F.pad(slots, (0, 0, 0, 1), value=rows).gather(0, key.t()).t()
     # A block belongs to the expert after as many experts as end before it.
-    numbers = torch.arange(num_blocks, device=slots.device).unsqueeze(1)
-    block_experts = (numbers >= ends).sum(1).clamp(max=num_experts - 1)
-    return Assignment(choices.clamp(min=0), choices >= 0, None, block_experts)
+    numbers = torch.arange(num_blocks, device=key.device).unsqueeze(1)
+    block_experts = (numbers >= ends).sum(1, dtype=torch.float32).clamp(max=num_experts - 1).to(torch.int32)
+    return Assignment(*_choices_of_slots(slots, rows), None, block_experts)
+
+
+def _choices_of_slots(slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the choice of each row, 0 for padding, and which rows are not padding, both ``[rows]``.
+
+    Args:
+        slots: ``[N, k]``, the row of each choice; ``rows`` for choices without one.
+        rows: number of rows.
+    """
+    assert max(rows, slots.numel()) < MOST_EXACT, f"{rows} rows of {slots.numel()} choices are more than fp32 counts"
+    numbers = torch.arange(slots.numel(), dtype=torch.float32, device=slots.device)
+    # One more row: choices without one overwrite each other there.
+    empty = torch.full((rows + 1,), -1.0, device=slots.device)
+    choices = empty.scatter_(0, slots.reshape(-1).to(torch.int64), numbers).narrow(0, 0, rows)
+    return choices.clamp(min=0).to(torch.int32), choices >= 0
 
 
 def take_rows(x: Tensor, assignment: Assignment, top_k: int) -> Tensor:

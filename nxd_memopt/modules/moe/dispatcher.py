@@ -119,7 +119,7 @@ class Dispatcher:
             parts.append(assign_padded(source_experts, source_positions, self.num_experts, self.capacity))
         choices_per_rank = experts.numel() // ranks
         # [source, expert, capacity] -> [expert, source, capacity]; choices count over all sources.
-        offsets = torch.arange(ranks, device=experts.device).unsqueeze(1) * choices_per_rank
+        offsets = torch.arange(ranks, dtype=torch.int32, device=experts.device).unsqueeze(1) * choices_per_rank
         choices = torch.stack([backend.shard(part.choices, 0, group) for part in parts]) + offsets
         is_token = torch.stack([backend.shard(part.is_token, 0, group) for part in parts if part.is_token is not None])
         by_expert = (ranks, self.num_experts // ranks, self.capacity)

@@ -92,7 +92,7 @@ def _balancing_scores(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         scores = scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
     else:
         scores = logits.softmax(-1)
-    return scores, logits.detach().topk(moe.moe_router_topk, dim=-1).indices
+    return scores, torch.topk(logits.detach(), moe.moe_router_topk).indices
 
 
 def _choices(experts: Tensor, logits: Tensor) -> Tensor:

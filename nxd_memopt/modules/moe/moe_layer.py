@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.moe.biased_experts import BiasedExperts
-from nxd_memopt.modules.moe.capacity import ranks_in_expert
+from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
@@ -140,7 +140,7 @@ class MoELayer(nn.Module):
         positions = None
         if moe.moe_expert_capacity_factor is not None:
             capacity = expert_capacity(tokens, moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
-            positions = self._positions(weights, experts)
+            positions = self._positions(weights, experts, capacity)
         dispatcher = Dispatcher(
             moe.num_moe_experts,
             moe.moe_token_dispatcher_type,
@@ -150,16 +150,17 @@ class MoELayer(nn.Module):
         )
         return dispatcher, positions
 
-    def _positions(self, weights: Tensor, experts: Tensor) -> Tensor:
+    def _positions(self, weights: Tensor, experts: Tensor, capacity: int) -> Tensor:
         """Return ``[N, k]``: queues begin with the first position of each sequence, in both layouts."""
         top_k = experts.size(-1)
         if not self.sequence_first:
             weights, experts = weights.transpose(0, 1), experts.transpose(0, 1)
-        positions = ranks_in_expert(
+        positions = queue_positions(
             weights.reshape(-1, top_k),
             experts.reshape(-1, top_k),
             self.moe.num_moe_experts,
             self.moe.moe_token_drop_policy,
+            capacity,
         ).view(experts.shape)
         if not self.sequence_first:
             positions = positions.transpose(0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.random import fork_if
@@ -127,7 +127,7 @@ class Router(ShardedModule):
             return F.linear(hidden, self.weight)
         # Autocast would round the operands to 16 bits again.
         dtype = ROUTER_DTYPES[name]
-        with torch.autocast(hidden.device.type, enabled=False) if hidden.device.type != "meta" else nullcontext():
+        with without_autocast(hidden):
             return F.linear(hidden.to(dtype), self.weight.to(dtype))
 
 
@@ -174,9 +174,9 @@ def choose_experts(
     if moe.moe_router_score_function == "sigmoid":
         return _sigmoid_choice(logits, top_k, expert_bias)
     if moe.moe_router_pre_softmax:
-        weights, experts = logits.softmax(-1).topk(top_k, dim=-1)
+        weights, experts = torch.topk(logits.softmax(-1), top_k)
         return weights, experts
-    chosen, experts = logits.topk(top_k, dim=-1)
+    chosen, experts = torch.topk(logits, top_k)
     return chosen.softmax(-1), experts
 
 
@@ -186,7 +186,7 @@ def _sigmoid_choice(logits: Tensor, top_k: int, expert_bias: Tensor | None) -> t
     ranked = logits.detach()
     if expert_bias is not None:
         ranked = scores.detach() + expert_bias
-    experts = ranked.topk(top_k, dim=-1).indices
+    experts = torch.topk(ranked, top_k).indices
     weights = scores.gather(-1, experts)
     # One weight of 1 would not depend on the router.
     if top_k > 1:
@@ -200,13 +200,13 @@ def _sinkhorn_choice(
     # The weights are not the values of Sinkhorn's matrix, which has no gradient here.
     scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
     if not training:
-        experts = scores.topk(top_k, dim=-1).indices
+        experts = torch.topk(scores, top_k).indices
         return scores.gather(-1, experts), experts
     with torch.no_grad():
         # The balance is that of all tokens of the micro-batch: [s, B, E] -> [S, B, E].
         full = backend.all_gather(logits.detach(), group)
         balanced = sinkhorn(full.reshape(-1, full.size(-1))).view_as(full)
-        experts = backend.shard(balanced, 0, group).topk(top_k, dim=-1).indices
+        experts = torch.topk(backend.shard(balanced, 0, group), top_k).indices
     return scores.gather(-1, experts), experts
 
 

@@ -13,7 +13,7 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.moe import MoELayer, Router, RouterStatistics, empty_rows
-from nxd_memopt.modules.moe.capacity import ranks_in_expert
+from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.load_balancing import token_sums, update_expert_bias, with_row
 from nxd_memopt.modules.moe.router import Routing, choose_experts, sinkhorn
 from nxd_memopt.moe_config import MoEConfig
@@ -142,10 +142,10 @@ def test_capacity(tokens, k, experts, factor, expected):
 def test_who_is_dropped_token_for_token(policy, seed):
     experts = tensors(20, 5, seed=seed).topk(2, dim=1).indices
     weights = (tensors(20, 2, seed=seed + 10) * 2).round().sigmoid()  # many equal weights
-    positions = ranks_in_expert(weights, experts, 5, policy)
     lists = [list(row) for row in weights]
     for factor in (0.3, 0.7, 1.0):
         capacity = math.ceil(20 * 2 / 5 * factor)
+        positions = queue_positions(weights, experts, 5, policy, capacity)
         kept = kept_choices(experts.tolist(), lists, 5, factor, policy)
         found = {
             (t, e) for t, row in enumerate(experts.tolist()) for c, e in enumerate(row) if positions[t, c] < capacity

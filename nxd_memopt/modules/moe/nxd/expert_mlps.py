@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
-from nxd_memopt.modules.moe.capacity import ranks_in_expert
+from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.expert_weights import expert_weight
 from nxd_memopt.ops.grouped_linear import grouped_linear
@@ -278,7 +278,7 @@ class ExpertMLPsV2(nn.Module):
         capacity = config.capacity(hidden_states.size(0)) if self.training else None
         positions = None
         if capacity is not None:
-            positions = ranks_in_expert(weights, expert_index, config.num_experts, "position")
+            positions = queue_positions(weights, expert_index, config.num_experts, "position", capacity)
             # Dropped before the sum is taken: the affinities of the other choices then add up to 1.
             weights = weights * (positions < capacity)
         if config.normalize_top_k_affinities:

@@ -21,7 +21,7 @@ def load_balancing_loss_func(router_logits: Tensor, num_experts: int, top_k: int
         top_k: k.
     """
     probabilities = router_logits.softmax(dim=1, dtype=torch.float64)
-    chosen = probabilities.topk(top_k, dim=1).indices
+    chosen = torch.topk(probabilities, top_k).indices
     fractions = tokens_per_expert(chosen, num_experts) / router_logits.size(0)
     loss = num_experts / top_k * (fractions * probabilities.mean(0)).sum()
     return loss.to(torch.float32)

@@ -163,7 +163,7 @@ class RouterTopK(RouterBase):
     def forward(self, hidden_states: Tensor) -> Routed:
         """Route ``hidden_states``, ``[..., H]``; affinities have its dtype."""
         logits = self.get_router_logits(hidden_states)
-        chosen, experts = logits.topk(self.top_k, dim=1)
+        chosen, experts = torch.topk(logits, self.top_k)
         if self.apply_act_fn_over_topk:
             affinities = torch.zeros_like(logits, dtype=torch.float64)
             affinities = affinities.scatter(1, experts, self.apply_activation_fn(chosen))
@@ -316,8 +316,8 @@ class GroupLimitedRouter(RouterBase):
         affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
         biased = affinities.detach() + self.e_score_correction_bias
         by_group = biased.unflatten(1, (self.n_group, -1))  # [T, groups, E / groups]
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=1).indices
+        best = torch.topk(torch.topk(by_group, 2).values.sum(-1), self.topk_group).indices
         is_chosen = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
         # Not 0 for the other groups: biased scores may be negative.
         allowed = by_group.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf)
-        return logits, affinities, allowed.flatten(1).topk(self.top_k, dim=1).indices
+        return logits, affinities, torch.topk(allowed.flatten(1), self.top_k).indices
