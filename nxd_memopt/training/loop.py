@@ -10,7 +10,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -270,13 +269,12 @@ def next_batches(
 
 
 def run_step(training: Training, config: TrainConfig, batches: Sequence[MicroBatch]) -> StepResult:
-    """Run one optimizer step, with what routers of experts need before and report after. Every rank calls."""
+    """Run one optimizer step, with what routers of experts need before. Every rank calls."""
     forward_backward = training.forward_backward
     if not isinstance(forward_backward, ExpertForwardBackward):
         return train_step(training, config, batches)
     with forward_backward.balanced_over(batches):
-        result = train_step(training, config, batches)
-    return replace(result, routers=forward_backward.take())
+        return train_step(training, config, batches)
 
 
 @contextmanager

@@ -158,3 +158,10 @@ class ExpertForwardBackward:
         if self._model.moe.moe_router_enable_expert_bias:
             move_expert_bias([layer.gate for layer in self._model.moe_layers()], result.tokens_per_expert)
         return result
+
+
+def take_router_sums(forward_backward: object) -> RouterSums | None:
+    """Return ``ExpertForwardBackward.take``; None of a model without experts."""
+    if isinstance(forward_backward, ExpertForwardBackward):
+        return forward_backward.take()
+    return None

@@ -12,6 +12,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.metrics import StepResult, sum_over_data_parallel_ranks
 from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.routers import take_router_sums
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.state import Training
 
@@ -50,6 +51,8 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
 
     optimizer.step(lr)
     optimizer.zero_grad()
+    # Their collective is part of this graph: after mark_step it would become part of the next step's first one.
+    routers = take_router_sums(training.forward_backward)
     backend.mark_step()
     training.step += 1
-    return StepResult(training.step, loss, grad_norm, lr, optimizer.loss_scaling)
+    return StepResult(training.step, loss, grad_norm, lr, optimizer.loss_scaling, routers)

@@ -1,9 +1,10 @@
-"""Runs the training program on torch_xla's own process group, and prints what each phase of the run compiled, as JSON.
+"""Runs the training program on torch_xla's own process group, and writes what each phase of the run compiled, as JSON.
 
-``python -m tests.xla.compile_counts OUTPUT --config FILE ...`` is one process in a world of one, set up as on
-NeuronCores: the process group is torch_xla's, and collectives are part of the graphs, in groups of one rank, which
+``python -m tests.xla.compile_counts OUTPUT [--extract] --config FILE ...`` is one process in a world of one, set up as
+on NeuronCores: the process group is torch_xla's, and collectives are part of the graphs, in groups of one rank, which
 XLA:CPU can execute. The simulation with several ranks carries collectives through the host, outside the graphs, and so
-cannot show that a collective between two steps makes the next step another graph.
+cannot show that a collective between two steps makes the next step another graph. With ``--extract`` the pass that
+collects graphs for ``neuron_parallel_compile`` comes first, in the same process: the run then finds them compiled.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron import xla_inspect
 from nxd_memopt.certify.measure import hlo
 from nxd_memopt.checkpoint import gather_full_tensor
-from nxd_memopt.parallel_layers import coordination
+from nxd_memopt.parallel_layers import coordination, random
 from nxd_memopt.parallel_layers.utils import is_sharded
 from nxd_memopt.training import loop
 from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import init_distributed
+from tests.xla.lint import unsupported
 
-PHASES = ("evaluate", "train_step", "resume", "finish")
+PHASES = ("held_out_loss", "run_step", "resume", "finish")
 records: list[tuple[str, int]] = []
 
 
@@ -73,10 +76,21 @@ def with_work_between_steps(step: Any) -> Any:
     return call
 
 
-def fingerprints() -> list[str]:
-    """Hashes of all graphs that were compiled, from XLA's dumps."""
+def graphs() -> list[str]:
+    """Texts of all graphs that were compiled, from XLA's dumps."""
     files = xla_inspect.dump_directory().glob("*.before_optimizations.txt")
-    return sorted({hlo.fingerprint(file.read_text(encoding="utf-8")) for file in files})
+    return [file.read_text(encoding="utf-8") for file in files]
+
+
+def extract(config: TrainConfig) -> list[tuple[str, int]]:
+    """Return what the pass that collects graphs compiles."""
+    os.environ["NEURON_EXTRACT_GRAPHS_ONLY"] = "1"
+    loop.run(config)
+    del os.environ["NEURON_EXTRACT_GRAPHS_ONLY"]
+    random.model_parallel_manual_seed(config.trainer.seed)
+    extracted = list(records)
+    records.clear()
+    return extracted
 
 
 def main(output: Path, arguments: list[str]) -> None:
@@ -90,11 +104,21 @@ def main(output: Path, arguments: list[str]) -> None:
         setattr(loop, name, counted(name, getattr(loop, name)))
     for name in ("save", "after_step"):
         setattr(loop.Saver, name, counted(name, getattr(loop.Saver, name)))
-    loop.train_step = with_work_between_steps(loop.train_step)
-    config = parse_config(arguments)
+    loop.DeferredMetrics.read = counted("read", loop.DeferredMetrics.read)
+    loop.run_step = with_work_between_steps(loop.run_step)
+    extracts = arguments[0] == "--extract"
+    config = parse_config(arguments[extracts:])
     init_distributed(config)
+    extracted = extract(config) if extracts else []
     loop.run(config)
-    result = {"process_group": dist.get_backend(), "phases": records, "graphs": fingerprints()}
+    texts = graphs()
+    result = {
+        "process_group": dist.get_backend(),
+        "extracted": extracted,
+        "phases": records,
+        "graphs": sorted({hlo.fingerprint(text) for text in texts}),
+        "unsupported": sorted({line for text in texts for line in unsupported(text)}),
+    }
     output.write_text(json.dumps(result), encoding="utf-8")
 
 

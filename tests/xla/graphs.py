@@ -26,6 +26,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.golden.runs import MODELS
 from tests.reference_models import mixtral_config
+from tests.xla.lint import unsupported
 
 WORLD_SIZE = 4
 # Static forms of experts, with the dispatcher between two expert-parallel ranks; T = 2.
@@ -84,7 +85,8 @@ def main(name: str, rank: int, output: Path) -> None:
             WORLD_SIZE if is_dense else 2, expert_model_parallel_size=1 if is_dense else 2
         )
         outputs = step_outputs(name)
-        result = {"traced": describe(xla_inspect.traced_hlo(outputs))}
+        text = xla_inspect.traced_hlo(outputs)
+        result = {"traced": describe(text) | {"unsupported": unsupported(text)}}
         if rank == 0 and is_dense:
             result["optimized"] = describe(compiled(outputs))
     output.write_text(json.dumps(result), encoding="utf-8")

@@ -83,6 +83,7 @@ def start(directory, name: str, rank: int, environment: dict[str, str]) -> subpr
 @pytest.mark.parametrize("name", MODELS)
 def test_all_ranks_compile_one_graph(name, graphs):
     assert len({graphs[name, rank]["traced"]["hash"] for rank in range(WORLD_SIZE)}) == 1
+    assert graphs[name, 0]["traced"]["unsupported"] == []
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,5 +109,6 @@ def test_all_ranks_compile_one_graph_of_experts(name, tmp_path):
     """Tensor-parallel ranks with other columns, expert-parallel ranks with other experts and tokens."""
     graphs = traced(tmp_path, [name])
     assert len({graphs[name, rank]["traced"]["hash"] for rank in range(WORLD_SIZE)}) == 1
+    assert graphs[name, 0]["traced"]["unsupported"] == []
     kinds = " ".join(graphs[name, 0]["traced"]["collectives"])
     assert ("all_to_all" in kinds) == name.endswith("alltoall")

@@ -273,20 +273,26 @@ class MoECausalLM(ParallelCausalLM):
     def _step_means(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return f_e and the mean tokens of all batches of all data-parallel ranks, ``[layers, E + 1]``."""
         layers = self.moe_layers()
+        # [layers, E + 1]: choices of each expert, and tokens.
+        total = torch.zeros(len(layers), self.moe.num_moe_experts + 1, device=backend.device)
+        backend.mark_step()
         with _same_random_streams():
             self._counts_only = True
             for layer in layers:
                 layer.counts_scored = True
             try:
-                results = [self(**batch).router for batch in batches]
+                for batch in batches:
+                    router = self(**batch).router
+                    total = total + torch.cat([router.tokens_per_expert, router.tokens.unsqueeze(1)], 1)
+                    # One graph for the forward of every batch, however many the step has.
+                    backend.mark_step()
             finally:
                 self._counts_only = False
                 for layer in layers:
                     layer.counts_scored = False
-        # [layers, E + 1]: choices of each expert, and tokens.
-        counts = torch.stack([torch.cat([each.tokens_per_expert, each.tokens.unsqueeze(1)], 1) for each in results])
-        total = backend.all_reduce(counts.sum(0), parallel_state.get_data_parallel_group())
-        return means_of_totals(total, len(batches) * parallel_state.get_data_parallel_size())
+        with backend.outside_step():
+            total = backend.all_reduce(total, parallel_state.get_data_parallel_group())
+            return means_of_totals(total, len(batches) * parallel_state.get_data_parallel_size())
 
     def _fused_loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
         if self._counts_only:  # the head is not needed, and costs as much as several layers

@@ -138,19 +138,31 @@ def test_capacity(tokens, k, experts, factor, expected):
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("seed", range(5))
-def test_who_is_dropped_token_for_token(policy, seed):
-    experts = tensors(20, 5, seed=seed).topk(2, dim=1).indices
-    weights = (tensors(20, 2, seed=seed + 10) * 2).round().sigmoid()  # many equal weights
+@pytest.mark.parametrize(("tokens", "seed"), [*((20, seed) for seed in range(5)), (256, 0), (600, 0)])
+def test_who_is_dropped_token_for_token(policy, tokens, seed):
+    """Also of more tokens than one block of cumulative sums has."""
+    experts = tensors(tokens, 5, seed=seed).topk(2, dim=1).indices
+    weights = (tensors(tokens, 2, seed=seed + 10) * 2).round().sigmoid()  # many equal weights
     lists = [list(row) for row in weights]
     for factor in (0.3, 0.7, 1.0):
-        capacity = math.ceil(20 * 2 / 5 * factor)
+        capacity = math.ceil(tokens * 2 / 5 * factor)
         positions = queue_positions(weights, experts, 5, policy, capacity)
         kept = kept_choices(experts.tolist(), lists, 5, factor, policy)
         found = {
             (t, e) for t, row in enumerate(experts.tolist()) for c, e in enumerate(row) if positions[t, c] < capacity
         }
         assert found == kept
+        # Those that an expert takes have its places in the order of the tokens.
+        for expert in range(5):
+            places = positions[(experts == expert) & (positions < capacity)].tolist()
+            assert places == list(range(len(places)))
+
+
+def test_a_choice_with_nan_is_not_dropped():
+    """The loss becomes NaN, which ends a run: dropped, the token would be left out without a word."""
+    weights = torch.tensor([[0.5], [torch.nan], [0.4], [0.6]])
+    positions = queue_positions(weights, torch.zeros(4, 1, dtype=torch.int64), 1, "probs", 2)
+    assert positions.flatten().tolist() == [2, 0, 2, 1]
 
 
 def test_transformers_balancing_loss():
