@@ -13,7 +13,8 @@ from tests.training.runs import MIXTRAL, rows, write_config
 from tests.xla.functionalization import VARIABLE
 from tests.xla.test_compile_counts import counts, program
 
-LOSS_BOUND = 1e-6  # fp32; measured: equal
+LOSS_BOUND = 2e-6  # fp32; measured: equal to seven digits
+BF16_BOUND = 2e-3  # other fusions round at other places: measured 3e-4, and 9e-4 between both and the CPU backend
 PADDED = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
 BLOCKS = {"moe_expert_block_size": 8}
 
@@ -101,4 +102,5 @@ def test_extraction_sees_every_graph_and_no_operation_that_neuron_lacks(name, ex
 
 @each_configuration(())
 def test_losses_are_those_without_functionalization(name, extracted):
-    assert extracted(name, "0")[1] == pytest.approx(extracted(name, "1")[1], abs=LOSS_BOUND)
+    bound = BF16_BOUND if name == "bf16" else LOSS_BOUND
+    assert extracted(name, "0")[1] == pytest.approx(extracted(name, "1")[1], abs=bound)

@@ -111,3 +111,29 @@ def test_shapes_that_depend_on_the_routing_are_refused():
     config = mixtral_config()
     message = error_message(lambda: parallel_model(config, moe=options_of(config, "alltoall")))
     assert_says(message, "xla", "fixed shapes", "moe_pad_expert_input_to_capacity=True", "moe_expert_block_size")
+
+
+@distributed(1, timeout_s=400)
+def test_the_fractions_of_a_step_are_those_of_its_batches():
+    """Counted in forwards of their own, which draw the same jitter: a mark ends the graph of each, as in the step."""
+    parallel_state.initialize_model_parallel()
+    config = mixtral_config()
+    options: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    moe = options_of(config, "alltoall", **FORMS["blocks"] | options, moe_input_jitter_eps=0.5)
+    model = parallel_model(config, full_parameters(hugging_face(config)), moe=moe)
+    move_model_to_device(model, backend.device)
+    model.train()
+    inputs = {name: value.to(backend.device) for name, value in batch().items()}
+    batches = [{name: value.roll(shift, 1) for name, value in inputs.items()} for shift in range(3)]
+    backend.mark_step()
+    counts: list[torch.Tensor] = []
+    with model.balanced_over_step(batches):
+        fractions = torch.stack([layer.step_fractions for layer in model.moe_layers()])
+        for each in batches:
+            output = model(**each)
+            output.loss.backward()
+            counts.append(output.router.tokens_per_expert)
+            backend.mark_step()
+    tokens = sum(each["input_ids"].numel() for each in batches)
+    torch.testing.assert_close(sum(counts).cpu(), (fractions * tokens).cpu(), rtol=1e-6, atol=0)  # fp32 divisions
+    assert not torch.equal(counts[0].cpu(), counts[1].cpu())

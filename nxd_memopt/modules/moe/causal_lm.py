@@ -284,15 +284,17 @@ class MoECausalLM(ParallelCausalLM):
                 for batch in batches:
                     router = self(**batch).router
                     total = total + torch.cat([router.tokens_per_expert, router.tokens.unsqueeze(1)], 1)
-                    # One graph for the forward of every batch, however many the step has.
+                    # One graph for the forward of every batch, however many the step has, and the seeds of
+                    # the step's own forwards.
                     backend.mark_step()
             finally:
                 self._counts_only = False
                 for layer in layers:
                     layer.counts_scored = False
-        with backend.outside_step():
-            total = backend.all_reduce(total, parallel_state.get_data_parallel_group())
-            return means_of_totals(total, len(batches) * parallel_state.get_data_parallel_size())
+            # A mark changes the seed on XLA: the marks here are inside the block that restores it.
+            with backend.outside_step():
+                total = backend.all_reduce(total, parallel_state.get_data_parallel_group())
+                return means_of_totals(total, len(batches) * parallel_state.get_data_parallel_size())
 
     def _fused_loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
         if self._counts_only:  # the head is not needed, and costs as much as several layers
