@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.assignment import Assignment, assign
-from nxd_memopt.modules.moe.capacity import ranks_in_expert
+from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.ops.cuda import experts as kernels
@@ -89,7 +89,7 @@ def check(tokens, hidden, num_experts, width, chosen, dtype, *, capacity=None, a
     assert kernels.can_use_kernels(x, gate_up, down, act)
     positions = takes = None
     if capacity is not None:
-        positions = ranks_in_expert(weights, chosen, num_experts, "position")
+        positions = queue_positions(weights, chosen, num_experts, "position", capacity)
         takes = positions < capacity
     found = Dispatcher(num_experts, "alltoall", capacity, False).run(x, weights, chosen, positions, experts)
     leaves = (x, weights, gate_up, down)

@@ -36,14 +36,14 @@ def test_the_dropped_share_is_that_of_the_queues(factor, policy, monkeypatch):
     torch.manual_seed(5)
     model = MixtralForCausalLM(mixtral_config(), moe=moe)
     capacity = expert_capacity(TOKENS, TOP_K, EXPERTS, factor)
-    queues = moe_layer.ranks_in_expert
+    queues = moe_layer.queue_positions
     places: list[torch.Tensor] = []
 
     def recorded(*args):
         places.append(queues(*args))
         return places[-1]
 
-    monkeypatch.setattr(moe_layer, "ranks_in_expert", recorded)
+    monkeypatch.setattr(moe_layer, "queue_positions", recorded)
     forward_backward = ExpertForwardBackward(model, 3, None)
     for seed in range(3):
         forward_backward(micro_batch(seed))
