@@ -19,7 +19,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer, shard_model
-from nxd_memopt.memory import apply_memory, offload
+from nxd_memopt.memory import apply_memory, offload, weights_to_device
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
@@ -46,6 +46,12 @@ class SimulatedTransfers(DeferredTransfers):
         super().__init__()
         activations = HostOnly(copy=SlowCopy)
         self.to_host, self.to_device = activations.to_host, activations.to_device
+
+    def copy_in(self, pairs: Any, after: Any) -> Any:
+        pairs = list(pairs)
+        for target, _ in pairs:
+            target.data.fill_(255)  # NaN until the copy is waited for
+        return super().copy_in(pairs, after)
 
 
 def allocate_unpinned(pool: HostPool) -> Any:
@@ -171,9 +177,10 @@ class Loop:
         return grads.clip_grad_norm(self.params, self.options["clip"], norm_type)
 
     def finish(self) -> None:
-        """Complete updates that were left to the next forward."""
+        """Complete updates that were left to the next forward; bring weights back that are on the host."""
         if self.kind == "offload":
             self.optimizer.finish_update()
+        weights_to_device(self.model.parameters())
 
 
 def full_part(name: str, full: Tensor, config: Any) -> Tensor:
