@@ -18,9 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from scripts.fuzz import library, programs
-from scripts.fuzz.library_draws import Draw, Spec, draw_library
+from scripts.fuzz.draws import Draw, Spec, draw_library, draw_program
 from scripts.fuzz.outcomes import FAILED, Outcome, summarize
-from scripts.fuzz.program_draws import draw_program
 from tests.dist import pool
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scripts.fuzz import library_runs, reference
-from scripts.fuzz.library_draws import Spec
+from scripts.fuzz.draws import Spec
 from scripts.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 from tests.dist import pool
 

@@ -29,7 +29,7 @@ from nxd_memopt.optimizer.offloaded_zero1 import CHUNK_ELEMENTS
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
-from scripts.fuzz.library_draws import Spec
+from scripts.fuzz.draws import Spec
 from scripts.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
 from tests.deferred_transfers import DeferredTransfers
 from tests.host_copies import HostOnly, SlowCopy

@@ -12,9 +12,8 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from scripts.fuzz.library_draws import Spec
+from scripts.fuzz.draws import STEPS, Spec
 from scripts.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
-from scripts.fuzz.program_draws import STEPS
 from tests.dist import pool
 from tests.training import chats, runs
 

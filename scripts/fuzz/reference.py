@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scripts.fuzz.library_draws import EXPERTS, Spec
+from scripts.fuzz.draws import EXPERTS, Spec
 
 IGNORED = -100
 Batch = dict[str, Tensor]
@@ -58,7 +58,7 @@ def _batch(spec: Spec, generator: torch.Generator, index: int) -> Batch:
     labels = ids.clone()
     if shape["labels"] == "some":
         labels[torch.rand(rows, length, generator=generator) < 0.4] = IGNORED
-    if shape["labels"] == "first rows" and index % 2:
+    if shape["labels"] == "first micro-batch" and index % 2:
         labels[:] = IGNORED
     batch = {"input_ids": ids, "labels": labels}
     cut = int(torch.randint(1, length, (), generator=generator))
