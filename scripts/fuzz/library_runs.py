@@ -31,7 +31,7 @@ from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from scripts.fuzz.draws import Spec
 from scripts.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
-from tests.deferred_transfers import DeferredTransfers
+from tests.deferred_transfers import Deferred, DeferredTransfers
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference_models import local_part
 
@@ -40,7 +40,7 @@ CHUNK = 64  # elements of offloaded states that travel together: several chunks 
 
 
 class SimulatedTransfers(DeferredTransfers):
-    """The copies of a device whose memory is the host's: as late as possible, and lost if nobody waits."""
+    """The copies of a device whose memory is the host's, as late as possible; NaN where nobody waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,20 @@ class SimulatedTransfers(DeferredTransfers):
     def copy_in(self, pairs: Any, after: Any) -> Any:
         pairs = list(pairs)
         for target, _ in pairs:
-            target.data.fill_(255)  # NaN until the copy is waited for
+            target.data.fill_(255)
         return super().copy_in(pairs, after)
+
+    def copy_out(self, pairs: Any, after: Any) -> Any:
+        # Without the NaN that the base class leaves in the source: a saver copies parameters, which stay.
+        pairs = list(pairs)
+
+        def copy() -> None:
+            after.wait()
+            for target, source in pairs:
+                target.data.copy_(source)
+
+        self.out.append(copy)
+        return Deferred(self.out)
 
 
 def allocate_unpinned(pool: HostPool) -> Any:
