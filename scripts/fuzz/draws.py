@@ -292,8 +292,11 @@ def draw_program_model(draw: Draw) -> Spec:
 
 def draw_sharding(draw: Draw, common: dict[str, Spec], other: dict[str, Spec], replicas: int) -> None:
     """Choose the batch size and ZeRO stage of the second run, and where and when its states are updated."""
-    # A loss of each micro-batch depends on its rows.
-    if common["moe"].get("moe_router_load_balancing_type") not in ("aux_loss", "hf_aux_loss"):
+    # Losses that are means over the tokens of a micro-batch depend on its rows.
+    routers = common["moe"]
+    if routers.get("moe_router_load_balancing_type") not in ("aux_loss", "hf_aux_loss") and not routers.get(
+        "moe_z_loss_coeff"
+    ):
         fitting = [n for n in (1, 2, 4) if common["data"]["global_batch_size"] % (n * replicas) == 0]
         other["data"]["micro_batch_size"] = draw.choice(fitting)
     kind: Any = draw.options("program_sharding")["kind"]
