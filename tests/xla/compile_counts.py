@@ -105,8 +105,10 @@ def main(output: Path, arguments: list[str]) -> None:
     for name in ("save", "after_step"):
         setattr(loop.Saver, name, counted(name, getattr(loop.Saver, name)))
     loop.DeferredMetrics.read = counted("read", loop.DeferredMetrics.read)
-    loop.run_step = with_work_between_steps(loop.run_step)
     extracts = arguments[0] == "--extract"
+    # The gather between two steps has marks, which would end the graph of a collective that a step leaves behind.
+    if not extracts:
+        loop.run_step = with_work_between_steps(loop.run_step)
     config = parse_config(arguments[extracts:])
     init_distributed(config)
     extracted = extract(config) if extracts else []
