@@ -25,6 +25,7 @@ from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_arena import HostArena
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.parallel_layers.data_shards import is_data_sharded
 from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.planner.activations import OFFLOADED_STORAGE_BYTES
 
@@ -74,6 +75,11 @@ class _OnDevice:
 def _raise_if(error: str | None) -> None:
     if error is not None:
         raise RuntimeError(error)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the tensors' storages, without those of parameters that are not gathered."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if not is_data_sharded(tensor)}
 
 
 class _Storage:
@@ -238,11 +244,15 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
         # Parameters and the context are alive anyway: a host copy frees nothing.
-        resident = (*layer.parameters(), *tensors_in(context))
-        resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in resident}
+        resident_addresses = _addresses([*layer.parameters(), *tensors_in(context)])
+        # Experts at zero3 with expert parallelism are a unit of their own, which is gathered inside of this forward:
+        # until then they have no address.
+        gathered_later = [
+            module for module in layer.modules() if any(map(is_data_sharded, module.parameters(recurse=False)))
+        ]
         # By address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
-        pack = functools.partial(self._pack, resident_addresses, saved)
+        pack = functools.partial(self._pack, resident_addresses, gathered_later, saved)
         self._pack_current = pack
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
@@ -291,6 +301,7 @@ class ActivationOffload:
     def _pack(
         self,
         resident_addresses: set[int],
+        gathered_later: Sequence[nn.Module],
         saved: dict[int, _Storage],
         tensor: Tensor,
     ) -> _OnDevice | _View:
@@ -298,6 +309,8 @@ class ActivationOffload:
         # Offload complete storages, once per storage: several saved tensors are often views of one
         # storage.
         address = storage.data_ptr()
+        for module in gathered_later:
+            resident_addresses |= _addresses(module.parameters(recurse=False))
         # A storage does not record the conj and neg bits of a lazy view.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         if address in resident_addresses or is_lazy or storage.nbytes() < _MIN_BYTES:

@@ -18,6 +18,7 @@ from nxd_memopt.parallel_layers.resharding import gather_experts, gather_full_te
 from tests.data_parallel.stages import MAX_NORM, OFFLOAD, Run
 from tests.dist.pool import distributed, run_on_ranks
 from tests.dist.test_moe_models import MODELS, options_of
+from tests.host_copies import HostOnly
 from tests.reference import assert_says, error_message, relative_error
 from tests.reference_models import batch, full_parameters, hugging_face, local_part, parallel_model
 
@@ -123,6 +124,36 @@ def test_steps_equal_one_process(stage: str, world_size: int) -> None:
 def test_recompute_and_the_other_dispatcher(stage: str, memory: dict[str, Any], world_size: int) -> None:
     """The experts' weights are gathered once more, in a unit inside that of the layer."""
     compare(stage, world_size // 2, 2, "allgather", **memory)
+
+
+class SizesOut(HostOnly):
+    """Copies to the host, and how many bytes each has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def to_host(self, source: Tensor, pieces: Any) -> Any:
+        self.sizes.append(source.numel())
+        return super().to_host(source, pieces)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    "memory",
+    [{"cpu_offloading_num_layers": 2}, {"recompute_granularity": "full", "cpu_offloading_activations": True}],
+    ids=["layers", "full"],
+)
+def test_offloaded_activations_of_sharded_experts(memory: dict[str, Any]) -> None:
+    """Experts are gathered inside of the layer whose saved tensors go to the host; their weights do not."""
+    transfers = SizesOut()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_memopt.memory.offload._MIN_BYTES", 1)
+        patch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: transfers)
+        compare("zero3", 1, 2, **memory)
+    # The bytes of a rank's down projections. Some activations have as many by chance, but not in each forward.
+    forwards = 2 * STEPS * 2  # offloading layers, steps, micro-batches
+    assert transfers.sizes and transfers.sizes.count(2 * 32 * 24 * 4) < forwards
 
 
 def full_weights(run: Run) -> dict[str, Tensor]:
