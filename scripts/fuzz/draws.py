@@ -32,7 +32,7 @@ class Draw(random.Random):
     def options(self, *tables: str) -> Spec:
         """Return a value for each option of the tables in ``draws.toml``."""
         chosen = {name: self.choice(values) for table in tables for name, values in TABLES[table].items()}
-        return {name: None if value == "none" else value for name, value in chosen.items()}
+        return {name: None if value == "null" else value for name, value in chosen.items()}
 
 
 def draw_library(draw: Draw) -> Spec:
@@ -231,9 +231,8 @@ def draw_program(draw: Draw) -> Spec:
     replicas = ranks // tensor
     lora = draw_lora(draw, config["model_type"]) if not has_experts and draw.maybe(0.25) else {}
     optimizer = draw.options("program_optimizer", *([] if lora else ["program_groups"]))
-    # The decay ends there also in a run that stops before.
-    if optimizer["lr_schedule"] != "constant":
-        optimizer["decay_steps"] = STEPS
+    # A decay ends at the last step also in a run that stops before it; a warm-up must have ended there.
+    optimizer |= {"warmup_steps": 0} if optimizer["lr_schedule"] == "constant" else {"decay_steps": STEPS}
     common: dict[str, Spec] = {
         "data": draw.options("program_data", *(["program_chats"] if draw.maybe(0.3) else [])),
         "optimizer": optimizer,
@@ -267,7 +266,8 @@ def draw_program(draw: Draw) -> Spec:
         "common": common,
         "ranks": ranks,
         "other": other,
-        "stop_after": draw.choice((None, None, 1, 2, 3)),
+        # An update in backward keeps a resumed run from having several micro-batches.
+        "stop_after": None if "in_backward" in other["optimizer"] else draw.choice((None, None, 1, 2, 3)),
         "resumed_on": draw.choice((1, 2)),
     }
 
