@@ -121,6 +121,7 @@ class Loop:
         if self.kind == "nxd":
             config = neuronx_distributed_config(
                 tensor_parallel_size=spec["tensor"],
+                expert_parallel_size=spec["expert"],
                 optimizer_config={
                     "zero_one_enabled": options["zero_one_enabled"],
                     "grad_clipping": options["clip"] is not None,

@@ -324,8 +324,8 @@ REFUSALS = {
     ),
     "ids": (lambda: parallel_model(llama_config())(torch.zeros(4, dtype=torch.long)), ["input_ids", "[B, S]", "[4]"]),
     "rope": (
-        lambda: new_llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
-        ["rope_type", "yarn", "llama3"],
+        lambda: new_llama(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4, "factor": 2.0}),
+        ["rope_type", "ntk", "llama3"],
     ),
     "activation": (lambda: new_llama(hidden_act="tanh"), ["hidden_act", "tanh", "silu"]),
 }

@@ -191,6 +191,8 @@ MOE_TECHNIQUES = {
 def test_storages_of_experts(name, technique, dtype):
     config = without_dense_layers(CONFIGS[name]())
     config.num_hidden_layers = LAYERS
+    if config.model_type == "qwen2_moe":
+        config.layer_types = ["full_attention"] * LAYERS
     check(config, dtype, "sdpa", MOE_TECHNIQUES[technique])
 
 
