@@ -182,6 +182,10 @@ def shared_expert_width(config: Any) -> int | None:
     Args:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
     """
+    # ``hf_options.with_shared_expert`` sets both options. transformers' Mixtral and Qwen3-MoE have no shared expert,
+    # whatever width a config.json has.
+    if option(config, "model_type") != QWEN2_MOE and option(config, "shared_expert_gate") is None:
+        return None
     return option(config, "shared_expert_intermediate_size") or None
 
 

@@ -78,9 +78,9 @@ def draw_config(draw: Draw, model_type: str, tensor: int) -> Spec:
     config["intermediate_size"] = draw.randint(20, 80) // multiple * multiple
     config["rope_parameters"] = dict(draw.options("rope")["parameters"])
     if model_type == "gpt_neox":
-        # transformers rotates an even number of dimensions alone.
+        # transformers rotates an even number of dimensions alone, and divides by zero with two of them and dynamic.
         head_size, share = draw.choice(
-            [(d, s) for d in (4, 5, 6, 8, 12) for s in (0.25, 0.5, 0.75, 1.0) if d * s % 2 == 0]
+            [(d, s) for d in (4, 5, 6, 8, 12) for s in (0.25, 0.5, 0.75, 1.0) if d * s % 2 == 0 and d * s > 2]
         )
         config |= {"hidden_size": heads * head_size, "rotary_pct": share}
         config["rope_parameters"]["partial_rotary_factor"] = share
