@@ -11,7 +11,7 @@ CORE = ["torch>=2.9", "safetensors>=0.5", "numpy", "packaging"]
 MODELS = ["transformers>=5.0"]  # as nxd_memopt/_optional.py checks
 CLI = ["tyro", "rich"]
 GGUF = [*MODELS, "gguf", "accelerate"]
-TRAIN = [*MODELS, *CLI, "datasets", "filelock", "pyyaml", "tensorboard", "matplotlib"]
+TRAIN = [*MODELS, *CLI, "datasets", "filelock>=3.30", "pyyaml", "tensorboard", "matplotlib"]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"]
 
 # Read, not imported: building must not need the package's requirements.

@@ -88,10 +88,11 @@ def run_jobs(arguments: argparse.Namespace) -> None:
         subprocess.Popen([*command, "--part", f"{job}/{arguments.jobs}", "--record", str(part)], cwd=ROOT)
         for job, part in enumerate(parts)
     ]
-    for process in started:
-        process.wait()
+    failed = [process.returncode for process in started if process.wait()]
     lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines(keepends=True)]
     arguments.record.write_text("".join(sorted(lines, key=lambda line: json.loads(line)["draw"])), encoding="utf-8")
+    if failed:
+        raise SystemExit(f"jobs ended with {failed}: not all draws have run")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def tolerances(spec: Spec, expected: dict[str, Any], peer: dict[str, Any] | None
 
 
 def _largest(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
+    errors = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True)]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)  # max() may lose NaN
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor], scales: dict[str, float]) -> float:

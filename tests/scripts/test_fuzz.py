@@ -122,3 +122,7 @@ def test_a_difference_is_a_failure(fault: dict[str, float], what: str, monkeypat
     monkeypatch.setattr(library.reference, "train", faulty)
     outcome = library.run(SMALL)
     assert outcome.outcome == FAILED and what in outcome.message, outcome.message
+
+
+def test_a_loss_that_is_no_number_is_a_difference() -> None:
+    assert library._largest([1.0, float("nan")], [1.0, 1.0]) == float("inf")

@@ -237,9 +237,9 @@ class MoECausalLM(ParallelCausalLM):
 
     @contextmanager
     def balanced_over_step(self, batches: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Give ``global_aux_loss`` the choices of all batches of an optimizer step inside the block.
+        """Give ``global_aux_loss`` the choices and tokens of an optimizer step inside the block.
 
-        The fractions of a step must be known before its first backward: this runs the forward pass
+        They must be known before its first backward: this runs the forward pass
         of all batches without gradients, and restores the random streams. One batch needs none.
         Forward and backward of the batches belong inside the block.
 
