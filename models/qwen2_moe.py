@@ -6,4 +6,4 @@ from nxd_memopt.models.mixtral import MixtralForCausalLM
 
 
 class Qwen2MoeForCausalLM(MixtralForCausalLM):
-    """Qwen2-MoE with a language-model head; arguments and errors are those of ``MixtralForCausalLM``."""
+    """Qwen2-MoE with a language-model head; same arguments and errors as ``MixtralForCausalLM``."""

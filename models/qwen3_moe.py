@@ -6,4 +6,4 @@ from nxd_memopt.models.mixtral import MixtralForCausalLM
 
 
 class Qwen3MoeForCausalLM(MixtralForCausalLM):
-    """Qwen3-MoE with a language-model head; arguments and errors are those of ``MixtralForCausalLM``."""
+    """Qwen3-MoE with a language-model head; same arguments and errors as ``MixtralForCausalLM``."""

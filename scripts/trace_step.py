@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.optimizer import AdamW
-from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,12 +53,13 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     parallel = ParallelConfig(world, sequence_parallel_enabled=world > 1)
     model = LlamaForCausalLM(CONFIG, parallel=parallel, dtype=torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer = NeuronZero1Optimizer(
+        model.parameters(), AdamW, optimizer_dtype=torch.float32, grad_clipping=True, max_norm=1.0, lr=1e-3
+    )
     ids = torch.arange(32).unsqueeze(0)
 
     def step() -> None:
         model(ids, labels=ids).loss.backward()
-        grads.allreduce_sequence_parallel_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -39,7 +39,7 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters or those of another configuration, or the
+        ValueError: on every rank, if the model has no adapters or adapters of another configuration, or the
             directory cannot be replaced.
     """
     target = Path(directory).resolve()

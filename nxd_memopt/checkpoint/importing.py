@@ -43,16 +43,16 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
     slices.
 
     Supported are ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, and a single
-    ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Names may lack the prefix of the
-    backbone, as those of transformers' base models. Parameters on the
-    meta device are created on the backend's device. Tied parameters stay tied. Values are cast to
-    the dtype of the parameter. The host stores one shard of one parameter at a time.
+    ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Names may lack the
+    prefix of the backbone, as in files of transformers' base models. Parameters on the meta device
+    are created on the backend's device. Tied parameters stay tied. Values are cast to the dtype of
+    the parameter. The host stores one shard of one parameter at a time.
 
     Args:
         model: the model to fill.
         directory: the Hugging Face directory.
         resize_embedding: if the model has more tokens than the files, the rows of the embedding and
-            of the head beyond those of the files are the mean of theirs.
+            of the head that the files lack are the mean of the stored rows.
 
     Raises:
         ValueError: on every rank, before any parameter changes, if files are missing or damaged,
@@ -124,7 +124,7 @@ def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
             require_full_shape(name, sources[name], param)
             stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)
             if not bit_equal(stored, local_rows(param).detach().cpu()):
-                raise ValueError(f"{name} is not that of {directory}")
+                raise ValueError(f"{name} differs from the one in {directory}")
 
 
 def _own_rows(local: Tensor, param: Tensor) -> Tensor:

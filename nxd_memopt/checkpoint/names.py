@@ -48,7 +48,7 @@ def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
 
 
 def with_backbone_prefix(model: torch.nn.Module, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``sources`` under the names of ``model`` if they are those of its backbone saved by itself.
+    """Return ``sources`` under the names of ``model`` if they are a backbone that was saved by itself.
 
     transformers' base models, such as ``LlamaModel``, have no ``model.`` before their names.
     """

@@ -60,7 +60,7 @@ def get_platform_lnc() -> LogicalNCConfig:
 def get_platform_target() -> str:
     """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without Neuron ``"trn2"``.
 
-    Programs choose an order of KV heads by it, and that of trn2 is the layers' on all other devices.
+    Programs choose an order of KV heads by it; on all other devices the layers have the order of trn2.
     """
     return platform_target(os.environ) or "trn2"
 

@@ -268,7 +268,7 @@ def isolation_note(run: Run) -> str | None:
         return None
     return (
         f"data.isolate_documents is true: attention runs in plain operations, {describe_tiles(data.seq_length)}; with "
-        "false NeuronCores run their kernel, and documents of a row attend to each other"
+        "false NeuronCores can run AWS's kernel, and documents of a row attend to each other"
     )
 
 

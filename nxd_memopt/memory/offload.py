@@ -78,7 +78,7 @@ def _raise_if(error: str | None) -> None:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of the tensors' storages, without those of parameters that are not gathered."""
+    """Return the addresses of the tensors' storages; parameters that are not gathered have none."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if not is_data_sharded(tensor)}
 
 
@@ -309,11 +309,11 @@ class ActivationOffload:
         # Offload complete storages, once per storage: several saved tensors are often views of one
         # storage.
         address = storage.data_ptr()
-        for module in gathered_later:
-            resident_addresses |= _addresses(module.parameters(recurse=False))
         # A storage does not record the conj and neg bits of a lazy view.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         if address in resident_addresses or is_lazy or storage.nbytes() < _MIN_BYTES:
+            return _OnDevice.of(tensor)
+        if any(address in _addresses(module.parameters(recurse=False)) for module in gathered_later):
             return _OnDevice.of(tensor)
         if address not in saved:
             storage_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -128,7 +128,7 @@ def _dynamic_base(base: float, factor: float, rotary_dim: int, max_positions: in
 
 
 def _factor(rope_parameters: Mapping[str, Any], max_positions: int) -> float:
-    """Return how many times longer sequences may be than those of pretraining."""
+    """Return how many times longer sequences may be than in pretraining."""
     factor = rope_parameters.get("factor")
     return max_positions / rope_parameters["original_max_position_embeddings"] if factor is None else factor
 
@@ -155,8 +155,8 @@ def _table_scale(kind: str, rope_parameters: Mapping[str, Any], max_positions: i
 def _blend_yarn(powers: Tensor, rotary_dim: int, rope_parameters: Mapping[str, Any], max_positions: int) -> Tensor:
     """Scale the frequencies as YaRN does: waves that turn often are kept, others are slowed by the factor.
 
-    The blend is linear in the index of the dimension, between those of ``beta_fast`` and ``beta_slow`` turns within
-    the length of pretraining.
+    The blend is linear in the index of the dimension, between the dimensions with ``beta_fast`` and
+    ``beta_slow`` turns within the length of pretraining.
     """
     context = rope_parameters["original_max_position_embeddings"]
 

@@ -327,7 +327,7 @@ class StreamedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def finish(self, unit: int | None = None) -> None:
-        """Queue the updates that ``step`` left, up to those of a unit of ``defer``; all without it.
+        """Queue the updates that ``step`` left, up to the weights of a unit of ``defer``; all without it.
 
         Gradients, learning rates and ``grad_factor`` must be those of ``step`` until then.
 

@@ -135,7 +135,7 @@ def initialize_model_parallel(
 
 def has_groups_of(grid: dict[str, RankGroups]) -> bool:
     """Return whether the groups of ``grid``, which ``initialize_model_parallel`` returned, exist and can be used."""
-    # Destroying torch.distributed's default group destroys all groups: those of an earlier world are of no use.
+    # Destroying torch.distributed's default group destroys all groups: groups of an earlier world are of no use.
     if not model_parallel_is_initialized() or _STATE.default_group is not _default_group():
         return False
     return all(_STATE.axes[name].rank_groups == rank_groups for name, rank_groups in grid.items())

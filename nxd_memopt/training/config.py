@@ -53,7 +53,7 @@ class ModelConfig:
         random_init: keep the random initial weights instead of loading the weights of
             ``pretrained``.
         resize_embedding: give the embedding and the output head a row for each token of the tokenizer,
-            if they have fewer, also in the export. The new rows are the mean of those of ``pretrained``.
+            if they have fewer, also in the export. The new rows are the mean of the rows of ``pretrained``.
         warm_start: a training checkpoint of this program, or the output directory of a run: its
             newest weights are the initial weights, of any dtype and parallel sizes. Optimizer,
             step and data start from the beginning. A run that has a checkpoint of its own continues from that.

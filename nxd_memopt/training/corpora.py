@@ -68,9 +68,9 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     """Find the documents of ``config.dataset``.
 
     Those of a small corpus are all checked here, and ordered by an exact permutation. A large one
-    (``data.streaming``) is read once, from beginning to end, while the run trains: the time
-    and the memory that this function needs do not depend on its size. Of streamed documents, the first
-    ``held_out_every`` are read, and more until one is held out: without, the corpus is small.
+    (``data.streaming``) is read once, from beginning to end, while the run trains: the memory that
+    this function needs does not depend on its size. It reads the first ``held_out_every`` documents, and
+    more until the hash has put some on both sides. If it never does, the corpus is read as a small one.
 
     Raises:
         ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.

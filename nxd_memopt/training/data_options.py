@@ -9,7 +9,8 @@ from typing import Literal
 from nxd_memopt.config import require_at_least, require_divisible, require_named, require_one_of
 
 PACKINGS = ("auto", "concatenate", "best_fit")
-FORMATS = ("auto", "text", "messages", "prompt_completion", "instruction_output")
+CONVERSATIONS = ("messages", "prompt_completion", "instruction_output")
+FORMATS = ("auto", "text", *CONVERSATIONS)
 LONG_CONVERSATIONS = ("cut", "drop")
 HELD_OUT_EVERY = 20
 
@@ -123,7 +124,7 @@ class DataConfig:
     @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations, not texts."""
-        return self.format not in ("auto", "text")
+        return self.format in CONVERSATIONS
 
     @property
     def split_every(self) -> int:
@@ -194,7 +195,7 @@ class DataConfig:
                 if getattr(self, name) != unset:
                     raise ValueError(
                         f"data.{name} {getattr(self, name)!r} is for conversations, and data.format is 'text': set "
-                        f"data.format to one of {', '.join(FORMATS[2:])}, or leave data.{name} out"
+                        f"data.format to one of {', '.join(CONVERSATIONS)}, or leave data.{name} out"
                     )
             return
         if self.text_column != "text":

@@ -144,7 +144,7 @@ def find_adapter_base(training: Training, hf_config: PretrainedConfig) -> list[s
 
 
 def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if the model with ``hf_config`` computes something else than that of ``directory``."""
+    """Raise ``ValueError`` if the model with ``hf_config`` computes something else than the model of ``directory``."""
     from nxd_memopt.checkpoint import load_config
     from nxd_memopt.training.option_changes import architecture
 
@@ -162,7 +162,7 @@ def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
 def write_adapters(model: nn.Module, config: TrainConfig, base: str | None) -> None:
     """Write the adapters in PEFT's format to ``output_dir/adapter``; nothing without. Every rank calls.
 
-    Without a ``base`` the adapters of an earlier end of the run are removed: they are not those of its export.
+    Without a ``base`` the adapters of an earlier end of the run are removed: its export has others.
     """
     from nxd_memopt.checkpoint.adapters import remove_adapters, save_adapters
 

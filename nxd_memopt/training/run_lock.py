@@ -53,7 +53,8 @@ def locked_output_directory(directory: str | Path) -> Iterator[None]:
 def _acquire(directory: Path, created: list[Path]) -> FileLock:
     """Return the lock of ``directory``, held by this process, with a line that says by whom."""
     path = directory / NAME
-    lock = FileLock(path, timeout=WAIT_S)
+    # The marker files that filelock uses where there is no flock outlive a run that is killed.
+    lock = FileLock(path, timeout=WAIT_S, fallback_to_soft=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -66,7 +67,8 @@ def _acquire(directory: Path, created: list[Path]) -> FileLock:
     except OSError as error:
         _remove_empty(created)
         raise ValueError(
-            f"output directory {directory} is not writable: {error}: choose another or change its permissions"
+            f"output directory {directory} is not writable, or its file system has no file locks (flock): {error}: "
+            "change its permissions, or choose another"
         ) from error
     owner = path.read_text(encoding="utf-8", errors="replace").strip()
     if owner:

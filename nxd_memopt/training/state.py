@@ -184,7 +184,7 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     """Fill ``model`` with the weights of ``plan.warm_start``, if it has one. Every rank calls.
 
     The optimizer must not exist yet: its master weights are copies of the model's. The model's adapters
-    exist: those of the checkpoint are loaded or merged (``load_weights``).
+    exist: the checkpoint's are loaded or merged (``load_weights``).
 
     Returns:
         One line that names the checkpoint; empty without a warm start.

@@ -90,7 +90,7 @@ def tolerances(spec: Spec, expected: dict[str, Any], peer: dict[str, Any] | None
     if peer is None:
         clips = spec["optimizer"]["clip"] is not None
         return {
-            "losses": FLOAT32_NORM if clips else FLOAT64,  # those of later steps follow clipped gradients
+            "losses": FLOAT32_NORM if clips else FLOAT64,  # losses of later steps follow clipped gradients
             "norms": FLOAT32_NORM,
             "gradients": FLOAT64,
             "weights": FLOAT32_NORM if clips else FLOAT64,

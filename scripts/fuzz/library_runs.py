@@ -145,7 +145,9 @@ class Loop:
             **shared,
         )
         if options["in_forward"]:
-            optimizer.update_in_forward(self.model.decoder_layers())
+            is_tied = self.model.lm_head.weight is self.model.embedding_weight()
+            after_layers = [] if is_tied else [self.model.lm_head]
+            optimizer.update_in_forward(self.model.decoder_layers(), after_layers=after_layers)
         return optimizer
 
     def set_learning_rate(self, lr: float) -> None:

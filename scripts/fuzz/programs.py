@@ -90,7 +90,7 @@ def write(spec: Spec, directory: Path, number: int) -> None:
     """Write data, tokenizer and configuration of one of the runs."""
     common, other = spec["common"], spec["other"] if number else {}
     sections: dict[str, Spec] = {name: {**common.get(name, {}), **other.get(name, {})} for name in {*common, *other}}
-    is_chat = common["data"].get("format") == "messages"
+    is_chat = "train_on_input" in common["data"]  # an option of [program_chats]
     sections["data"]["dataset"] = write_data(spec, directory, spec["formats"][number], is_chat=is_chat)
     sections["model"] = {"config_overrides": spec["config"]}
     sections["trainer"] |= {"output_dir": str(directory / "run"), "max_steps": STEPS}

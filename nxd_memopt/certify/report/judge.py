@@ -36,7 +36,7 @@ _INT64_BYTES = 8
 _SIMULATION_NOTES = (
     "XLA:CPU compiled with its pass cse_barrier_expander off: this simulates a compiler that "
     "honours optimization barriers. What neuronx-cc does is not shown; with recompute it needs NEURON_CC_FLAGS=-O1.",
-    "Temporary memory is XLA:CPU's plan for the whole step; a NeuronCore's compiler fuses and schedules differently. "
+    "Temporary memory is XLA:CPU's plan for the full step; a NeuronCore's compiler fuses and schedules differently. "
     f"DMA ring spills are {DMA_SPILL_SHARE:.1%} of it, as in the one account of neuronx-cc that is published.",
 )
 

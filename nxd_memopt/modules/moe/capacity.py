@@ -62,7 +62,7 @@ def queue_positions(weights: Tensor, experts: Tensor, num_experts: int, policy: 
         weights: ``[N, k]``, the weights of the chosen experts.
         experts: ``[N, k]``, the chosen experts, each at most once per token.
         num_experts: E.
-        policy: ``"probs"`` takes the highest weights, and of equal ones those of earlier tokens;
+        policy: ``"probs"`` takes the highest weights, of equal ones the earlier tokens;
             ``"position"`` takes earlier tokens.
         capacity: choices that an expert takes.
 

@@ -109,7 +109,7 @@ def balancing_loss(
         sums: of the micro-batch.
         moe: options.
         step_means: ``[E + 1]``, for ``global_aux_loss``: f_e over all micro-batches of the step, and
-            their mean number of tokens; None takes those of this forward of all data-parallel ranks.
+            their mean number of tokens; None takes the values of this forward of all data-parallel ranks.
         training: otherwise the loss is a figure of this rank, whose evaluation may have more batches than
             that of other ranks.
     """

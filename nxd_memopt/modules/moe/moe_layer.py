@@ -82,7 +82,7 @@ class MoELayer(nn.Module):
         if moe.moe_shared_expert_gate:
             self.shared_expert_gate = SharedExpertGate(hidden_size, factory=factory)
         # Set by ``MoECausalLM.balanced_over_step``: f_e and tokens of the step; and, while it counts them, that the
-        # row's counts are those of the balancing loss, without the routers' bias.
+        # row counts choices for the balancing loss, without the routers' bias.
         self.step_means: Tensor | None = None
         self.counts_scored = False
 
