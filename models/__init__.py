@@ -24,7 +24,7 @@ MODELS = {
 }
 """Maps Hugging Face's ``model_type`` to module and class."""
 
-# Types of configs that this library makes from others, as ``checkpoint.upcycling`` does: no file has them.
+# Types of configs that this library makes from others, as ``checkpoint.huggingface.upcycling`` does: no file has them.
 _OWN_TYPES = {"gpt_neox_moe": ("gpt_neox_moe", "GPTNeoXMoEForCausalLM")}
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
@@ -32,7 +33,6 @@ from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_memopt.parallel_layers.wrapping import is_only_wrapped
-from nxd_memopt.planner.architectures import require_shardable
 
 
 class GPTNeoXAttention(FusibleModule):

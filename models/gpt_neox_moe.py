@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP
@@ -19,7 +20,6 @@ from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows
 from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import require_shardable
 
 
 class GPTNeoXMoELayer(nn.Module):

@@ -1,7 +1,7 @@
 """LLaMA 1 to 3 and its family with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU.
 
 Mistral, Qwen2 and Qwen3 differ by biases, norms of query and key, and attention windows, which
-``planner.architectures`` tells from the config.
+``architectures.parameters`` tells from the config.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig
 
+from nxd_memopt.architectures.parameters import attention_windows, biases, num_kv_heads, require_shardable, sizes
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
@@ -29,7 +30,6 @@ from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-from nxd_memopt.planner.architectures import attention_windows, biases, num_kv_heads, require_shardable, sizes
 
 
 class LlamaAttention(PackedWeights):

@@ -1,7 +1,7 @@
 """Mixtral (arXiv:2401.04088) with Hugging Face's parameter names: LLaMA's attention, mixture of experts.
 
 Qwen2-MoE and Qwen3-MoE differ by biases, norms of query and key, shared experts and layers without experts, which
-``planner.architectures`` tells from the config.
+``architectures.parameters`` tells from the config.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig
 
+from nxd_memopt.architectures.parameters import attention_windows, moe_layers, num_kv_heads, require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.llama import LlamaAttention
@@ -24,7 +25,6 @@ from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-from nxd_memopt.planner.architectures import attention_windows, moe_layers, num_kv_heads, require_shardable
 
 
 class MixtralDecoderLayer(FusibleModule):

@@ -45,7 +45,7 @@ class Prepare:
     arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
-        from nxd_memopt.training.prepare import main
+        from nxd_memopt.commands.prepare import main
 
         return main(self.arguments)
 
@@ -69,7 +69,7 @@ class PlanSettings:
     arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
-        from nxd_memopt.plan_command import main
+        from nxd_memopt.commands.plan.command import main
 
         return main(self.arguments)
 
@@ -81,7 +81,7 @@ class Profile:
     arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
-        from nxd_memopt.profile_command import main
+        from nxd_memopt.commands.profile import main
 
         return main(self.arguments)
 
@@ -201,13 +201,13 @@ def _parse(arguments: Sequence[str]) -> Command:
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
-    from nxd_memopt.training.distributed import host_only
+    from nxd_memopt.training.runtime.distributed import host_only
 
     # Neither opens a device, which a run may have: convert works in host memory, and certify
     # measures in a process of its own.
     with host_only():
         from nxd_memopt.certify.command import Certify
-        from nxd_memopt.convert import Convert
+        from nxd_memopt.commands.convert import Convert
 
     commands: dict[
         str, Callable[..., Train | Prepare | Launch | PlanSettings | Profile | Doctor | Convert | Certify]
@@ -250,8 +250,8 @@ def main() -> int:
         status = _status_of(sys.argv[1:])
         sys.stdout.flush()  # here, where an error of it is handled
     except (ValueError, OSError, MissingDependencyError) as error:
-        from nxd_memopt.training.distributed import shows_tracebacks
-        from nxd_memopt.training.errors import OUTPUT_CLOSED, output_is_closed, text_of
+        from nxd_memopt.training.runtime.distributed import shows_tracebacks
+        from nxd_memopt.training.runtime.errors import OUTPUT_CLOSED, output_is_closed, text_of
 
         if isinstance(error, BrokenPipeError) and output_is_closed():  # the reader, such as head, has what it wants
             return OUTPUT_CLOSED
@@ -264,7 +264,7 @@ def main() -> int:
         return _SIGNALLED + signal.SIGINT
     # Imports torch, which a plan does without.
     if status > _SIGNALLED:
-        from nxd_memopt.training.interrupts import final_status
+        from nxd_memopt.training.runtime.signals import final_status
 
         return final_status(status)
     return status

@@ -192,7 +192,7 @@ class MemoryConfig:
             only, ``None`` those of all layers.
         recompute_num_layers: layers per chunk (``uniform``, ``nested``) or recomputed layers
             (``block``). ``nested`` chooses about the square root of the number of layers if it is
-            ``None`` (``planner.recomputation.nested_chunk_layers``).
+            ``None`` (``planner.techniques.recomputation.nested_chunk_layers``).
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``,
             ``mlp_act``, ``mlp``, ``moe`` (mixture-of-experts layers); default ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel

@@ -15,7 +15,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.arguments import ALIASES, NEUTRAL, SECTIONS
+from nxd_memopt.training.config.parsing import ALIASES, NEUTRAL, SECTIONS
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _ARGUMENT = re.compile(r"^    (\w+): (.*)$")

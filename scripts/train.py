@@ -3,7 +3,7 @@
 import sys
 
 from nxd_memopt.training.__main__ import main
-from nxd_memopt.training.interrupts import final_status
+from nxd_memopt.training.runtime.signals import final_status
 
 if __name__ == "__main__":
     sys.exit(final_status(main()))

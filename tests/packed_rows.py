@@ -15,15 +15,22 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.training.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
+from nxd_memopt.training.data.packed.files import TokenFile
+from nxd_memopt.training.data.packing import (
+    DOCUMENT_START,
+    ID_MASK,
+    NOT_TRAINED,
+    Tokens,
+    documents_per_row,
+    trained_tokens,
+)
 from nxd_memopt.training.evaluation import _transformers_loss
-from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
-from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, Tokens, documents_per_row, trained_tokens
 from nxd_memopt.training.parallelize import parallelize
-from nxd_memopt.training.resume import ResumePlan
+from nxd_memopt.training.resume.plan import ResumePlan
 from nxd_memopt.training.state import Training
 from nxd_memopt.training.step import train_step
-from nxd_memopt.training.token_files import TokenFile
 from tests.reference_models import (
     CONFIGS,
     VOCAB,

@@ -41,7 +41,7 @@ def test_messages_of_troubleshooting() -> None:
 def test_formulas_of_memory_exist() -> None:
     """The tables of bytes name the planner's functions."""
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`planner\.(\w+)\.(\w+)`", page))
+    named = set(re.findall(r"`planner\.([\w.]+)\.(\w+)`", page))
     assert len(named) > 8
     missing = [
         f"{module}.{function}"

@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.child_process import run_child
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
-from nxd_memopt.files import write_text
-from nxd_memopt.planner.architectures import require_supported_values
-from nxd_memopt.planner.model_configs import (
+from nxd_memopt.architectures.configs import (
     NAMED_CONFIGS,
     key_values,
     load_model_config,
@@ -26,7 +22,11 @@ from nxd_memopt.planner.model_configs import (
     with_defaults,
     with_experts,
 )
-from nxd_memopt.planner.problem import require_memory, require_size
+from nxd_memopt.architectures.parameters import require_supported_values
+from nxd_memopt.child_process import run_child
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
+from nxd_memopt.files import write_text
+from nxd_memopt.planner.search.problem import require_memory, require_size
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.memory_terms import OptimizerState
@@ -236,7 +236,7 @@ class Certify:
                 )
             return None
         # Imports torch, which certificates of dense models do without in this process.
-        from nxd_memopt.training.moe_options import MoEOptions, resolve_options
+        from nxd_memopt.training.config.moe import MoEOptions, resolve_options
 
         require_transformers("nxd-memopt certify")
         from nxd_memopt.modules.moe.gpt_neox_config import config_of

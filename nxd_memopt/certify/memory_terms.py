@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nxd_memopt.architectures.parameters import ExpertShape
 from nxd_memopt.config import require_divisible
-from nxd_memopt.planner.architectures import ExpertShape
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
-from nxd_memopt.planner.states import (
+from nxd_memopt.planner.sizes.states import (
     FP32_BYTES,
     StateLayout,
     gradient_bytes,

@@ -1,12 +1,12 @@
 """Sharded training checkpoints and import from and export to Hugging Face directories."""
 
-from nxd_memopt.checkpoint.background import BackgroundSaver
-from nxd_memopt.checkpoint.exporting import save_pretrained
-from nxd_memopt.checkpoint.hf_config import load_config
-from nxd_memopt.checkpoint.importing import load_pretrained
-from nxd_memopt.checkpoint.logical import TrainingState
-from nxd_memopt.checkpoint.steps import find_latest, require_writable
-from nxd_memopt.checkpoint.training import Restored, load_training_state, save_training_state
+from nxd_memopt.checkpoint.huggingface.exporting import save_pretrained
+from nxd_memopt.checkpoint.huggingface.hf_config import load_config
+from nxd_memopt.checkpoint.huggingface.importing import load_pretrained
+from nxd_memopt.checkpoint.sharded.background import BackgroundSaver
+from nxd_memopt.checkpoint.sharded.logical import TrainingState
+from nxd_memopt.checkpoint.sharded.steps import find_latest, require_writable
+from nxd_memopt.checkpoint.sharded.training import Restored, load_training_state, save_training_state
 from nxd_memopt.parallel_layers.resharding import gather_full_tensor, local_slice
 
 __all__ = [

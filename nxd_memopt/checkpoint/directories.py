@@ -71,3 +71,9 @@ def remedy_for_damage(checkpoint: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{error}; or delete {checkpoint} to resume from the step before") from error
+
+
+def require_visible(checkpoint: Path) -> None:
+    """Raise ``ValueError`` if the directory that rank 0 has created is not visible on this host."""
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint}, created by rank 0, is not visible here: use a directory that all hosts share")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import flush_to_disk
+from nxd_memopt.checkpoint.directories import flush_to_disk, require_visible
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.index import versions
+from nxd_memopt.checkpoint.sharded.index import versions
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import to_host, write_tensors
 from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory, write_xser
@@ -50,12 +50,6 @@ def write_flushed(path: Path, state: Any, *, use_xser: bool = False) -> None:
         write_tensors(path, to_host(state))
     for each in (*written, path.parent):
         flush_to_disk(each)
-
-
-def require_visible(checkpoint: Path) -> None:
-    """Raise ``ValueError`` if the directory that rank 0 has created is not visible on this host."""
-    if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint}, created by rank 0, is not visible here: use a directory that all hosts share")
 
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:

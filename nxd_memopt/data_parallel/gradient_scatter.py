@@ -19,7 +19,7 @@ from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT, is_sequence_parallel, record_addition, state_of
 from nxd_memopt.parallel_layers.grads import bucket_indices
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, padded_size
-from nxd_memopt.planner.gradient_reduction import SCATTERED_BUCKETS
+from nxd_memopt.planner.techniques.buckets import SCATTERED_BUCKETS
 
 
 class GradientScatter:

@@ -17,7 +17,7 @@ from nxd_memopt.optimizer.sharded_parameters import Sharded
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
-from nxd_memopt.planner.gradient_reduction import BUCKET_BYTES
+from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES
 
 
 class Zero2Optimizer(NeuronZero1Optimizer):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from nxd_memopt._optional import require_installed
-from nxd_memopt.training.errors import user_errors
+from nxd_memopt.training.runtime.errors import user_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

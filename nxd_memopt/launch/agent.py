@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nxd_memopt.child_process import death_signal
-from nxd_memopt.training.errors import USAGE_ERROR, user_errors
-from nxd_memopt.training.interrupts import SECOND_AFTER_S, SIGNALS, exit_status, final_status
+from nxd_memopt.training.runtime.errors import USAGE_ERROR, user_errors
+from nxd_memopt.training.runtime.signals import SECOND_AFTER_S, SIGNALS, exit_status, final_status
 
 PROGRAM = (sys.executable, "-m", "nxd_memopt.training")
 STOP_S = 120.0

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.sharding import SHARDS_GRADIENTS
+from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
+from nxd_memopt.training.config.train_config import TrainConfig
 
 # certify measures a step on a backend that runs without hardware: torch_xla traces trn1's path on
 # any host. The step of trn2 and trn3, which use TorchNeuron, is measured on the CPU backend, and

@@ -25,9 +25,9 @@ from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import OPEN_FILES, Machine, set_open_files
 from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
 from nxd_memopt.launch.variables import Run, Variable, merged
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.errors import user_errors
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.errors import user_errors
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nxd_memopt.launch.variables import Run, Variable
-from nxd_memopt.planner.attention_tiles import describe_tiles
-from nxd_memopt.planner.problem import NKI_MULTIPLE
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import host_only
+from nxd_memopt.planner.search.problem import NKI_MULTIPLE
+from nxd_memopt.planner.techniques.attention_tiles import describe_tiles
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import host_only
 
 # Group sizes with collectives on trn1: AWS's list, and strided groups of 4.
 TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)

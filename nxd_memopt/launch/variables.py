@@ -8,7 +8,7 @@ from typing import Literal
 
 from nxd_memopt.launch.hosts import Hosts
 from nxd_memopt.launch.machine import Machine
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import is_wrapped
-from nxd_memopt.planner.recomputation import Recomputation
+from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
 def apply_memory(
@@ -60,7 +60,7 @@ def apply_memory(
         compile: ``"layer"`` compiles each decoder layer as one graph with static shapes; None
             compiles nothing.
         pool: host memory for offloaded activations, of which ``OFFLOAD_OWNER`` takes blocks;
-            default a new pool. ``planner.activations.offloaded_checkpoint_bytes`` gives the bytes to reserve
+            default a new pool. ``planner.memory.activations.offloaded_checkpoint_bytes`` gives the bytes to reserve
             before the first step. Without a reservation the first layer of the first step makes it.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.memory.host_limits import available_host_bytes
-from nxd_memopt.planner.activations import BLOCK_BYTES
+from nxd_memopt.planner.memory.activations import BLOCK_BYTES
 
 
 class HostPool:

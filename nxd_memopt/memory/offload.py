@@ -27,7 +27,7 @@ from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.parallel_layers.data_shards import is_data_sharded
 from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
-from nxd_memopt.planner.activations import OFFLOADED_STORAGE_BYTES
+from nxd_memopt.planner.memory.activations import OFFLOADED_STORAGE_BYTES
 
 OFFLOAD_OWNER = "activation offload"
 """Owner of the offloaded activations in the ledger of a ``HostPool``."""

@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
 from nxd_memopt.parallel_layers.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
-from nxd_memopt.planner.recomputation import Recomputation
+from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
 class Recomputable(Protocol):

@@ -16,7 +16,7 @@ from nxd_memopt.modules.head_groups import AttentionLayers, attention_by_head_gr
 from nxd_memopt.modules.tiled_mlp import MLPLayers, tiled_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.wrapping import Forward, unwrap_forward, wrap_forward
-from nxd_memopt.planner.tiling import auto_head_groups, auto_tile_tokens, head_group_bytes, mlp_tile_bytes
+from nxd_memopt.planner.techniques.tiling import auto_head_groups, auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 
 
 class TileableMLP(Protocol):

@@ -27,7 +27,7 @@ from nxd_memopt.memory.offload import tensors_in
 from nxd_memopt.memory.recompute import is_passed_over, layer_units
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import unwrap_forward, wrap_forward
-from nxd_memopt.planner.offloaded_weights import ALIGNMENT
+from nxd_memopt.planner.techniques.offloaded_weights import ALIGNMENT
 
 WEIGHT_OWNER = "weight offload"
 """Owner of the offloaded weights in the ledger of a ``HostPool``."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.parameters import rotary_dim
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
@@ -23,7 +24,6 @@ from nxd_memopt.parallel_layers.loss_functions import (
     parallel_cross_entropy,
 )
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region, require_equal_shards
-from nxd_memopt.planner.architectures import rotary_dim
 
 IGNORE_INDEX = -100
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_memopt.architectures.parameters import shardings
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.rms_norm import HeadNorm, RMSNorm
@@ -21,7 +22,6 @@ from nxd_memopt.parallel_layers.layers import (
 )
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
-from nxd_memopt.planner.architectures import shardings
 
 _HEADS = ("query_column", "kv_column", "query_row")
 
@@ -256,7 +256,7 @@ def layer_factory(
     """Return the factory that builds a model's layers.
 
     Args:
-        model_type: architecture in ``planner.architectures``.
+        model_type: architecture in ``architectures.parameters``.
         config: Hugging Face config.
         parallel: parallel config of the model.
         dtype: dtype of the parameters, or None for torch's default.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.parallel_layers.fusion import has_hooks
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel
-from nxd_memopt.planner.tiling import head_group_counts, require_head_groups
+from nxd_memopt.planner.techniques.tiling import head_group_counts, require_head_groups
 
 Checkpoint = Callable[..., Any]
 """Runs a function with arguments, saves the arguments only, and runs it again in backward."""

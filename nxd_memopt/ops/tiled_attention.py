@@ -17,7 +17,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.math_attention import scaled_scores
-from nxd_memopt.planner.attention_tiles import tile_length
+from nxd_memopt.planner.techniques.attention_tiles import tile_length
 
 Span = tuple[int, int]
 """First position and number of positions of a tile."""

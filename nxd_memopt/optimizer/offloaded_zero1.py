@@ -20,7 +20,7 @@ from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.utils import padded_size
 from nxd_memopt.parallel_layers.wrapping import Wrapper, is_wrapped, wrap_forward, wrapper_of
-from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, STAGING_BYTES, stream_bytes
+from nxd_memopt.planner.sizes.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, STAGING_BYTES, stream_bytes
 
 
 class OffloadedZero1Optimizer(NeuronZero1Optimizer):

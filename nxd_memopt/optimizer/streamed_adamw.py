@@ -21,7 +21,7 @@ from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.parallel_layers.grads import gradient_of
-from nxd_memopt.planner.states import (
+from nxd_memopt.planner.sizes.states import (
     CHUNK_ELEMENTS,
     RESIDENT_ELEMENTS,
     optimizer_element_bytes,

@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers.gradient_ledger import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import blocks_within, is_expert_parallel, is_sharded
-from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
+from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
 
 # Elements whose squares torch's norm adds up on a CPU without losing some.
 _NORM_ELEMENTS = 1 << 16

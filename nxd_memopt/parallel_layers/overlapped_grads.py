@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers.grads import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
-from nxd_memopt.planner.gradient_reduction import BUCKET_BYTES, OVERLAPPED_BUCKETS
+from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
 
 
 class OverlappedGradientReduction:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from nxd_memopt.config import MemoryConfig, require_one_of
-from nxd_memopt.planner.fragments import fragment_bytes
+from nxd_memopt.planner.memory.allocator import fragment_bytes
 
 GIB = 2**30
 RESERVE_GIB = 1.25

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_memopt.checkpoint.markers import rank_file, report_failure, wait_for_ranks
-from nxd_memopt.checkpoint.pickled import require_visible
-from nxd_memopt.checkpoint.worker import Worker, lower_priority
+from nxd_memopt.checkpoint.directories import require_visible
+from nxd_memopt.checkpoint.sharded.markers import rank_file, report_failure, wait_for_ranks
+from nxd_memopt.checkpoint.sharded.worker import Worker, lower_priority
 from nxd_memopt.memory.host_limits import require_host_memory
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from nxd_memopt._optional import require_installed, require_transformers
-from nxd_memopt.training.distributed import is_rank_zero, require_rank_variables
-from nxd_memopt.training.errors import user_errors
-from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status, final_status
+from nxd_memopt.training.runtime.distributed import is_rank_zero, require_rank_variables
+from nxd_memopt.training.runtime.errors import user_errors
+from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_status, final_status
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.training") -> int:
@@ -42,11 +42,11 @@ def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) 
 
     # Imported inside user_errors: the first import of the library selects the backend, and a
     # backend that cannot be used raises there.
-    from nxd_memopt.training.arguments import parse_config
-    from nxd_memopt.training.distributed import destroy_distributed, init_distributed
+    from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.loop import run
-    from nxd_memopt.training.out_of_memory import out_of_memory_advice
     from nxd_memopt.training.profiled import ProfileFinishedError
+    from nxd_memopt.training.runtime.distributed import destroy_distributed, init_distributed
+    from nxd_memopt.training.runtime.out_of_memory import out_of_memory_advice
 
     if arguments is None:
         arguments = sys.argv[1:]
@@ -64,7 +64,7 @@ def _end(stop: Interrupted) -> int:
     # Without an agreement the other ranks may be in a collective, so the groups are left as they
     # are: the agent ends the other ranks.
     if stop.is_agreed:
-        from nxd_memopt.training.distributed import destroy_distributed
+        from nxd_memopt.training.runtime.distributed import destroy_distributed
 
         destroy_distributed()
     return exit_status(stop.number)

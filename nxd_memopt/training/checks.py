@@ -11,11 +11,13 @@ import torch
 from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
-from nxd_memopt.checkpoint.adapters import require_replaceable_adapters
-from nxd_memopt.checkpoint.exporting import require_replaceable
+from nxd_memopt.architectures.config_options import option
+from nxd_memopt.architectures.parameters import require_shardable, require_supported_values, rotary_dim
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
-from nxd_memopt.checkpoint.gguf_metadata import read_gguf_tensor_names
-from nxd_memopt.checkpoint.steps import complete_steps
+from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
+from nxd_memopt.checkpoint.huggingface.exporting import require_replaceable
+from nxd_memopt.checkpoint.huggingface.gguf_metadata import read_gguf_tensor_names
+from nxd_memopt.checkpoint.sharded.steps import complete_steps
 from nxd_memopt.config import require_divisible
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.apply import require_weight_offload
@@ -24,15 +26,13 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.planner.architectures import require_shardable, require_supported_values, rotary_dim
-from nxd_memopt.planner.config_options import option
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import is_rank_zero
-from nxd_memopt.training.isolation import require_attention
-from nxd_memopt.training.lora_options import ADAPTER
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.isolation import require_attention
+from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.parameter_groups import parameter_groups, trained_parameters
-from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
+from nxd_memopt.training.reporting.reporter import EVALUATION, METRICS, require_readable_records
+from nxd_memopt.training.runtime.distributed import is_rank_zero
 from nxd_memopt.training.stopping import LAST_SAVE
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

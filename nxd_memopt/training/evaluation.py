@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from nxd_memopt.architectures.parameters import attention_windows
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.math_attention import window_mask
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.architectures import attention_windows
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import is_extracting_graphs
-from nxd_memopt.training.metrics import sum_over_data_parallel_ranks
-from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.moe_options import has_experts
-from nxd_memopt.training.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
+from nxd_memopt.training.config.moe import has_experts
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
+from nxd_memopt.training.reporting.metrics import sum_over_data_parallel_ranks
+from nxd_memopt.training.runtime.distributed import is_extracting_graphs
 from nxd_memopt.training.state import Training
 
 

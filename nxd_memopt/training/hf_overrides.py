@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from nxd_memopt.checkpoint.hf_config import config_errors
+from nxd_memopt.checkpoint.huggingface.hf_config import config_errors
 
 OWN_OPTIONS = ("num_query_groups",)
 """Options that this library's models read and that are no fields of transformers' configurations."""

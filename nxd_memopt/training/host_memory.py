@@ -8,9 +8,9 @@ from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import ranks_per_host
+from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import ranks_per_host
 
 
 def new_host_pool(config: TrainConfig) -> HostPool | None:

@@ -20,24 +20,23 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.boards import require_boards
-from nxd_memopt.training.chat import with_chat_template
 from nxd_memopt.training.checks import (
     require_applicable_memory,
     require_finite_weights,
     require_trainable,
     require_usable_output,
 )
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.data_format import with_format
-from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
-from nxd_memopt.training.epochs import require_complete_epochs, with_steps_of_epochs
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
+from nxd_memopt.training.data.packed.epochs import require_complete_epochs, with_steps_of_epochs
+from nxd_memopt.training.data.packed.feed import WaitStoppedError
+from nxd_memopt.training.data.packed.run_tokens import MixedSequences, RunTokens, open_tokens, prepare_data
+from nxd_memopt.training.data.sources.data_format import with_format
+from nxd_memopt.training.data.tokenize.chat import with_chat_template
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
-from nxd_memopt.training.interrupts import Interrupts
-from nxd_memopt.training.lora_options import apply_lora, find_adapter_base, write_adapters
+from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
-from nxd_memopt.training.metrics import DeferredMetrics, StepResult
-from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
 from nxd_memopt.training.model import (
     build_model,
     load_hf_config,
@@ -47,20 +46,27 @@ from nxd_memopt.training.model import (
 )
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.profiled import ProfiledSteps
-from nxd_memopt.training.report import Reporter
-from nxd_memopt.training.resume import ResumePlan, plan_resume
+from nxd_memopt.training.reporting.boards import require_boards
+from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
+from nxd_memopt.training.reporting.mfu import utilization_per_token
+from nxd_memopt.training.reporting.reporter import Reporter
+from nxd_memopt.training.reporting.start_report import start_lines
+from nxd_memopt.training.reporting.summary import (
+    Summary,
+    export,
+    peak_bytes_of_all_ranks,
+    require_verified,
+    start_summary,
+)
+from nxd_memopt.training.resume.plan import ResumePlan, plan_resume
 from nxd_memopt.training.routers import ExpertForwardBackward
-from nxd_memopt.training.run_lock import locked_output_directory
-from nxd_memopt.training.run_tokens import MixedSequences, RunTokens, open_tokens, prepare_data
+from nxd_memopt.training.runtime.distributed import is_extracting_graphs, is_rank_zero
+from nxd_memopt.training.runtime.run_lock import locked_output_directory
+from nxd_memopt.training.runtime.signals import Interrupts
 from nxd_memopt.training.sample import conversation_notes
-from nxd_memopt.training.start_report import start_lines
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
-from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, require_verified, start_summary
-from nxd_memopt.training.token_feed import WaitStoppedError
-from nxd_memopt.training.utilization import utilization_per_token
-from nxd_memopt.training.vocabulary import Vocabulary
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2

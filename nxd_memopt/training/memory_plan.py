@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.experts import BALANCED_ROUTING, MoESizes
+from nxd_memopt.architectures.parameters import sizes
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_limits import available_host_bytes
 from nxd_memopt.modules.moe.causal_lm import moe_memory
 from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts
-from nxd_memopt.planner.architectures import sizes
-from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import (
     CUDA_CONTEXT_GIB,
     GIB,
@@ -25,17 +26,16 @@ from nxd_memopt.planner.hardware import (
     gpu_named,
     host_device,
 )
-from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
-from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import PRECISIONS, Problem, Setting, attention_notes
-from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
+from nxd_memopt.planner.search.choice import choose_memory
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting, attention_notes
+from nxd_memopt.planner.sizes.states import StateLayout, initialization_bytes, local_shapes
+from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
+from nxd_memopt.training.config.moe import resolve_options
+from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.model import cuda_graph_option_conflict, shard_ranks, uses_cuda_graph
-from nxd_memopt.training.moe_options import resolve_options
 from nxd_memopt.training.optimizer import offload_fraction
-from nxd_memopt.training.sharding import SHARDS_GRADIENTS
+from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, world_size
 
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from nxd_memopt.architectures.config_options import option
+from nxd_memopt.architectures.parameters import has_shared_expert_gate, shared_expert_width
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
-from nxd_memopt.checkpoint.tokenizers import load_tokenizer
-from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
+from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
+from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.config import require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
@@ -18,16 +20,14 @@ from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.planner.architectures import has_shared_expert_gate, shared_expert_width
-from nxd_memopt.planner.config_options import option
-from nxd_memopt.training.config import ModelConfig, TrainConfig
-from nxd_memopt.training.distributed import ranks_per_host, world_size
+from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
+from nxd_memopt.training.config.moe import MoEOptions, has_experts, resolve_options
+from nxd_memopt.training.config.nemo.model import VOCABULARY_OF_TOKENIZER
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
+from nxd_memopt.training.data.tokenize.special_tokens import special_tokens
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary, rows_for
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
-from nxd_memopt.training.moe_options import MoEOptions, has_experts, resolve_options
-from nxd_memopt.training.nemo_options import VOCABULARY_OF_TOKENIZER
-from nxd_memopt.training.sharding import SHARDS_GRADIENTS
-from nxd_memopt.training.special_tokens import special_tokens
-from nxd_memopt.training.vocabulary import Vocabulary, rows_for
+from nxd_memopt.training.runtime.distributed import ranks_per_host, world_size
 
 DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 

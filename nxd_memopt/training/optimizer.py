@@ -24,11 +24,11 @@ from nxd_memopt.optimizer import (
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
-from nxd_memopt.training.config import OptimizerConfig
-from nxd_memopt.training.distributed import world_size
-from nxd_memopt.training.metrics import LossScaling
+from nxd_memopt.training.config.data_parallel import DataParallelConfig
+from nxd_memopt.training.config.train_config import OptimizerConfig
 from nxd_memopt.training.parameter_groups import parameter_groups
-from nxd_memopt.training.sharding import DataParallelConfig
+from nxd_memopt.training.reporting.metrics import LossScaling
+from nxd_memopt.training.runtime.distributed import world_size
 
 
 class MasterWeightOptimizer:

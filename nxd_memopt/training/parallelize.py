@@ -15,11 +15,12 @@ from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
+from nxd_memopt.training.config.precision import PRECISIONS
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.isolation import describe_isolation
+from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
-from nxd_memopt.training.isolation import describe_isolation
-from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.optimizer import (
     MasterWeightOptimizer,
@@ -28,9 +29,8 @@ from nxd_memopt.training.optimizer import (
     trainable_parameters,
 )
 from nxd_memopt.training.parameter_groups import trained_parameters
-from nxd_memopt.training.precision import PRECISIONS
 from nxd_memopt.training.routers import ExpertForwardBackward
-from nxd_memopt.training.sharding import SHARDS_GRADIENTS
+from nxd_memopt.training.runtime.distributed import world_size
 
 SHARDED = {
     "zero1": "master weights and optimizer states",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.resharding import full_shape
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
-from nxd_memopt.training.optimizer_options import OptimizerConfig
+from nxd_memopt.training.config.optimizer import OptimizerConfig
 
 _SHOWN = 5
 

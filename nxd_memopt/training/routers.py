@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics, move_expert_bias
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.moe_sizes import expert_capacity
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.data.micro_batches import MicroBatch
 
 _HEAD = 3  # sums before those of the layers
 

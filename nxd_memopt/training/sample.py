@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.packing import documents_per_row
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.data.packing import documents_per_row
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.state import Training
-from nxd_memopt.training.vocabulary import Vocabulary
 
 MARKS = ("⟦", "⟧")
 SHOWN_CHARACTERS = 2000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nxd_memopt.training.config import OptimizerConfig
+from nxd_memopt.training.config.train_config import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, decay_steps: int) -> float:

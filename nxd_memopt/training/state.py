@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
-from nxd_memopt.checkpoint.index import Index
-from nxd_memopt.checkpoint.loading import load_weights
-from nxd_memopt.checkpoint.training import load_checkpoint
+from nxd_memopt.checkpoint.sharded.index import Index
+from nxd_memopt.checkpoint.sharded.loading import load_weights
+from nxd_memopt.checkpoint.sharded.training import load_checkpoint
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.lora_options import recorded_lora
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.config.lora import recorded_lora
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
-from nxd_memopt.training.resume import ResumePlan
-from nxd_memopt.training.run_tokens import RunTokens
+from nxd_memopt.training.resume.plan import ResumePlan
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.metrics import StepResult, sum_over_data_parallel_ranks
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.reporting.metrics import StepResult, sum_over_data_parallel_ranks
 from nxd_memopt.training.routers import take_router_sums
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.state import Training

@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import is_rank_zero, stop_time_file
-from nxd_memopt.training.interrupts import Interrupted, Interrupts
-from nxd_memopt.training.save_times import SaveTimes
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import is_rank_zero, stop_time_file
+from nxd_memopt.training.runtime.save_times import SaveTimes
+from nxd_memopt.training.runtime.signals import Interrupted, Interrupts
+from nxd_memopt.training.runtime.step_decisions import StepDecisions
 from nxd_memopt.training.state import Saver, Training
-from nxd_memopt.training.step_decisions import StepDecisions
 
 LAST_SAVE = "last_save.json"
 NO_CHECKPOINTS = "nothing was saved (trainer.save_checkpoints is false), and the same command starts at step 0"

@@ -29,9 +29,9 @@ from transformers import LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
-from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import parts_of
-from nxd_memopt.checkpoint.logical import model_tensors, optimizer_tensors, parameter_names
+from nxd_memopt.checkpoint.sharded.index import Index
+from nxd_memopt.checkpoint.sharded.logical import model_tensors, optimizer_tensors, parameter_names
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.models.llama import LlamaForCausalLM

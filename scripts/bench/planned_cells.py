@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.hardware import GIB, Device, device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS
-from nxd_memopt.planner.plan import Plan
-from nxd_memopt.training.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.planner.search.plan import Plan
+from nxd_memopt.training.config.data_parallel import DataParallelConfig
+from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.sharding import DataParallelConfig
 
 DEVICE = "h200"  # decides which drawn cells fit, on every machine alike
 LARGEST_HOST_GIB = 24  # page-locking takes 0.4 s per GiB

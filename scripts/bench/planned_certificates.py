@@ -19,9 +19,9 @@ from pathlib import Path
 from nxd_memopt.certify.memory_terms import SPILLS, UPDATED
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.planner.hardware import GIB, device_named
-from nxd_memopt.planner.plan import Plan
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.planner.search.plan import Plan
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
 

@@ -28,17 +28,17 @@ from typing import Any
 
 import torch
 
+from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, Device, device_named, gpu_named, host_device
-from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.plan import Plan, plans
-from nxd_memopt.planner.problem import Problem
-from nxd_memopt.training.distributed import world_size
+from nxd_memopt.planner.search.plan import Plan, plans
+from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.runtime.distributed import world_size
 from scripts.bench.planned_cells import DEVICE, Cell
 from scripts.bench.planned_memory import expected_s, measured_row, say
 from scripts.bench.record import append, environment, last_commit

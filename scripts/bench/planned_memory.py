@@ -49,17 +49,17 @@ from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, Device, device_named
-from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import Problem
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.profiling.calibration import launch_seconds
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.host_memory import new_host_pool
 from nxd_memopt.training.loop import run_step
 from nxd_memopt.training.memory_plan import planned
-from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.model import build_model, load_hf_config, require_executable
 from nxd_memopt.training.parallelize import parallelize
+from nxd_memopt.training.runtime.distributed import world_size
 from nxd_memopt.training.state import Training
 from scripts.bench.gpu_race import first_line
 from scripts.bench.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.backends import backend
-from nxd_memopt.training.precision import PRECISIONS
+from nxd_memopt.training.config.precision import PRECISIONS
 from scripts.bench.record import append, environment
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "precision.csv"

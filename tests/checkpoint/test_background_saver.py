@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state, saving, snapshot
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state
+from nxd_memopt.checkpoint.sharded import saving, snapshot
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from tests.checkpoint_models import run_killed_at

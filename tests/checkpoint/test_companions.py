@@ -12,10 +12,10 @@ from gguf import GGUFWriter
 from transformers import AutoTokenizer, LlamaConfig
 
 from nxd_memopt.checkpoint import save_pretrained
-from nxd_memopt.checkpoint.companions import companions_of
-from nxd_memopt.checkpoint.gguf_metadata import read_gguf_metadata
-from nxd_memopt.checkpoint.tokenizers import load_tokenizer
-from nxd_memopt.convert import Convert
+from nxd_memopt.checkpoint.huggingface.companions import companions_of
+from nxd_memopt.checkpoint.huggingface.gguf_metadata import read_gguf_metadata
+from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
+from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models import model_class
 from tests.training.runs import LLAMA, byte_tokenizer
 
@@ -122,7 +122,7 @@ def test_convert_keeps_tokenizer_template_and_generation_config(tmp_path: Path) 
 
 
 def test_companions_appear_with_the_weights_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nxd_memopt.checkpoint import exporting
+    from nxd_memopt.checkpoint.huggingface import exporting
 
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     seen: list[list[str]] = []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.checkpoint.directories import incomplete_path, replaced_path
 from nxd_memopt.checkpoint.files import write_safetensors
-from nxd_memopt.convert import Convert
+from nxd_memopt.commands.convert import Convert
 from tests.checkpoint_models import IDS, assert_same, build, llama_config, neox_config, run_killed_at
 
 

@@ -12,9 +12,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScaling
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxd_memopt.checkpoint import load_config, load_pretrained
-from nxd_memopt.checkpoint.gguf_metadata import BLOCKS
-from nxd_memopt.checkpoint.tokenizers import load_tokenizer
-from nxd_memopt.convert import Convert
+from nxd_memopt.checkpoint.huggingface.gguf_metadata import BLOCKS
+from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
+from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models import model_class
 from tests.reference import assert_says, error_message
 from tests.training.runs import run_here, write_config

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nxd_memopt import plan_command
 from nxd_memopt.checkpoint import load_config, load_pretrained
+from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.models import model_class
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.reference import assert_says, error_message

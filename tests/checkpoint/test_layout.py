@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_memopt.checkpoint import index, layout
+from nxd_memopt.checkpoint import layout
 from nxd_memopt.checkpoint.layout import Part, boxes_of_range, overlap, parts_of, split_part
+from nxd_memopt.checkpoint.sharded import index
 from tests.reference import error_message
 
 SHAPES = [(7,), (1,), (5, 3), (1, 7), (7, 1), (3, 1, 4), (2, 3, 5), (1, 1, 6), (2, 3, 2, 2)]

@@ -8,8 +8,9 @@ import types
 import pytest
 import torch
 
-from nxd_memopt.checkpoint import BackgroundSaver, saving, snapshot
+from nxd_memopt.checkpoint import BackgroundSaver
 from nxd_memopt.checkpoint.layout import Part
+from nxd_memopt.checkpoint.sharded import saving, snapshot
 from nxd_memopt.checkpoint.stream import Entry
 from tests.checkpoint.test_background_saver import CONFIG, Gate, Run, SlowDevice, small_pool
 from tests.reference import error_message

@@ -23,7 +23,7 @@ from nxd_memopt.checkpoint import (
     save_training_state,
     stream,
 )
-from nxd_memopt.checkpoint.index import write_json
+from nxd_memopt.checkpoint.sharded.index import write_json
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import checkpointing
 from tests.checkpoint_models import run_killed_at

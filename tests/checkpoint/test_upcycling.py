@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 from nxd_memopt.checkpoint import load_pretrained
-from nxd_memopt.checkpoint.upcycling import DrawnTensor, load_upcycled, upcycled_config
-from nxd_memopt.convert import Convert
+from nxd_memopt.checkpoint.huggingface.upcycling import DrawnTensor, load_upcycled, upcycled_config
+from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models import model_class
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.modules.moe.hf_options import with_shared_expert

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.checkpoint import load_pretrained, save_pretrained
-from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
-from nxd_memopt.convert import Convert
+from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
+from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.gpt_neox_moe import GPTNeoXMoEForCausalLM
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.resharding import gather_experts
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
-from nxd_memopt.training.config import OptimizerConfig
+from nxd_memopt.training.config.train_config import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error

@@ -12,8 +12,8 @@ from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.training.config import ModelConfig, OptimizerConfig, TrainConfig
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.parallelize import parallelize
 from tests.dist.pool import distributed
 from tests.packed_rows import packed_rows

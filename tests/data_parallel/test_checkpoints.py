@@ -17,8 +17,8 @@ from nxd_memopt.checkpoint import (
     save_pretrained,
     save_training_state,
 )
-from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import parts_of
+from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.ops.param_remainders import REMAINDER, join
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded

@@ -13,15 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from nxd_memopt.checkpoint import (
-    BackgroundSaver,
-    TrainingState,
-    load_training_state,
-    local_slice,
-    save_training_state,
-    saving,
-)
-from nxd_memopt.checkpoint import snapshot as snapshots
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state, local_slice, save_training_state
+from nxd_memopt.checkpoint.sharded import saving
+from nxd_memopt.checkpoint.sharded import snapshot as snapshots
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.optimizer import NeuronZero1Optimizer

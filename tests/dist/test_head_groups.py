@@ -11,7 +11,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.head_groups import attention_by_head_groups
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.tiling import auto_head_groups, head_group_bytes
+from nxd_memopt.planner.techniques.tiling import auto_head_groups, head_group_bytes
 from tests.dist.pool import distributed
 from tests.host_copies import HostOnly
 from tests.reference import assert_says, error_message

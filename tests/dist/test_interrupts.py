@@ -102,7 +102,7 @@ def test_a_second_signal_stops_at_once_and_the_last_checkpoint_stays(tmp_path: P
     run, output = tmp_path / "run", tmp_path / "output"
     config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG | {"save_interval": 2})
     hang = (
-        "import sys, time; from nxd_memopt.checkpoint.saving import RankSave; original = RankSave.write\n"
+        "import sys, time; from nxd_memopt.checkpoint.sharded.saving import RankSave; original = RankSave.write\n"
         "def write(save, chunks):\n"
         "    original(save, chunks)\n"
         "    time.sleep(600 if '00000004' in save.target.name else 0)\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from nxd_memopt.checkpoint import load_pretrained, save_pretrained
-from nxd_memopt.checkpoint.adapters import save_adapters
+from nxd_memopt.checkpoint.huggingface.adapters import save_adapters
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
@@ -16,7 +17,6 @@ from nxd_memopt.models.mixtral import MixtralForCausalLM
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
-from nxd_memopt.planner.architectures import require_shardable
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error
 from tests.reference_models import (

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from nxd_memopt.memory import is_recomputed
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.arguments import config_from_mapping
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config.moe import resolve_options
+from nxd_memopt.training.config.parsing import config_from_mapping
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import micro_batches
+from nxd_memopt.training.data.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING
 from nxd_memopt.training.loop import run_step
-from nxd_memopt.training.micro_batches import micro_batches
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.moe_options import resolve_options
-from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING
 from nxd_memopt.training.parallelize import parallelize
-from nxd_memopt.training.resume import ResumePlan
+from nxd_memopt.training.resume.plan import ResumePlan
 from nxd_memopt.training.state import Training
 from tests.dist.pool import distributed
 from tests.reference import relative_error

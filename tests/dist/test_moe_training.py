@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 from nxd_memopt.checkpoint import load_config
-from nxd_memopt.training.arguments import recipe_path
+from nxd_memopt.training.config.parsing import recipe_path
 from tests.dist.test_training import run, succeed
 from tests.training.runs import (
     LINES,

@@ -9,7 +9,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply, apply_memory, offload
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import grads, parallel_state, random
-from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
+from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
 from tests.dist.pool import distributed
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference_models import BATCH, LENGTH, batch, gpt_neox_config, llama_config, parallel_model

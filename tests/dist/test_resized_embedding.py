@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from nxd_memopt.checkpoint import importing
+from nxd_memopt.checkpoint.huggingface import importing
 from nxd_memopt.launch.certificate import certify_command
-from nxd_memopt.training.config import ModelConfig, TrainConfig
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
+from nxd_memopt.training.data.tokenize.vocabulary import rows_for
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
-from nxd_memopt.training.vocabulary import rows_for
 from tests.reference_models import llama_config
 from tests.training.runs import (
     LINES,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.tiling import auto_tile_tokens
+from nxd_memopt.planner.techniques.tiling import auto_tile_tokens
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
 from tests.reference_models import (

@@ -149,7 +149,7 @@ def test_bad_numbers_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("nxd_memopt.training.errors.is_rank_zero", lambda: True)
+    monkeypatch.setattr("nxd_memopt.training.runtime.errors.is_rank_zero", lambda: True)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nxd_memopt.launch.certificate import certify_command
-from nxd_memopt.training.arguments import SECTIONS
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config.parsing import SECTIONS
+from nxd_memopt.training.config.train_config import TrainConfig
 from tests.launch.launching import planned
 from tests.reference import assert_says, error_message
 

@@ -15,7 +15,7 @@ from nxd_memopt.memory import apply_memory, apply_recompute, is_compiled, is_rec
 from nxd_memopt.memory.host_arena import HostArena
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import ActivationOffload, apply_offload, remove_offload
-from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
+from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference import assert_says, error_message
 from tests.reference_models import BATCH, LENGTH, batch, gpt_neox_config, llama_config, parallel_model

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.architectures.config_options import reads
+from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.architectures.parameters import attention_windows, moe_layers, parameters
+from nxd_memopt.checkpoint.huggingface.importing import load_sources
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
-from nxd_memopt.planner.architectures import attention_windows, moe_layers, parameters
-from nxd_memopt.planner.config_options import reads
-from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.moe_sizes import options_of
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from tests.reference_models import FAMILY, batch
 
 SIZES = FAMILY | {"initializer_range": 0.5}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nxd_memopt.architectures.parameters import attention_windows, parameters
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.models import model_class
-from nxd_memopt.planner.architectures import attention_windows, parameters
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, hugging_face, llama_config, mistral_config, qwen2_config, qwen3_config
 from tests.training.runs import LLAMA, rows, run_here, write_config

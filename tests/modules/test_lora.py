@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxd_memopt.checkpoint.adapters import save_adapters
+from nxd_memopt.checkpoint.huggingface.adapters import save_adapters
 from nxd_memopt.modules.lora import LoraConfig, adapted_layers, add_adapters, get_lora_model, merged_adapters
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from tests.reference_models import CONFIGS, batch, parallel_model

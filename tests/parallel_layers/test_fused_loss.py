@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_memopt.parallel_layers.fused_loss.reference import reference_linear_cross_entropy
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
-from nxd_memopt.planner.loss_chunks import chunk_ranges
+from nxd_memopt.planner.techniques.loss_chunks import chunk_ranges
 from tests.reference import assert_says, error_message
 
 VARIANTS = [

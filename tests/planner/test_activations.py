@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.architectures.parameters import attention_windows, moe_layers
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.architectures import attention_windows, moe_layers
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes
 from tests.reference import assert_says, error_message

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from nxd_memopt import plan_command
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.models import model_class
@@ -17,16 +18,15 @@ from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.planner.activations import activations
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import evaluate
-from nxd_memopt.planner.problem import Problem, Setting
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.rank_sizes import rank_sizes
-from nxd_memopt.planner.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
-from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.search.plan import evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
+from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.training.config.parsing import parse_config
 from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes

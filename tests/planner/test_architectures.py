@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
+from nxd_memopt.architectures.layers import GPT_NEOX_MOE, LAYERS
+from nxd_memopt.architectures.parameters import attention_windows, num_kv_heads, parameters, require_shardable
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import MODELS, model_class
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, LAYERS
-from nxd_memopt.planner.architectures import attention_windows, num_kv_heads, parameters, require_shardable
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
 
@@ -74,7 +74,8 @@ def test_sizes_that_cannot_be_sharded_are_refused(name, changes, size, words):
 
 def test_the_planner_imports_without_torch():
     code = (
-        "import sys; sys.modules['torch'] = None; import nxd_memopt.planner.step_shape, nxd_memopt.planner.tiling; "
+        "import sys; sys.modules['torch'] = None; "
+        "import nxd_memopt.planner.timing.step_shape, nxd_memopt.planner.techniques.tiling; "
         "print('imported')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

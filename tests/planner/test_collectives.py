@@ -8,7 +8,7 @@ import pytest
 
 from nxd_memopt.certify import worker
 from nxd_memopt.certify.report.judge import _shape
-from nxd_memopt.planner.collectives import Collective, expected_collectives, sent_bytes
+from nxd_memopt.planner.timing.collectives import Collective, expected_collectives, sent_bytes
 from tests.certify_steps import FULL, GPT_NEOX, LLAMA, parallel, request
 from tests.reference import assert_says, error_message
 

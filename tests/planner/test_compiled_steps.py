@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.backward import layer_moments
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.backward import layer_moments
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
 
 COMPILED = Kernels(fused=False, attention="tiled", compiles_steps=True)
 PLAIN = Kernels(fused=False, attention="tiled")

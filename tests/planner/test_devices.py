@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt import plan_command
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named, host_device, read_device
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import evaluate
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.search.plan import evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
 from tests.reference import assert_says, error_message
 
 ROOT = Path(__file__).resolve().parents[2]

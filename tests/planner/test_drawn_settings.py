@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_memopt.planner.architectures import moe_layers
+from nxd_memopt.architectures.parameters import moe_layers
 from tests.planner.test_activations import LAYERS, MOE_TECHNIQUES, TECHNIQUES, check, without_dense_layers
 from tests.reference_models import CONFIGS
 

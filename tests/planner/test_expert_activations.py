@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
+from nxd_memopt.architectures.experts import options_of
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe import router
 from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.moe_sizes import options_of
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes
 from tests.reference_models import batch, gpt_neox_config, mixtral_config, qwen2_moe_config

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.ops import attention
-from nxd_memopt.planner import backward
-from nxd_memopt.planner.backward import layer_moments
-from nxd_memopt.planner.gpu_attention import LIMITS, limit_refusal
 from nxd_memopt.planner.hardware import GIB, device_named
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.problem import Problem, Setting, attention_notes, kernels_of
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.memory import backward
+from nxd_memopt.planner.memory.backward import layer_moments
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.search.problem import Problem, Setting, attention_notes, kernels_of
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
+from nxd_memopt.planner.techniques.gpu_attention import LIMITS, limit_refusal
 from tests.reference import assert_says, error_message
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "attention.csv"

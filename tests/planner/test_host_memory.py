@@ -9,13 +9,13 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
 from nxd_memopt.memory.weight_offload import WEIGHT_OWNER
-from nxd_memopt.planner.activations import activations, host_pool_bytes
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.offloaded_weights import OffloadedWeights
-from nxd_memopt.planner.peak import step_memory
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.rank_sizes import rank_sizes
-from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.memory.activations import activations, host_pool_bytes
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.memory.peak import step_memory
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
+from nxd_memopt.planner.sizes.states import StateLayout
+from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
 from tests.deferred_transfers import DeferredTransfers
 from tests.host_copies import HostOnly
 from tests.reference import assert_says, error_message

@@ -7,12 +7,12 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from nxd_memopt import plan_command
+from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.parameters import num_kv_heads
 from nxd_memopt.certify.command import Certify
+from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import HIDDEN_ACTS
 from nxd_memopt.ops.activation import ACTIVATIONS
-from nxd_memopt.planner.architectures import num_kv_heads
-from nxd_memopt.planner.model_configs import with_defaults
 from tests.reference import assert_says, error_message
 
 

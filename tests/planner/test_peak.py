@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner import backward_peak
-from nxd_memopt.planner.backward import layer_moments
-from nxd_memopt.planner.candidates import settings
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import evaluate
-from nxd_memopt.planner.problem import Problem
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.memory import backward_peak
+from nxd_memopt.planner.memory.backward import layer_moments
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.search.candidates import settings
+from nxd_memopt.planner.search.plan import evaluate
+from nxd_memopt.planner.search.problem import Problem
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-neox-20b"])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.backends.cuda import backend as cuda
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.ops.cross_entropy import LossTerms
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import ChunkedLinearCrossEntropy
 from nxd_memopt.parallel_layers.fused_loss.options import LossOptions
-from nxd_memopt.planner import peer_slots
-from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.rank_sizes import RankSizes
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+from nxd_memopt.planner.techniques import peer_slots
+from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES
 
 MIB = 2**20
 

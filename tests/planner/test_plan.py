@@ -13,27 +13,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nxd_memopt import plan_command
+from nxd_memopt.architectures.configs import DEFAULTS, NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.commands.plan import command as plan_command
+from nxd_memopt.commands.plan.model_source import read_source
+from nxd_memopt.commands.plan.yaml_writer import configuration
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe.gpt_neox_config import config_of
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.candidates import settings
-from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.loss import loss_temporaries
-from nxd_memopt.planner.model_configs import DEFAULTS, NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.moe_sizes import options_of
-from nxd_memopt.planner.peak import step_memory
-from nxd_memopt.planner.plan import evaluate, plans, smallest
-from nxd_memopt.planner.problem import Problem, Setting, kernels_of
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.states import StateLayout
-from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.memory.loss import loss_temporaries
+from nxd_memopt.planner.memory.peak import step_memory
+from nxd_memopt.planner.search.candidates import settings
+from nxd_memopt.planner.search.explain import MEMORY_TERMS, TIME_TERMS
+from nxd_memopt.planner.search.plan import evaluate, plans, smallest
+from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.states import StateLayout
+from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.plan_source import read_source
-from nxd_memopt.training.planned_yaml import configuration
 from scripts.bench.configs import CONFIGS
 from tests.reference import assert_says, error_message, fake_world
 
@@ -226,7 +226,7 @@ def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
     """Ten million calls take about five seconds. Their number, unlike the time, is the same on every machine."""
     code = (
         "import cProfile, pstats, sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
-        "from nxd_memopt.plan_command import main; profile = cProfile.Profile(builtins=False); "
+        "from nxd_memopt.commands.plan.command import main; profile = cProfile.Profile(builtins=False); "
         f"profile.runcall(main, '{arguments}'.split()); print('calls', pstats.Stats(profile).total_calls)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

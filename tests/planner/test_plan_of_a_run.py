@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
-from nxd_memopt import plan_command
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.backends.cpu import CpuBackend
+from nxd_memopt.commands.plan import command as plan_command
+from nxd_memopt.commands.plan.model_source import read_source
+from nxd_memopt.commands.plan.yaml_writer import configuration
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.candidates import settings
-from nxd_memopt.planner.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS
-from nxd_memopt.planner.problem import Setting
-from nxd_memopt.planner.states import STAGES
+from nxd_memopt.planner.search.candidates import settings
+from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
+from nxd_memopt.planner.search.problem import Setting
+from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.training import memory_plan, model
-from nxd_memopt.training.arguments import config_from_mapping, parse_config
+from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.plan_source import read_source
-from nxd_memopt.training.planned_yaml import configuration
 from tests.planner.test_plan import problem
 from tests.reference import assert_says, error_message
 
@@ -192,7 +192,7 @@ def test_a_yaml_is_planned_and_checked_without_torch(file):
     arguments = ["--model", str(file), "--device", "h200", "--write", str(file.with_name("written.yaml"))]
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
-        f"from nxd_memopt.plan_command import main; sys.exit(main({arguments}))"
+        f"from nxd_memopt.commands.plan.command import main; sys.exit(main({arguments}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

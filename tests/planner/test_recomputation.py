@@ -7,7 +7,7 @@ from torch import nn
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.recompute import apply_recompute, is_recomputed, layer_units
-from nxd_memopt.planner.recomputation import Recomputation
+from nxd_memopt.planner.techniques.recomputation import Recomputation
 from tests.reference import assert_says, error_message
 
 FULL = {"recompute_granularity": "full"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.peak import SMALL_TENSORS_BYTES, StepMemory
-from nxd_memopt.planner.plan import evaluate
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.memory.peak import SMALL_TENSORS_BYTES, StepMemory
+from nxd_memopt.planner.search.plan import evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
 
 MIB = 2**20
 FULL = MemoryConfig(recompute_granularity="full")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import evaluate
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.search.plan import evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
 
 
 def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():

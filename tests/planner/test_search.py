@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.candidates import settings
-from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import evaluate, plans
-from nxd_memopt.planner.problem import Problem, Setting
+from nxd_memopt.planner.search.candidates import settings
+from nxd_memopt.planner.search.explain import explanation
+from nxd_memopt.planner.search.plan import evaluate, plans
+from nxd_memopt.planner.search.problem import Problem, Setting
 from tests.planner.test_plan import problem
 from tests.reference import assert_says, error_message
 

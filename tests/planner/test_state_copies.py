@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.state_copies import host_copy_rate, state_copies_s
-from nxd_memopt.planner.states import StateLayout, offloaded_state_bytes
+from nxd_memopt.planner.sizes.states import StateLayout, offloaded_state_bytes
+from nxd_memopt.planner.timing.state_copies import host_copy_rate, state_copies_s
 
 RATE = 50e9
 LAYER = ((1000, 1000), (1000, 3000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.models import model_class
@@ -12,11 +13,10 @@ from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Opti
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.model_configs import with_defaults
-from nxd_memopt.planner.peak import _in_update, step_memory
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.states import (
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.memory.peak import _in_update, step_memory
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.states import (
     StateLayout,
     gradient_bytes,
     local_shapes,

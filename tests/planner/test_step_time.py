@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner import step_time
 from nxd_memopt.planner.hardware import GIB, device_named, host_device
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import Problem, Setting
-from nxd_memopt.planner.step_time import rates_of
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
+from nxd_memopt.planner.timing import step_time
+from nxd_memopt.planner.timing.step_time import rates_of
 
 COPY = device_named("h200").host_copy_bytes_per_s
 

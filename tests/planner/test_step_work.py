@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.certify import worker
 from nxd_memopt.certify.report.judge import _shape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.collectives import _gradient_hook, sent_bytes
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
-from nxd_memopt.planner.step_work import (
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.timing.collectives import _gradient_hook, sent_bytes
+from nxd_memopt.planner.timing.step_work import (
     attention_flops,
     elementwise_bytes,
     expert_parallel_bytes,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import yaml
 
-from nxd_memopt import plan_command
-from nxd_memopt.planner.candidates import settings
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS
-from nxd_memopt.planner.moe_sizes import options_of
-from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
+from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.commands.plan import command as plan_command
+from nxd_memopt.planner.search.candidates import settings
+from nxd_memopt.training.config.parsing import parse_config
 from tests.planner.test_plan import problem
 from tests.reference import assert_says, error_message
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from nxd_memopt import plan_command
+from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.planner.hardware import device_named
-from nxd_memopt.planner.step_time import MEASURED, RATES, rates_of
+from nxd_memopt.planner.timing.step_time import MEASURED, RATES, rates_of
 from nxd_memopt.profiling import calibration
 from nxd_memopt.profiling.calibration import host_copies_per_s, measure_device, write_device
 from tests.deferred_transfers import DeferredTransfers

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from nxd_memopt import profile_command
+from nxd_memopt.commands import profile as profile_command
 from nxd_memopt.profiling.memory_summary import CATEGORIES
 from nxd_memopt.profiling.operations import MODULE
 from nxd_memopt.profiling.report import write_comparison, write_report
 from nxd_memopt.profiling.tables import Quantity
 from nxd_memopt.profiling.time_summary import PASSES, kernel_class, time_summary
-from nxd_memopt.training.distributed import PROFILE_VARIABLE
+from nxd_memopt.training.runtime.distributed import PROFILE_VARIABLE
 from tests.profiling.test_step_profiler import FULL, Run
 from tests.reference import assert_says, error_message
 from tests.reference_models import llama_config

@@ -16,9 +16,9 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models import model_class
 from nxd_memopt.optimizer import AdamW
-from nxd_memopt.planner.activations import activations
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.rank_sizes import rank_sizes
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.profiling import ProfileRequest, StepProfiler
 from nxd_memopt.profiling.memory_summary import CATEGORIES
 from nxd_memopt.profiling.tensors import owned_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.config.parsing import parse_config
 from scripts.bench.planned_certificates import plan_of
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nxd_memopt.training.corpora import Corpus, PermutedDocuments
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import Documents, split_documents, text_digest
-from nxd_memopt.training.packing import Tokens
-from nxd_memopt.training.run_tokens import RunTokens
-from nxd_memopt.training.token_files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
-from nxd_memopt.training.token_log import TokenLog
-from nxd_memopt.training.token_process import TokenJob, write_tokens
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packed.files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
+from nxd_memopt.training.data.packed.log import TokenLog
+from nxd_memopt.training.data.packed.run_tokens import RunTokens
+from nxd_memopt.training.data.packed.writer import TokenJob, write_tokens
+from nxd_memopt.training.data.packing import Tokens
+from nxd_memopt.training.data.sources.corpora import Corpus, PermutedDocuments
+from nxd_memopt.training.data.sources.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.runs import END, byte_tokenizer
 
 

@@ -167,7 +167,7 @@ def run_on_pool(config: Path, *options: str, ranks: int) -> str:
 def _run_rank(config: str, options: tuple[str, ...]) -> str:
     """Run the program on this rank of the pool, whose process group exists already."""
     from nxd_memopt.parallel_layers import parallel_state, random
-    from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.loop import run
 
     parsed = parse_config(["--config", config, *options])

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 
 # At the top of the module: the process in the background imports it too, and gets these arguments.
 SECONDS, CALLS = float(sys.argv[1]), Path(sys.argv[2])

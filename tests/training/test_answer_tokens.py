@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nxd_memopt.training.chat import ConversationEncoder
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.packing import ID_MASK, NOT_TRAINED
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packing import ID_MASK, NOT_TRAINED
+from nxd_memopt.training.data.tokenize.chat import ConversationEncoder
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 
 # The prompt for an answer ends with a colon, or with the space after it.
 TEMPLATE = (

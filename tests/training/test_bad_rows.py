@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training.bad_rows import type_of
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import open_documents
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources.bad_rows import type_of
+from nxd_memopt.training.data.sources.documents import open_documents
 
 GOOD = [f"document {i}" for i in range(25)]
 BAD_LINES = {

@@ -13,17 +13,24 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from nxd_memopt.training import chat, corpora, tokens
-from nxd_memopt.training import packing as packing_module
-from nxd_memopt.training.chat import ConversationEncoder, TemplateError, rendered_spans, with_chat_template
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import Documents, split_documents, text_digest
-from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.packing import ID_MASK, NOT_TRAINED, PADDING, BestFit
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data import packing as packing_module
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.data.packed.files import tokens_fingerprint
+from nxd_memopt.training.data.packed.log import TokenWriter
+from nxd_memopt.training.data.packing import ID_MASK, NOT_TRAINED, PADDING, BestFit
+from nxd_memopt.training.data.sources import corpora
+from nxd_memopt.training.data.sources.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.data.tokenize import chat
+from nxd_memopt.training.data.tokenize import windows as tokens
+from nxd_memopt.training.data.tokenize.chat import (
+    ConversationEncoder,
+    TemplateError,
+    rendered_spans,
+    with_chat_template,
+)
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.sample import marked
-from nxd_memopt.training.token_files import tokens_fingerprint
-from nxd_memopt.training.token_log import TokenWriter
-from nxd_memopt.training.vocabulary import Vocabulary
 from tests.training import packed_tokens
 from tests.training.chats import (
     CONVERSATIONS,

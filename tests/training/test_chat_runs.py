@@ -16,9 +16,9 @@ import torch.nn.functional as F  # noqa: N812
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.conversations import ConversationRows
-from nxd_memopt.training.documents import open_documents
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.sources.documents import open_documents
 from tests.training.chats import (
     CONVERSATIONS,
     MARKED,
@@ -136,7 +136,7 @@ def test_every_format_gives_the_same_run(tmp_path: Path, source: Callable[[Path]
 
 @pytest.mark.parametrize("source", [_pairs, _instructions, _parquet_messages])
 def test_streamed_rows_are_the_same_conversations(tmp_path: Path, source: Callable[[Path], dict[str, Any]]) -> None:
-    from nxd_memopt.training.corpora import open_corpus
+    from nxd_memopt.training.data.sources.corpora import open_corpus
 
     options = source(tmp_path)
     found = []

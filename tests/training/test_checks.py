@@ -10,12 +10,12 @@ import pytest
 from gguf import GGUFWriter
 
 from nxd_memopt.backends import backend
-from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.checks import require_applicable_memory
-from nxd_memopt.training.config import ModelConfig
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import ModelConfig
+from nxd_memopt.training.config.yaml_file import parse_yaml
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.yaml_file import parse_yaml
 from tests.deferred_transfers import DeferredTransfers
 from tests.training.runs import LLAMA, run_here, write_config
 

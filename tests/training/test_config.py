@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.arguments import config_from_mapping, parse_config
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.errors import user_errors
+from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.errors import user_errors
 from tests.reference import assert_says, error_message
 
 MODEL = {"pretrained": "some/directory"}

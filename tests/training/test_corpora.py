@@ -13,11 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training import corpora, shards, token_feed
-from nxd_memopt.training.corpora import WindowedDocuments, open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import text_digest
-from nxd_memopt.training.shards import find_shards, is_streamed
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packed import feed as token_feed
+from nxd_memopt.training.data.sources import corpora, shards
+from nxd_memopt.training.data.sources.corpora import WindowedDocuments, open_corpus
+from nxd_memopt.training.data.sources.documents import text_digest
+from nxd_memopt.training.data.sources.shards import find_shards, is_streamed
 from tests.training import packed_tokens
 from tests.training.packed_tokens import ListedTexts, open_split, rows_of
 from tests.training.runs import LINES, exact, run_here, write_config, write_jsonl

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training.data_content import _differing_splits, content_at
-from nxd_memopt.training.token_log import Entry
+from nxd_memopt.training.data.packed.content import _differing_splits, content_at
+from nxd_memopt.training.data.packed.log import Entry
 
 ENTRIES = [Entry(1, 20, sha256="a"), Entry(2, 40, sha256="b"), Entry(3, 50, sha256="c", ended=True)]
 

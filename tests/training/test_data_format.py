@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training.data_format import with_format
-from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources.data_format import with_format
 from tests.training.chats import PAIRS, turns, write_chat_config, write_rows
 from tests.training.runs import rows, run_here
 

@@ -13,11 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training import corpora, dataset_shards, shards
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.dataset_shards import RowShard, find_dataset_shards, is_large
-from nxd_memopt.training.shards import find_shards, is_streamed
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources import corpora, dataset_shards, shards
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.sources.dataset_shards import RowShard, find_dataset_shards, is_large
+from nxd_memopt.training.data.sources.shards import find_shards, is_streamed
 from tests.training.runs import LINES, exact, run_here, write_config
 
 TEXTS = [f"document {i}: " + "ä€𝄞\n" * (i % 9) for i in range(120)]

@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.documents import Part, open_documents, split_documents, text_digest
-from nxd_memopt.training.micro_batches import micro_batch_rows
-from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.token_files import TokenFile
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.micro_batches import micro_batch_rows
+from nxd_memopt.training.data.packed.files import TokenFile
+from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.sources.documents import Part, open_documents, split_documents, text_digest
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.packed_tokens import corpus_of, documents, open_split, write
 from tests.training.runs import END, LINES, byte_tokenizer, write_jsonl
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training import corpora, prepare, token_log
-from nxd_memopt.training.arguments import config_from_mapping
-from nxd_memopt.training.epochs import require_complete_epochs
-from nxd_memopt.training.resume import ResumePlan
+from nxd_memopt.commands import prepare
+from nxd_memopt.training.config.parsing import config_from_mapping
+from nxd_memopt.training.data.packed import log as token_log
+from nxd_memopt.training.data.packed.epochs import require_complete_epochs
+from nxd_memopt.training.data.sources import corpora
+from nxd_memopt.training.resume.plan import ResumePlan
 from tests.training.runs import exact, rows, run_here, write_config
 
 TRAINER = {"export": False, "save_checkpoints": False}

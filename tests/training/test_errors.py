@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from nxd_memopt.architectures.configs import key_values
 from nxd_memopt.config import require_divisible
-from nxd_memopt.planner.model_configs import key_values
-from nxd_memopt.training.errors import text_of, user_errors
+from nxd_memopt.training.runtime.errors import text_of, user_errors
 
 
 def test_an_error_of_another_library_says_where_it_was_raised(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
@@ -18,7 +18,7 @@ def test_an_error_of_another_library_says_where_it_was_raised(capsys: pytest.Cap
         key_values("--override", ["a=b"], example="")
     line = capsys.readouterr().err
     assert line.startswith("error: invalid literal for int() with base 10: 'b' (raised in ")
-    assert "test_errors.py:" in line and ", called by nxd_memopt/planner/model_configs.py:" in line
+    assert "test_errors.py:" in line and ", called by nxd_memopt/architectures/configs.py:" in line
     assert line.endswith("; NXD_MEMOPT_TRACEBACK=1 shows all calls)\n") and line.count("\n") == 1
 
 

@@ -28,7 +28,7 @@ OFFLOAD = {"recompute_granularity": "full", "cpu_offloading_activations": True}
 def simulated_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: HostOnly())
     monkeypatch.setattr("nxd_memopt.memory.offload._MIN_BYTES", CHECKPOINT_BYTES)  # not the RoPE tables
-    monkeypatch.setattr("nxd_memopt.planner.activations.OFFLOADED_STORAGE_BYTES", CHECKPOINT_BYTES)
+    monkeypatch.setattr("nxd_memopt.planner.memory.activations.OFFLOADED_STORAGE_BYTES", CHECKPOINT_BYTES)
     parallel_state.initialize_model_parallel()
 
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.training.arguments import config_from_mapping, parse_config
+from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.memory_plan import plan_memory
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.parallelize import parallelize
-from nxd_memopt.training.start_report import bytes_per_parameter
+from nxd_memopt.training.reporting.start_report import bytes_per_parameter
 from tests.reference import assert_says, error_message
 from tests.training.runs import (
     LLAMA,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.indexed_tokens import IndexedTokens
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.sources.indexed_tokens import IndexedTokens
 from tests.training.packed_tokens import vocabulary, write
 from tests.training.runs import END, LINES, run_here, write_config
 

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_memopt.training import loop, prepare, save_times
-from nxd_memopt.training.interrupts import Interrupted, Interrupts
-from nxd_memopt.training.step_decisions import MAX_POINTS, StepDecisions
+from nxd_memopt.commands import prepare
+from nxd_memopt.training import loop
+from nxd_memopt.training.runtime import save_times
+from nxd_memopt.training.runtime.signals import Interrupted, Interrupts
+from nxd_memopt.training.runtime.step_decisions import MAX_POINTS, StepDecisions
 from tests.dist.pool import run_on_ranks
 from tests.training.runs import Outcome, exact, rows, run_here, write_config
 
@@ -239,7 +241,7 @@ def test_a_child_process_does_not_pass_its_signals_on() -> None:
 
 LATE_SIGNAL = """
 import atexit, os, signal, sys, threading, time
-from nxd_memopt.training.interrupts import final_status
+from nxd_memopt.training.runtime.signals import final_status
 
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # it may receive every signal
 
@@ -307,7 +309,7 @@ def test_rank_0_alone_decides_about_saves_and_fast_points_share_a_decision() -> 
 def _interrupted_rank(config: str, receiver: int) -> tuple[int, bool, str]:
     """Train on this rank of the pool; ``receiver`` alone receives a signal, in its third step."""
     from nxd_memopt.parallel_layers import parallel_state, random
-    from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.config.parsing import parse_config
 
     parsed = parse_config(["--config", config])
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

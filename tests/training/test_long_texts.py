@@ -12,11 +12,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nxd_memopt.checkpoint.tokenizers import LLAMA3_WORDS
-from nxd_memopt.training import encoding, long_texts
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.encoding import DocumentEncoder
-from nxd_memopt.training.long_texts import long_text_ids
+from nxd_memopt.checkpoint.huggingface.tokenizers import LLAMA3_WORDS
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.tokenize import encoding, long_texts
+from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+from nxd_memopt.training.data.tokenize.long_texts import long_text_ids
 from tests.training.packed_tokens import vocabulary
 
 CODE = inspect.getsource(typing)[:40_000]

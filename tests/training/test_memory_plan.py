@@ -15,15 +15,15 @@ from transformers import LlamaForCausalLM
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.launch.certificate import _memory
 from nxd_memopt.launch.trainium import neuron_cc_flags
-from nxd_memopt.planner.layer_tensors import Kernels
-from nxd_memopt.planner.peak import step_memory
-from nxd_memopt.planner.rank_model import rank_model
-from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.memory.peak import step_memory
+from nxd_memopt.planner.sizes.rank_model import rank_model
+from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.training import loop, memory_plan
-from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.config.moe import resolve_options
+from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.memory_plan import plan_memory
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.moe_options import resolve_options
 from tests.reference import assert_says, error_message
 from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
 

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.candidates import memories
-from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import GIB, device_named
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.planner.plan import Plan, evaluate
-from nxd_memopt.planner.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.search.candidates import memories
+from nxd_memopt.planner.search.choice import choose_memory
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
 from nxd_memopt.training import memory_plan
 from nxd_memopt.training.memory_plan import plan_memory, planned
 from nxd_memopt.training.model import load_hf_config

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_memopt.training.config import ModelConfig, TrainConfig, TrainerConfig
-from nxd_memopt.training.metrics import DeferredMetrics, StepResult
-from nxd_memopt.training.report import Reporter
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
+from nxd_memopt.training.reporting.reporter import Reporter
 from tests.training.runs import rows
 
 UNREADABLE = torch.zeros((), device="meta")  # .item() raises

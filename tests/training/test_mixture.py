@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from nxd_memopt.training import corpora
-from nxd_memopt.training.mixture import PERIOD, Blend
-from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.prepare import main as prepare
-from nxd_memopt.training.run_tokens import MixedSequences
+from nxd_memopt.commands.prepare import main as prepare
+from nxd_memopt.training.data.mixture import PERIOD, Blend
+from nxd_memopt.training.data.packed.run_tokens import MixedSequences
+from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.sources import corpora
 from tests.reference import assert_says, error_message
 from tests.training.packed_tokens import recorded_held_out
 from tests.training.runs import Outcome, byte_tokenizer, exact, losses, run_here, run_on_pool, write_config, write_jsonl

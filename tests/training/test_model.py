@@ -13,7 +13,7 @@ from torch import nn
 
 from nxd_memopt.backends import XlaBackend, backend
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.training.config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.loop import gc_frozen
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable, uses_cuda_graph
 from nxd_memopt.training.optimizer import MasterWeightOptimizer

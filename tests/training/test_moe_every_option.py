@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training.moe_options import MoEOptions
+from nxd_memopt.training.config.moe import MoEOptions
 from tests.dist.test_training import succeed
 from tests.training.runs import MIXTRAL, rows, run_here, write_config
 

@@ -14,13 +14,13 @@ import yaml
 from nxd_memopt.backends import backend
 from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.training.arguments import config_from_mapping, parse_config
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.expert_load import load_of_experts
+from nxd_memopt.training.config.moe import MoEOptions, resolve_options
+from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.model import cuda_graph_conflict, load_hf_config
-from nxd_memopt.training.moe_options import MoEOptions, resolve_options
-from nxd_memopt.training.resume_rules import RULES, Change
+from nxd_memopt.training.reporting.expert_load import load_of_experts
+from nxd_memopt.training.resume.rules import RULES, Change
 from tests.reference_models import mixtral_config, qwen3_moe_config
 from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from nxd_memopt.training.arguments import config_from_mapping, read_yaml
+from nxd_memopt.training.config.nemo.model import ONLY, SIZES, WITHOUT_EFFECT
+from nxd_memopt.training.config.parsing import config_from_mapping, read_yaml
 from nxd_memopt.training.model import load_hf_config
-from nxd_memopt.training.nemo_options import ONLY, SIZES, WITHOUT_EFFECT
 from tests.training.chats import tokenizer
 from tests.training.runs import losses, run_here
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nxd_memopt.backends import backend
-from nxd_memopt.training.distributed import init_distributed
-from nxd_memopt.training.out_of_memory import out_of_memory_advice
+from nxd_memopt.training.runtime.distributed import init_distributed
+from nxd_memopt.training.runtime.out_of_memory import out_of_memory_advice
 
 GIB = 2**30
 

@@ -14,11 +14,19 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX
 from nxd_memopt.ops.packed import PackedDocuments
-from nxd_memopt.training import packing
-from nxd_memopt.training.config import DataConfig, ModelConfig, TrainConfig
+from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, TrainConfig
+from nxd_memopt.training.data import packing
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.data.packing import (
+    DOCUMENT_START,
+    ID_MASK,
+    NOT_TRAINED,
+    BestFit,
+    Concatenation,
+    Packer,
+    Tokens,
+)
 from nxd_memopt.training.evaluation import _batches
-from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, BestFit, Concatenation, Packer, Tokens
 from nxd_memopt.training.parallelize import parallelize
 from tests.memory.test_cuda_graph import PlayedGraph
 from tests.packed_rows import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_memopt.training.config import OptimizerConfig
+from nxd_memopt.training.config.train_config import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.parameter_groups import parameter_groups
 from tests.reference import assert_says, error_message

@@ -11,10 +11,10 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.loss_scaler import MAX_SCALE
-from nxd_memopt.training.arguments import config_from_mapping, parse_config
-from nxd_memopt.training.config import OptimizerConfig, TrainConfig
+from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
+from nxd_memopt.training.config.precision import MAX_LOSS_SCALE
+from nxd_memopt.training.config.train_config import OptimizerConfig, TrainConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
-from nxd_memopt.training.precision import MAX_LOSS_SCALE
 from tests.training.runs import rows, run_here, summary, write_config
 
 MODEL = {"tokenizer": "t", "config_overrides": {"model_type": "llama"}}

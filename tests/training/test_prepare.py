@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training import corpora, token_log, token_workers, tokens
-from nxd_memopt.training.prepare import main
-from nxd_memopt.training.tokens import Window
+from nxd_memopt.commands.prepare import main
+from nxd_memopt.training.data.packed import log as token_log
+from nxd_memopt.training.data.sources import corpora
+from nxd_memopt.training.data.tokenize import windows as tokens
+from nxd_memopt.training.data.tokenize import workers as token_workers
+from nxd_memopt.training.data.tokenize.windows import Window
 from tests.training.chats import TURNS
 from tests.training.runs import exact, run_here, write_config
 

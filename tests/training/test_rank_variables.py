@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.distributed import NEEDED_WITH_RANK, RANK_VARIABLES, require_rank_variables
+from nxd_memopt.training.runtime.distributed import NEEDED_WITH_RANK, RANK_VARIABLES, require_rank_variables
 from tests.training.runs import run_here, write_config
 
 WORLD = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.expert_load import LAST_STEPS
-from nxd_memopt.training.report import Reporter, Rows
+from nxd_memopt.training.reporting.expert_load import LAST_STEPS
+from nxd_memopt.training.reporting.reporter import Reporter, Rows
 from tests.training.test_config import build
 
 ROWS = [{"step": step, "loss": 1.5} for step in (1, 2, 3)]

@@ -11,12 +11,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from nxd_memopt.checkpoint.index import read_checked_json, write_json
-from nxd_memopt.training.config import OptimizerConfig
+from nxd_memopt.checkpoint.sharded.index import read_checked_json, write_json
+from nxd_memopt.training.config.train_config import OptimizerConfig
+from nxd_memopt.training.data.packed.files import TokenFile
+from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
-from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.schedule import learning_rate
-from nxd_memopt.training.token_files import TokenFile
 from tests.training.runs import LINES, Outcome, exact, losses, rows, run_here, summary, write_config, write_jsonl
 
 SCHEDULE = {"decay_steps": 8}

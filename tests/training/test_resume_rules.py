@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from nxd_memopt.checkpoint.fingerprint import flat_config
-from nxd_memopt.training.arguments import SECTIONS, config_from_mapping
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.option_changes import Changes, compare_options, recorded_options, require_known
-from nxd_memopt.training.resume_rules import NEW_RUN, RULES, UNKNOWN, WARM_START, Change, options_when_asked
+from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
+from nxd_memopt.training.config.parsing import SECTIONS, config_from_mapping
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.resume.changes import Changes, compare_options, recorded_options, require_known
+from nxd_memopt.training.resume.rules import NEW_RUN, RULES, UNKNOWN, WARM_START, Change, options_when_asked
 from tests.training.runs import LLAMA
 
 FIELDS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}

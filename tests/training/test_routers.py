@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.models.mixtral import MixtralForCausalLM
 from nxd_memopt.modules.moe import moe_layer
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.planner.moe_sizes import expert_capacity
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.routers import ExpertForwardBackward
 from tests.reference_models import mixtral_config
 

@@ -15,13 +15,13 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from nxd_memopt.training.conversations import ConversationRows
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_format import with_format
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.encoding import DocumentEncoder
-from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.sources.data_format import with_format
+from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.chats import PAIRS, tokenizer, turns, write_rows
 from tests.training.runs import END
 from tests.training.test_template_parts import ENCODED, TOOL

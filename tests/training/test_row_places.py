@@ -13,12 +13,12 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from nxd_memopt.training import row_places
-from nxd_memopt.training.chat import ConversationEncoder, UnrenderedConversationError
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.tokens import packed_windows
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources import row_places
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.tokenize.chat import ConversationEncoder, UnrenderedConversationError
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
+from nxd_memopt.training.data.tokenize.windows import packed_windows
 from tests.training.chats import SHORTENED, tokenizer, turns, write_rows
 from tests.training.runs import END
 

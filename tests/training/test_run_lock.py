@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nxd_memopt.training import run_lock
-from nxd_memopt.training.run_lock import NAME, locked_output_directory
+from nxd_memopt.training.runtime import run_lock
+from nxd_memopt.training.runtime.run_lock import NAME, locked_output_directory
 from tests.dist.pool import distributed
 
 HOLDER = """
 import sys, time
-from nxd_memopt.training.run_lock import locked_output_directory
+from nxd_memopt.training.runtime.run_lock import locked_output_directory
 try:
     with locked_output_directory(sys.argv[1]):
         print("held", flush=True)

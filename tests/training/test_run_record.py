@@ -15,12 +15,12 @@ from transformers import LlamaConfig, MixtralConfig
 
 from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.backends import backend
-from nxd_memopt.training import utilization
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.boards import WANDB_ID, Boards, require_boards
-from nxd_memopt.training.config import RECIPES, TrainConfig
-from nxd_memopt.training.run_record import environment, write_run_record
-from nxd_memopt.training.utilization import utilization_per_token
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import RECIPES, TrainConfig
+from nxd_memopt.training.reporting import mfu as utilization
+from nxd_memopt.training.reporting.boards import WANDB_ID, Boards, require_boards
+from nxd_memopt.training.reporting.mfu import utilization_per_token
+from nxd_memopt.training.reporting.run_record import environment, write_run_record
 
 H200 = 989e12  # FLOP/s in bf16, NVIDIA's data sheet
 

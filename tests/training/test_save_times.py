@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.save_times import SaveTimes
+from nxd_memopt.training.runtime.save_times import SaveTimes
 
 
 class Clock:

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.models import model_class
-from nxd_memopt.training.config import ModelConfig
+from nxd_memopt.training.config.train_config import ModelConfig
+from nxd_memopt.training.data.tokenize.special_tokens import SpecialTokens, special_tokens
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary, bytes_without_token
 from nxd_memopt.training.model import load_hf_config, load_vocabulary
-from nxd_memopt.training.special_tokens import SpecialTokens, special_tokens
-from nxd_memopt.training.vocabulary import Vocabulary, bytes_without_token
 from tests.training.runs import END, LLAMA, byte_tokenizer, run_here, write_config
 
 OTHER = 7

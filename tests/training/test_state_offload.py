@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
-from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.model import build_model
 from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors, with_masters
 from tests.deferred_transfers import DeferredTransfers

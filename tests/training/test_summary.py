@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import pytest
 
 from nxd_memopt.training import loop
-from nxd_memopt.training.arguments import config_from_mapping
-from nxd_memopt.training.summary import Summary, export, require_verified
+from nxd_memopt.training.config.parsing import config_from_mapping
+from nxd_memopt.training.reporting.summary import Summary, export, require_verified
 from tests.reference import assert_says
 from tests.training.runs import LLAMA, run_here, summary, write_config
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training.chat import ConversationEncoder, TemplateError, rendered_spans
-from nxd_memopt.training.conversations import ConversationRows
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.packing import NOT_TRAINED
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packing import NOT_TRAINED
+from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.tokenize.chat import ConversationEncoder, TemplateError, rendered_spans
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.chats import MARKED, TURNS, tokenizer
 from tests.training.runs import END
 

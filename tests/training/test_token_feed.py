@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_memopt.training import token_feed
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
-from nxd_memopt.training.token_files import create_directory
-from nxd_memopt.training.token_log import TokenLog
-from nxd_memopt.training.token_process import TokenJob, TokenProcess
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packed import feed as token_feed
+from nxd_memopt.training.data.packed.feed import TokenFeed, WaitStoppedError
+from nxd_memopt.training.data.packed.files import create_directory
+from nxd_memopt.training.data.packed.log import TokenLog
+from nxd_memopt.training.data.packed.writer import TokenJob, TokenProcess
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.packed_tokens import corpus_of, documents, vocabulary
 from tests.training.runs import LINES, write_jsonl
 

@@ -12,12 +12,15 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from nxd_memopt.training import corpora, token_files, token_log, tokens
-from nxd_memopt.training import packing as packing_module
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.token_files import create_directory, require_directory
-from nxd_memopt.training.token_log import TokenWriter
-from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data import packing as packing_module
+from nxd_memopt.training.data.packed import files as token_files
+from nxd_memopt.training.data.packed import log as token_log
+from nxd_memopt.training.data.packed.files import create_directory, require_directory
+from nxd_memopt.training.data.packed.log import TokenWriter
+from nxd_memopt.training.data.sources import corpora
+from nxd_memopt.training.data.tokenize import windows as tokens
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training import packed_tokens
 from tests.training.packed_tokens import corpus_of, documents, open_split, rows_of, vocabulary
 from tests.training.runs import END, LINES

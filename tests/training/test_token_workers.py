@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training import token_workers
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.encoding import DocumentEncoder
-from nxd_memopt.training.token_workers import TokenWorkers
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.tokenize import workers as token_workers
+from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+from nxd_memopt.training.data.tokenize.workers import TokenWorkers
 from tests.training.numbering import NumberingEncoder
 from tests.training.packed_tokens import vocabulary
 
@@ -82,7 +82,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     """Even if that is killed; signals for all processes of a terminal end none of them."""
     program = (
         "import time\n"
-        "from nxd_memopt.training.token_workers import TokenWorkers\n"
+        "from nxd_memopt.training.data.tokenize.workers import TokenWorkers\n"
         "from tests.training.numbering import NumberingEncoder\n"
         "if __name__ == '__main__':\n"
         "    workers = TokenWorkers(NumberingEncoder(), 2)\n"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
-from nxd_memopt.training.arguments import config_from_mapping
-from nxd_memopt.training.corpora import open_corpus
-from nxd_memopt.training.data_options import DataConfig
-from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.start_report import bytes_per_parameter
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.config.parsing import config_from_mapping
+from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.sources.corpora import open_corpus
+from nxd_memopt.training.reporting.start_report import bytes_per_parameter
 from tests.reference import assert_says
 from tests.training.packed_tokens import recorded_held_out
 from tests.training.runs import LINES, Outcome, byte_tokenizer, exact, rows, run_here, write_config, write_jsonl

@@ -26,9 +26,9 @@ from nxd_memopt.checkpoint import gather_full_tensor
 from nxd_memopt.parallel_layers import coordination, random
 from nxd_memopt.parallel_layers.utils import is_sharded
 from nxd_memopt.training import loop
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import init_distributed
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import init_distributed
 from tests.xla.lint import unsupported
 
 PHASES = ("held_out_loss", "run_step", "resume", "finish")

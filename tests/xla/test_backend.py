@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
 from nxd_memopt.backends.neuron.xla_inspect import traced_hlo
-from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, logical, save_training_state
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
+from nxd_memopt.checkpoint.sharded import logical
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import parallel_state, random
 from tests.dist.pool import distributed

@@ -12,7 +12,7 @@ import torch_xla.debug.metrics
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.data.micro_batches import MicroBatch
 from tests.dist.pool import distributed, run_on_ranks
 from tests.packed_rows import check_packed_losses, packed_rows, run_steps, write_steps
 from tests.reference_models import llama_config, parallel_model

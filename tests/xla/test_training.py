@@ -9,9 +9,9 @@ import pytest
 import torch_xla.debug.metrics
 
 from nxd_memopt.training import loop
-from nxd_memopt.training.arguments import parse_config
-from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import init_distributed
+from nxd_memopt.training.config.parsing import parse_config
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import init_distributed
 from tests.dist import pool
 from tests.training.runs import Outcome, rows, summary, train, write_config
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.planner.gpu_attention import implementations as implementations
-from nxd_memopt.planner.gpu_attention import limit_refusal
+from nxd_memopt.planner.techniques.gpu_attention import implementations as implementations
+from nxd_memopt.planner.techniques.gpu_attention import limit_refusal
 
 _SWITCHES = {
     "flash4": ("flash", "NVTE_FLASH_ATTN"),

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nxd_memopt.backends import backend
 from nxd_memopt.certify.measure.measurement import LiveTensor, Measurement, largest_distinct
-from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.timing.collectives import Collective
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Names of ATen's matmuls. ``linear``, ``matmul`` and ``einsum`` decompose into them."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.timing.collectives import Collective
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.timing.collectives import Collective
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from nxd_memopt.certify.report.verdict import (
     check_survival,
 )
 from nxd_memopt.certify.request import Answer, Request
-from nxd_memopt.planner.attention_tiles import describe_tiles
-from nxd_memopt.planner.collectives import StepShape, expected_collectives, per_layer
-from nxd_memopt.planner.step_shape import step_shape
+from nxd_memopt.planner.techniques.attention_tiles import describe_tiles
+from nxd_memopt.planner.timing.collectives import StepShape, expected_collectives, per_layer
+from nxd_memopt.planner.timing.step_shape import step_shape
 
 _INT64_BYTES = 8
 _SIMULATION_NOTES = (

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nxd_memopt.certify.report.verdict import Certificate
-from nxd_memopt.planner.collectives import Collective
 from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.timing.collectives import Collective
 
 _VERDICTS = {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "note"}
 

@@ -18,8 +18,8 @@ from nxd_memopt.certify.measure.measurement import (
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.certify.memory_terms import MemoryTerms
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.collectives import Collective, StepShape, expected_collectives
 from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.timing.collectives import Collective, StepShape, expected_collectives
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def check_collectives(
     *,
     stops_early: bool,
 ) -> Check:
-    """Check that collectives equal the formulas of ``planner.collectives`` exactly.
+    """Check that collectives equal the formulas of ``planner.timing.collectives`` exactly.
 
     Both variants, with and without recomputation, are compared at each measured depth.
     """

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from nxd_memopt.checkpoint.companions import copy_companions
 from nxd_memopt.checkpoint.directories import (
     incomplete_path,
     remove_directory,
     replace_directory,
     restore_interrupted,
 )
-from nxd_memopt.checkpoint.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.files import (
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -26,7 +24,9 @@ from nxd_memopt.checkpoint.files import (
     write_safetensors,
 )
 from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
-from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.checkpoint.huggingface.companions import copy_companions
+from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
+from nxd_memopt.checkpoint.huggingface.importing import load_sources
 from nxd_memopt.checkpoint.nxd.parts import KVOrder
 from nxd_memopt.checkpoint.nxd.reading import LazyFullTensor, as_hugging_face, open_weights
 from nxd_memopt.checkpoint.nxd.writing import Target, write_weights

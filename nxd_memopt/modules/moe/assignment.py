@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from nxd_memopt.architectures.experts import most_blocks
 from nxd_memopt.modules.moe.capacity import MOST_EXACT, chosen_tokens, counts_before
-from nxd_memopt.planner.moe_sizes import most_blocks
 
 _MOST_16_BIT = 2**15
 

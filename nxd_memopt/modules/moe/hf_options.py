@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from nxd_memopt.architectures.experts import fixed_options, require_option_of
+from nxd_memopt.architectures.experts import options_of as options_of
+from nxd_memopt.architectures.layers import GPT_NEOX_MOE, QWEN2_MOE
+from nxd_memopt.architectures.parameters import has_shared_expert_gate, moe_layers, shared_expert_width
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architecture_layers import GPT_NEOX_MOE, QWEN2_MOE
-from nxd_memopt.planner.architectures import has_shared_expert_gate, moe_layers, shared_expert_width
-from nxd_memopt.planner.moe_sizes import fixed_options, require_option_of
-from nxd_memopt.planner.moe_sizes import options_of as options_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.moe.biased_experts import BiasedExperts
@@ -17,7 +18,6 @@ from nxd_memopt.modules.moe.router import Router, Routing
 from nxd_memopt.modules.moe.shared_expert import SharedExpertGate
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.planner.moe_sizes import expert_capacity
 
 
 class MoELayer(nn.Module):

@@ -15,7 +15,7 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.parts import Layout
-from nxd_memopt.planner.gpu_attention import LIMITS, PACKAGES
+from nxd_memopt.planner.techniques.gpu_attention import LIMITS, PACKAGES
 
 _LIMITS = LIMITS["flash4"]
 _DTYPES = tuple(getattr(torch, name) for name in _LIMITS.dtypes)

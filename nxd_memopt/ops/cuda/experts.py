@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nxd_memopt.architectures.experts import copied_columns, copies_rows
 from nxd_memopt.ops.autograd import (
     SavedInputs,
     first_derivative_only,
@@ -29,7 +30,6 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
     matmul_over_rows,
 )
 from nxd_memopt.ops.cuda.support import can_use_triton
-from nxd_memopt.planner.moe_sizes import copied_columns, copies_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_EXPERTS = 1024  # of one program that plans tiles

@@ -13,7 +13,7 @@ from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
-from nxd_memopt.planner.tiling import ACTIVATION_TILE_BYTES
+from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES
 
 _TILE_BYTES = ACTIVATION_TILE_BYTES
 

@@ -37,7 +37,7 @@ from nxd_memopt.parallel_layers.fused_loss.input_gradient import InputGradient
 from nxd_memopt.parallel_layers.fused_loss.options import LossOptions, check_arguments
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import check_sequence_dimension
-from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
 
 class ChunkedLinearCrossEntropy:

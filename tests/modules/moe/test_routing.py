@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
@@ -20,7 +21,6 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.grouped_linear import grouped_linear, grouped_mm_linear, loop_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.planner.moe_sizes import expert_capacity
 from tests.dist.pool import distributed
 from tests.modules.moe.definitions import Options, Weights, kept_choices, moe_forward, sinkhorn_matrix
 from tests.modules.moe.test_moe_layer import EXPERTS, HIDDEN, LENGTH, ROWS, WIDTH, build, local

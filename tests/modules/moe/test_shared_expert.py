@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxd_memopt.architectures.parameters import shardings
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.models.gpt_neox import GPTNeoXMLP
@@ -15,7 +16,6 @@ from nxd_memopt.modules.moe import MoELayer, empty_rows
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.planner.architectures import shardings
 from tests.dist.pool import distributed
 from tests.modules.moe.definitions import Options, Weights, moe_forward
 from tests.modules.moe.test_moe_layer import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.conversations import COLUMNS
+from nxd_memopt.training.data.sources.conversations import COLUMNS
 from tests.training.bad_inputs.case import BadInput
 from tests.training.chats import CONVERSATIONS, PAIRS, turns, write_chat_config, write_rows
 from tests.training.runs import LINES, byte_tokenizer, write_config, write_jsonl

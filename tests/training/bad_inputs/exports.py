@@ -24,7 +24,7 @@ def _pretrained(change: Change, **sections: dict[str, Any]) -> Callable[[Path], 
     def prepare(directory: Path) -> Path:
         from nxd_memopt.checkpoint import save_pretrained
         from nxd_memopt.models import model_class
-        from nxd_memopt.training.config import ModelConfig
+        from nxd_memopt.training.config.train_config import ModelConfig
         from nxd_memopt.training.model import load_hf_config
 
         config = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxd_memopt.checkpoint.index import read_checked_json, write_json
+from nxd_memopt.checkpoint.sharded.index import read_checked_json, write_json
 from tests.training.bad_inputs.case import BadInput
 from tests.training.runs import run_here, write_config
 

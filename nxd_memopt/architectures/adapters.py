@@ -1,0 +1,89 @@
+"""The low-rank adapters (LoRA) that a run adds to its decoder layers: which layers have one, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.architectures.config_options import option
+from nxd_memopt.architectures.layers import LAYERS
+from nxd_memopt.architectures.parameters import moe_layers, parameters
+from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
+
+QKV = ("q_proj", "k_proj", "v_proj", "query_key_value")
+_COLUMNS = ("column", "query_column", "kv_column")
+_ROWS = ("row", "query_row")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of every decoder layer.
+
+    Args:
+        rank: r.
+        layers: last parts of the names of the layers with an adapter.
+        has_dropout: the adapters' inputs are dropped.
+    """
+
+    rank: int
+    layers: frozenset[str]
+    has_dropout: bool
+
+    def on(self, *names: str) -> bool:
+        """Return whether one of the layers ``names`` has an adapter."""
+        return any(name in self.layers for name in names)
+
+
+def adapters_of(config: Any, lora: LoraConfig) -> Adapters:
+    """Return the adapters that ``modules.lora.add_adapters`` adds.
+
+    Args:
+        config: Hugging Face's config, as an object or as a complete mapping.
+        lora: options of the adapters.
+
+    Raises:
+        ValueError: the model has experts, a name is of no linear layer of the decoder layers, or only
+            some of the decoder layers have adapters.
+    """
+    if any(moe_layers(config)):
+        raise ValueError(
+            f"lora_rank {lora.lora_rank} in a model with experts is not planned: leave the section lora out"
+        )
+    model_type = option(config, "model_type")
+    targets = lora.target_modules or default_targets(model_type)
+    linear = [layer.name for layer in LAYERS[model_type] if layer.sharding in (*_COLUMNS, *_ROWS)]
+    depth = option(config, "num_hidden_layers")
+    by_layer = [frozenset(name for name in linear if is_target(name.format(i), targets)) for i in range(depth)]
+    for target in targets:
+        if not any(is_target(name.format(i), [target]) for name in linear for i in range(depth)):
+            known = sorted(name.rpartition(".")[2] for name in linear)
+            raise ValueError(
+                f"target_modules names {target!r}, which is no linear layer of the decoder layers: choose of {known}"
+            )
+    if len(set(by_layer)) > 1:
+        raise ValueError(
+            f"target_modules {list(targets)} names layers of some decoder layers only, which is not planned: use names "
+            "without numbers, such as q_proj"
+        )
+    layers = frozenset(name.rpartition(".")[2] for name in by_layer[0])
+    return Adapters(lora.lora_rank, layers, has_dropout=lora.lora_dropout > 0)
+
+
+def adapter_shapes(
+    config: Any, adapters: Adapters, tensor_model_parallel_size: int, kv_replicas: int
+) -> list[tuple[int, ...]]:
+    """Return the shapes of A and B of each adapter of one decoder layer on one rank, in the model's order.
+
+    Of a column-parallel layer A is replicated and B has the rank's rows; of a row-parallel one A has the
+    rank's columns and B is replicated.
+    """
+    shallow = {**config, "num_hidden_layers": 1} if isinstance(config, Mapping) else config
+    shapes: list[tuple[int, ...]] = []
+    for parameter in parameters(shallow):
+        parts = parameter.name.split(".")
+        if ".layers.0." not in parameter.name or parts[-1] != "weight" or parts[-2] not in adapters.layers:
+            continue
+        outputs, inputs = parameter.local_shape(tensor_model_parallel_size, kv_replicas)
+        shapes += [(adapters.rank, inputs), (outputs, adapters.rank)]
+    return shapes

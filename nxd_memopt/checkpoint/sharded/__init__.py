@@ -1,0 +1,1 @@
+"""Training checkpoints: each rank writes its parts, and any layout of ranks reads them."""

@@ -1,0 +1,248 @@
+"""The command ``nxd-memopt convert``: weights from one checkpoint format to another."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+# Only tyro reads the annotations below that name it, so the class can be imported without tyro.
+with suppress(ImportError):
+    import tyro
+
+if TYPE_CHECKING:
+    import torch
+
+Format = Literal["hf", "nxd"]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert LLaMA's or GPT-NeoX's weights between Hugging Face directories and neuronx-distributed's files.
+
+    A Hugging Face target gets the tokenizer, chat template and generation config of SOURCE (--from nxd: of the
+    directory of --config).
+    """
+
+    source: Path
+    """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
+    nxd.save_checkpoint, or the directory with the rank files."""
+    target: Path
+    """Directory to write; an export or checkpoint of weights of this program there is replaced."""
+    source_format: Annotated[Format, tyro.conf.arg(name="from")] = "hf"
+    """Format of SOURCE: Hugging Face or neuronx-distributed."""
+    target_format: Annotated[Format, tyro.conf.arg(name="to")] = "hf"
+    """Format of TARGET."""
+    max_shard_size_gib: float = 5.0
+    """To hf: upper size of one file, in units of 2^30 bytes."""
+    config: Path | None = None
+    """From nxd: the model's config.json, which neuronx-distributed's files do not contain."""
+    tensor_model_parallel_size: int | None = None
+    """To nxd: T of the files. From nxd: T that the files must have; default: any."""
+    pipeline_model_parallel_size: int = 1
+    """To nxd: pipeline stages. From nxd all stages are merged."""
+    qkv_linear: bool = False
+    """To nxd, LLaMA: for GQAQKVColumnParallelLinear (the sample's --qkv_linear): weight_q, weight_k, weight_v."""
+    fused_qkv: bool = False
+    """To nxd, LLaMA: one parameter for query, key and value (the sample's --fuse_qkv): weight_qkv with --qkv-linear."""
+    kv_size_multiplier: int = 1
+    """To nxd, LLaMA: ranks with the same KV heads (the sample's --kv_replicator); above 1 implies
+    --qkv-linear."""
+    kv_order: Literal["strided", "consecutive"] | None = None
+    """Order of the ranks with the same KV heads: strided on trn1, consecutive on trn2. To nxd it is
+    required if ranks share KV heads; from nxd the default finds it by comparing the files."""
+    query_key_value_stride: Literal[1, 3] = 1
+    """GPT-NeoX: order of query_key_value's rows. 1: as the sample's attention reads them. 3: the
+    files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False))
+    at T above 1."""
+    accept_drift: bool = False
+    """From nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
+    sample, which does not sum their gradients; without it a difference is an error."""
+    num_moe_experts: int | None = None
+    """From hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP."""
+    moe_router_topk: int | None = None
+    """With --num-moe-experts: experts of a token, default 2."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """With --num-moe-experts: width of a gated shared expert, whose down projection is zero; writes a Qwen2-MoE."""
+    seed: int = 1234
+    """With --num-moe-experts: seed of the weights of routers and shared experts, which are drawn at random."""
+    xser: bool = False
+    """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is
+    detected."""
+
+    def __call__(self) -> None:
+        """Check the options, and convert."""
+        self._require_options_of_formats()
+        self._require_sizes()
+        if self.source_format == "nxd":
+            self._from_nxd()
+        elif self.target_format == "nxd":
+            self._to_nxd()
+        else:
+            self._to_hugging_face()
+        print(f"wrote {self.target}")
+
+    def _require_sizes(self) -> None:
+        """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
+            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
+            "--kv-size-multiplier": self.kv_size_multiplier,
+            "--num-moe-experts": self.num_moe_experts,
+            "--moe-router-topk": self.moe_router_topk,
+            "--moe-shared-expert-intermediate-size": self.moe_shared_expert_intermediate_size,
+        }
+        for option, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{option} must be at least 1, got {size}")
+        if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
+            raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
+        if self.config is not None and not self.config.is_file():
+            raise ValueError(f"--config {self.config} is no file: name the model's config.json")
+
+    def _require_options_of_formats(self) -> None:
+        """Raise ``ValueError`` for an option that the two formats do not use."""
+        if self.source_format == self.target_format == "nxd":
+            raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
+        # The options that the chosen formats do not use, with their defaults. An option counts as
+        # set if its value differs: a default that is written out changes nothing and is accepted.
+        unused: dict[str, object] = {}
+        if self.target_format != "nxd":
+            unused |= {
+                "pipeline_model_parallel_size": 1,
+                "qkv_linear": False,
+                "fused_qkv": False,
+                "xser": False,
+                "kv_size_multiplier": 1,
+            }
+        else:
+            unused |= {"max_shard_size_gib": 5.0}
+        if self.source_format != "nxd":
+            unused |= {"config": None, "accept_drift": False}
+        if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):
+            unused |= {
+                "num_moe_experts": None,
+                "moe_router_topk": None,
+                "moe_shared_expert_intermediate_size": None,
+                "seed": 1234,
+            }
+        if "nxd" not in (self.source_format, self.target_format):
+            unused |= {
+                "tensor_model_parallel_size": None,
+                "kv_order": None,
+                "query_key_value_stride": 1,
+            }
+        names = [name for name, default in unused.items() if getattr(self, name) != default]
+        if names:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            formats = f"--from {self.source_format} --to {self.target_format}"
+            remedy = "leave it out, or set --from or --to nxd"
+            if {"num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed"} & set(names):
+                remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
+            raise ValueError(f"{formats} takes no {options}: {remedy}")
+
+    def _to_hugging_face(self) -> None:
+        """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
+        from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+        from nxd_memopt.checkpoint.huggingface.companions import companions_of
+        from nxd_memopt.checkpoint.huggingface.exporting import require_replaceable
+        from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
+        from nxd_memopt.models import MODELS, model_class
+        from nxd_memopt.modules.moe.hf_options import transformers_type
+
+        require_replaceable(self.target.resolve())  # before the weights are read
+        config = load_config(self.source)
+        if self.num_moe_experts is not None:
+            # transformers has a shared expert with a gate only.
+            config = upcycled_config(
+                config,
+                self.num_moe_experts,
+                self.moe_router_topk or 2,
+                shared_width=self.moe_shared_expert_intermediate_size,
+                shared_gate=self.moe_shared_expert_intermediate_size is not None,
+            )
+            if config.model_type not in MODELS:
+                raise ValueError(
+                    f"--num-moe-experts {self.num_moe_experts}: transformers has no {transformers_type(config)} with "
+                    "experts to write; set moe.num_moe_experts of nxd-memopt train, which trains it without export"
+                )
+        # The model is built on the meta device, without memory; loading creates its weights. Names
+        # and shapes are checked on the way, which copying the files would not do.
+        model = model_class(config.model_type)(config, dtype=self._stored_dtype(cast(Any, config.dtype)), device="meta")
+        if self.num_moe_experts is None:
+            load_pretrained(model, self.source)
+        else:
+            load_upcycled(model, self.source, seed=self.seed)
+        with companions_of(self.source) as companions:
+            save_pretrained(
+                model,
+                self.target,
+                max_shard_size_bytes=self._max_shard_size_bytes,
+                companions=companions,
+            )
+
+    def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
+        """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""
+        from nxd_memopt.checkpoint.files import find_gguf, floating_dtype, open_weights
+
+        source = Path(self.source)
+        if not source.is_dir() or find_gguf(source) is not None:
+            return configured
+        with open_weights(source) as sources:
+            stored = floating_dtype(sources)
+        if stored is None or stored == configured:
+            return configured
+        print(f"the weights are {stored}, and config.json says {configured}: they are written as {stored}")
+        return stored
+
+    def _from_nxd(self) -> None:
+        """Convert neuronx-distributed's rank files to a Hugging Face directory."""
+        from nxd_memopt.checkpoint.nxd import from_nxd
+
+        if self.config is None:
+            raise ValueError("--from nxd needs --config: the model's config.json, which the rank files do not hold")
+        from_nxd(
+            self.source,
+            self.target,
+            config=self.config,
+            kv_order=self.kv_order,
+            query_key_value_stride=self.query_key_value_stride,
+            accept_drift=self.accept_drift,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            max_shard_size_bytes=self._max_shard_size_bytes,
+        )
+
+    def _to_nxd(self) -> None:
+        """Convert a Hugging Face directory to neuronx-distributed's rank files."""
+        from nxd_memopt.checkpoint.nxd import to_nxd
+        from nxd_memopt.checkpoint.nxd.parts import Layout
+        from nxd_memopt.checkpoint.nxd.writing import Target
+
+        size = self.tensor_model_parallel_size
+        replicas = self.kv_size_multiplier
+        if size is None:
+            raise ValueError("--to nxd needs --tensor-model-parallel-size: the files are written for one T")
+        # Both orders give files of the same names and shapes, so a wrong one would load without
+        # an error and give wrong attention: it is not guessed. With 1 or T replicas they are
+        # equal.
+        if self.kv_order is None and 1 < replicas < size:
+            raise ValueError(
+                f"--kv-size-multiplier {replicas} needs --kv-order: strided for trn1, "
+                "consecutive for trn2, whose ranks hold the KV heads in other orders"
+            )
+        layout = Layout(size, replicas, self.kv_order or "consecutive", self.query_key_value_stride)
+        # Names of the attention weights: GQAQKVColumnParallelLinear (linear) or plain
+        # projections, each with separate parameters or one fused parameter. Replicated KV heads
+        # need the former.
+        if self.qkv_linear or replicas > 1:
+            form = "fused" if self.fused_qkv else "linear"
+        else:
+            form = "stacked" if self.fused_qkv else "separate"
+        options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)
+        to_nxd(self.source, self.target, options)
+
+    @property
+    def _max_shard_size_bytes(self) -> int:
+        return int(self.max_shard_size_gib * 2**30)

@@ -1,0 +1,170 @@
+"""The YAML of a planned setting: what the plan chooses, and what it keeps of the run that it was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.commands.plan.model_source import ModelSource, given_options
+from nxd_memopt.files import require_new, write_text
+from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.search.plan import Plan, shards_sequences
+from nxd_memopt.planner.search.problem import Problem, Setting
+from nxd_memopt.training.config.train_config import MemoryConfig, OptimizerConfig
+
+_CHOSEN = {
+    # The precision has a name of its own, which says what these two do.
+    "model": ("dtype",),
+    "optimizer": (
+        "master_weights",
+        "zero1",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "optimizer_staging_gib",
+        "optimizer_update_in_forward",
+        "store_param_remainders",
+    ),
+    "parallel": ("tensor_model_parallel_size", "sequence_parallel_enabled", "expert_model_parallel_size"),
+    "memory": tuple(option.name for option in dataclasses.fields(MemoryConfig)),
+    "trainer": ("auto_memory", "enable_cuda_graph", "precision"),
+}
+"""Section -> options that the plan chooses: they are written if the chosen setting has them."""
+
+
+def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, Any]) -> list[str]:
+    """Write a setting as a configuration of the training program; return what is to be changed in it, if anything.
+
+    Args:
+        path: file that does not exist yet.
+        problem: what the setting was chosen for.
+        plan: the setting.
+        content: ``configuration`` of the setting.
+
+    Raises:
+        ValueError: the file exists.
+    """
+    import yaml
+
+    require_new("--write", path)
+    lines = [
+        f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
+        f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
+    ]
+    notes: list[str] = []
+    if not problem.isolate_documents:
+        notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
+    positions = problem.config.get("max_position_embeddings")
+    if positions is not None and problem.sequence_length > positions:
+        notes.append(
+            f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "
+            f"which is {positions}"
+        )
+    if _lacks_tokenizer(content["model"]):
+        notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
+    lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
+    write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
+    return notes
+
+
+def configuration(problem: Problem, setting: Setting, source: ModelSource) -> dict[str, Any]:
+    """Return the sections of a configuration of the training program.
+
+    Args:
+        problem: what the setting was chosen for.
+        setting: the chosen setting.
+        source: the run, whose options the plan keeps, but for those that it chooses.
+    """
+    content = _chosen(problem, setting)
+    given = {**source.given, "moe": _moe(problem, source), "lora": given_options(source.lora)}
+    for name, section in given.items():
+        kept = {option: value for option, value in section.items() if option not in _CHOSEN.get(name, ())}
+        if kept:
+            content[name] = kept | content.get(name, {})
+    return content
+
+
+def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, name: str) -> None:
+    """Raise ``ValueError`` if the training program would refuse a configuration.
+
+    Args:
+        content: ``configuration`` of the setting.
+        problem: what the setting was chosen for.
+        setting: the setting.
+        name: ``--model``, for the message.
+    """
+    from nxd_memopt.training.config.parsing import config_from_mapping
+
+    model = content["model"]
+    # The user adds it to the written file.
+    if _lacks_tokenizer(model):
+        model = {**model, "tokenizer": "DIRECTORY"}
+    try:
+        config = config_from_mapping({**content, "model": model})
+        config.accumulation_steps(problem.devices)
+        config.require_expert_ranks(problem.devices)
+    except ValueError as error:
+        raise ValueError(f"--model {name}, with {setting.describe()}: {error}") from error
+
+
+def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
+    return "pretrained" not in model and "tokenizer" not in model
+
+
+def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:
+    """Return the sections with what was chosen and planned."""
+    size = setting.tensor_model_parallel_size
+    replicas = problem.devices // size
+    parallel: dict[str, Any] = {
+        "tensor_model_parallel_size": size,
+        "sequence_parallel_enabled": shards_sequences(problem, setting),
+    }
+    if setting.expert_model_parallel_size > 1:
+        parallel["expert_model_parallel_size"] = setting.expert_model_parallel_size
+    data_parallel: dict[str, Any] = {"sharding": setting.sharding}
+    if not setting.grad_reduce_in_fp32:
+        data_parallel["grad_reduce_in_fp32"] = False
+    content: dict[str, Any] = {
+        "model": {},
+        "parallel": parallel,
+        "memory": given_options(setting.memory),
+        "data": {
+            "seq_length": problem.sequence_length,
+            "micro_batch_size": setting.micro_batch_size,
+            "global_batch_size": problem.global_batch_size or setting.micro_batch_size * replicas,
+            "isolate_documents": problem.isolate_documents,
+        },
+        "optimizer": _offload(setting),
+        "trainer": {"precision": problem.precision},
+        "data_parallel": data_parallel,
+    }
+    if problem.device.kind == "cuda":
+        content["trainer"]["enable_cuda_graph"] = setting.cuda_graph
+    return content
+
+
+def _offload(setting: Setting) -> dict[str, Any]:
+    """Return the options of optimizer states in host memory; none if they are on the device."""
+    if not setting.optimizer_offload_fraction:
+        return {}
+    optimizer: dict[str, Any] = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": setting.optimizer_offload_fraction,
+    }
+    if setting.optimizer_update_in_forward:
+        optimizer["optimizer_update_in_forward"] = True
+    if setting.store_param_remainders:
+        optimizer["store_param_remainders"] = True
+    if setting.optimizer_staging_gib != OptimizerConfig.optimizer_staging_gib:
+        optimizer["optimizer_staging_gib"] = setting.optimizer_staging_gib
+    return optimizer
+
+
+def _moe(problem: Problem, source: ModelSource) -> dict[str, Any]:
+    """Return the ``moe`` section to write: what is given, and the static form that was planned for Trainium."""
+    moe = problem.moe
+    if moe is not None and moe.moe_expert_block_size is not None:
+        names = ("moe_expert_block_size", "moe_token_dispatcher_type")
+        return source.given_moe | {name: getattr(moe, name) for name in names}
+    return source.given_moe

@@ -1,0 +1,143 @@
+"""The command ``nxd-memopt prepare``: tokenizes all text of a configuration before a run, which then only reads it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nxd_memopt._optional import require_installed, require_transformers
+from nxd_memopt.training.runtime.distributed import available_cores, use_host_only
+from nxd_memopt.training.runtime.errors import user_errors
+from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_status
+
+if TYPE_CHECKING:
+    from nxd_memopt.training.config.train_config import TrainConfig
+
+PROGRESS_S = 10.0
+STOPPED = "while it tokenized: start the same command to go on after the last complete window"
+
+
+def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> int:
+    """Tokenize the text of ``--config FILE`` to its end; return the exit status.
+
+    Takes the options of ``nxd-memopt train``, and ``--workers N``: processes that tokenize, by
+    default one for each core. The tokens are in the directory in which the run with the same options
+    looks for them, and do not depend on ``N``.
+    """
+    interrupts = Interrupts()
+    interrupts.message = STOPPED
+    try:
+        with interrupts.handled(), user_errors():
+            _prepare(arguments, program)
+    except Interrupted as stop:
+        print(stop.line(), flush=True)
+        return exit_status(stop.number)
+    return 0
+
+
+def _prepare(arguments: Sequence[str], program: str) -> None:
+    """Check the packages and the options, and tokenize."""
+    require_installed(program, "tyro", "yaml", "rich", extra="train")
+    require_transformers(program, extra="train")
+    use_host_only()
+    from nxd_memopt.training.config.parsing import parse_config
+    from nxd_memopt.training.data.mixture import Blend
+    from nxd_memopt.training.data.sources.data_format import with_format
+    from nxd_memopt.training.data.tokenize.chat import with_chat_template
+    from nxd_memopt.training.model import load_hf_config, load_vocabulary
+    from nxd_memopt.training.runtime.run_lock import locked_output_directory
+
+    workers, arguments = _workers(arguments, program)
+    config = parse_config(arguments, program=program)
+    hf_config = load_hf_config(config.model, config.moe)
+    vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    config = replace(config, data=with_format(config.data))
+    vocabulary = with_chat_template(vocabulary, config.data)
+    blend = Blend(config.data.sources)
+    held_out = blend.counts(config.data.eval_sequences)
+    # A run that trains writes to the same directory.
+    with locked_output_directory(config.trainer.output_dir):
+        for name, share, sequences in zip(blend.names, blend.shares, held_out, strict=True):
+            _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=workers)
+
+
+def _workers(arguments: Sequence[str], program: str) -> tuple[int, list[str]]:
+    """Return the value of ``--workers``, and the other arguments; with ``--help`` print the help of ``--workers``."""
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, usage=f"{program} [--workers N] [options of nxd-memopt train, below]"
+    )
+    cores = available_cores()
+    parser.add_argument(
+        "--workers",
+        nargs="?",
+        default=str(cores),
+        metavar="N",
+        help=f"processes that tokenize (default: {cores}, a core each)",
+    )
+    known, rest = parser.parse_known_args(arguments)
+    if known.workers is None or not known.workers.isdecimal() or int(known.workers) < 1:
+        raise ValueError(f"--workers must be a number of processes, at least 1, got {known.workers!r}")
+    if "--help" in rest or "-h" in rest:
+        parser.print_help()
+    return int(known.workers), rest
+
+
+def _prepare_source(
+    config: TrainConfig, name: str, vocabulary: Any, *, share: float, held_out: int, workers: int
+) -> None:
+    """Tokenize the text of a source.
+
+    Args:
+        config: options of the run.
+        name: one of its sources.
+        vocabulary: ``Vocabulary`` of the run.
+        share: part of the trained sequences that are of this source.
+        held_out: held-out sequences of this source.
+        workers: processes that tokenize.
+    """
+    from nxd_memopt.training.data.packed.files import create_directory, directory_of, tokens_fingerprint
+    from nxd_memopt.training.data.packed.log import TokenLog
+    from nxd_memopt.training.data.packed.writer import ALL_SEQUENCES, TokenJob, write_tokens
+    from nxd_memopt.training.data.sources.corpora import open_corpus
+    from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+    from nxd_memopt.training.data.tokenize.windows import described
+    from nxd_memopt.training.data.tokenize.workers import TokenWorkers
+
+    data, seed = config.data.of_source(name), config.trainer.seed
+    corpus = open_corpus(data, seed)
+    fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
+    create_directory(directory, fingerprint)
+    wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
+    job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
+    with TokenWorkers(DocumentEncoder(vocabulary, data), workers) as started:
+        write_tokens(job, corpus, _progress(), workers=started)
+    log = TokenLog(directory, "train", data.seq_length)
+    log.refresh()
+    rows = log.last.rows
+    steps = rows / (data.global_batch_size * share)
+    of_source = f" of {name}" if share < 1 else ""
+    print(
+        f"prepared {rows:,} sequences of {data.seq_length:,} tokens from {log.last.documents:,} documents{of_source} "
+        f"in {directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
+        flush=True,
+    )
+    if data.has_conversations:
+        print(f"conversations: {described(log.last.outcomes)}", flush=True)
+
+
+def _progress(clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
+    """Return a function that prints a line of progress every 10 s, and never asks for a pause."""
+    printed_s = clock()
+
+    def show(line: str) -> bool:
+        nonlocal printed_s
+        if clock() - printed_s >= PROGRESS_S:
+            print(line, flush=True)
+            printed_s = clock()
+        return False
+
+    return show

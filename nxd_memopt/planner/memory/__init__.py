@@ -1,0 +1,1 @@
+"""Bytes of a training step on one rank."""

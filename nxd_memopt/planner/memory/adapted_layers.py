@@ -1,0 +1,237 @@
+"""The tensors that a decoder layer with adapters (LoRA) keeps for backward.
+
+The model's own weights are frozen. A norm does not keep its normalised input, and nothing before the
+first adapter of layer 0 has a gradient, so that its operations keep nothing. ``has_grad`` says of a
+tensor whether it has one; the inputs of all other layers do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_memopt.architectures.adapters import QKV, Adapters
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.memory.layer_tensors import (
+    HEAD_NORMS,
+    Kernels,
+    Part,
+    Tensors,
+    column_bytes,
+    core_attention,
+    dropout_bytes,
+    head_norm_tensors,
+    layer_kernels,
+    layer_norm_tensors,
+    layer_tensors,
+    residual_bytes,
+    rms_norm_tensors,
+    rotated,
+)
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+
+
+def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
+    """Return the parts of decoder layer ``index``; arguments and errors as ``layer_tensors``."""
+    if sizes.adapters is None:
+        return layer_tensors(sizes, memory, kernels, index)
+    for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
+        value = getattr(memory, name)
+        if value:
+            raise ValueError(f"{name} {value!r} is not supported with lora_rank: leave it out")
+    layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
+    return layer.parts(has_grad=index > 0)
+
+
+@dataclass(frozen=True)
+class _AdaptedLayer:
+    """A decoder layer whose linear layers have adapters.
+
+    Args:
+        sizes: sizes of the rank.
+        adapters: layers with an adapter.
+        memory: techniques of the layer.
+        kernels: operations and attention.
+    """
+
+    sizes: RankSizes
+    adapters: Adapters
+    memory: MemoryConfig
+    kernels: Kernels
+
+    def parts(self, *, has_grad: bool) -> Part:
+        """Return the parts of the layer; ``has_grad`` of its input."""
+        sizes = self.sizes
+        layer_input = {"layer input": residual_bytes(sizes)}
+        attention, attended = self._attention(has_grad=has_grad)
+        # GPT-NeoX's parallel branches have one input; else the MLP's depends on attention.
+        into_mlp = has_grad if sizes.parallel_residual else has_grad or attended
+        second = "layer input" if sizes.parallel_residual else "mlp input"
+        mlp, expanded = self._gated_mlp(has_grad=into_mlp) if sizes.is_gated else self._plain_mlp(has_grad=into_mlp)
+        masks: Tensors = {}
+        if sizes.hidden_dropout:
+            branches = {"dropout of attention": attended, "dropout of the mlp": expanded}
+            masks = {name: dropout_bytes(sizes, self.kernels) for name, exists in branches.items() if exists}
+        parts = (
+            self._norm("layer input", has_grad=has_grad),
+            attention,
+            self._norm(second, " (mlp)", has_grad=into_mlp),
+            mlp,
+        )
+        return Part("layer", layer_input, masks, parts)
+
+    def _norm(self, name: str, suffix: str = "", *, has_grad: bool) -> Part:
+        """Return what a norm with frozen weights saves."""
+        if not has_grad:
+            return Part("norm")
+        if self.sizes.is_gated:
+            return frozen_norm(rms_norm_tensors(self.sizes, self.kernels, name))
+        return layer_norm_tensors(self.sizes, self.kernels, name, suffix)
+
+    def _adapter(self, name: str, source: Tensors, *, has_grad: bool) -> Tensors:
+        """Return what the adapter of layer ``name`` saves: its input, or a dropped copy, and the result of A."""
+        if not self.adapters.on(name):
+            return {}
+        element = self.sizes.element_bytes
+        # Under sequence parallelism this rank's tokens: A is applied to a shard, or its result is scattered.
+        result = {f"{name} A": self.sizes.shard_tokens * self.adapters.rank * element}
+        if not self.adapters.has_dropout:
+            return source | result
+        size = sum(source.values())
+        result[f"{name} dropped input"] = size
+        if has_grad:
+            # PyTorch's CPU operators save factors, its CUDA kernel a boolean each.
+            result[f"{name} dropout"] = size // element if self.kernels.fused else size
+        return result
+
+    def _attention(self, *, has_grad: bool) -> tuple[Part, bool]:
+        """Return the parts of attention, and whether its output has a gradient."""
+        sizes = self.sizes
+        names = ("q_proj", "k_proj", "v_proj") if sizes.is_gated else ("query_key_value",) * 3
+        grads = tuple(has_grad or self.adapters.on(name) for name in names)
+        output_name = "o_proj" if sizes.is_gated else "dense"
+        has_core = any(grads)
+        if not has_core and not self.adapters.on(output_name):
+            return Part("attn"), False
+        inputs = {"normed attention input": residual_bytes(sizes)}
+        context = {"attention": column_bytes(sizes, sizes.query)}
+        saves: Tensors = {}
+        if has_grad:
+            saves |= inputs
+        for name in names:
+            saves |= self._adapter(name, inputs, has_grad=has_grad)
+        if has_core:
+            saves |= context
+        saves |= self._adapter(output_name, context, has_grad=has_core)
+        if sizes.model_type in HEAD_NORMS:
+            heads = (("query", sizes.heads), ("key", sizes.kv_heads))
+            for (name, number), exists in zip(heads, grads, strict=False):
+                if exists:
+                    saves |= _without_normalised(head_norm_tensors(sizes, self.kernels, name, number))
+        return Part("attn", inputs, saves, (self._core(grads),)), True
+
+    def _core(self, grads: tuple[bool, ...]) -> Part:
+        """Return what core attention saves; ``grads`` of query, key and value."""
+        if not any(grads):
+            return Part("core_attn")
+        shares = not self.sizes.is_gated
+        tensors = rotated(self.sizes, self.memory, self.kernels, shares=shares)
+        part = core_attention(self.sizes, self.kernels, *tensors)
+        if self.kernels.attention != "math":
+            return part
+        # A matmul saves each operand for the gradient of the other one.
+        query, key, value = grads
+        scores = query or key
+        is_operand = value and "attention weights" not in part.saves
+        needed = {
+            "query by heads": key,
+            "key by heads": query,
+            "value by heads": scores,
+            "causal mask": scores,
+            "softmax": scores or is_operand,
+            "attention weights": value,
+            "dropout of the weights": scores,
+        }
+        return Part("core_attn", part.inputs, {name: size for name, size in part.saves.items() if needed[name]})
+
+    def _gated_mlp(self, *, has_grad: bool) -> tuple[Part, bool]:
+        """Return the parts of a gated MLP, and whether its output has a gradient."""
+        sizes = self.sizes
+        gate, up = (has_grad or self.adapters.on(name) for name in ("gate_proj", "up_proj"))
+        if not (gate or up or self.adapters.on("down_proj")):
+            return Part("mlp"), False
+        inputs = {"normed mlp input": residual_bytes(sizes)}
+        result = {"mlp activation": column_bytes(sizes, sizes.width)}
+        saves: Tensors = {}
+        if has_grad:
+            saves |= inputs
+        for name in ("gate_proj", "up_proj"):
+            saves |= self._adapter(name, inputs, has_grad=has_grad)
+        act = self._fused_act() if self.kernels.fused else self._plain_act(gate=gate, up=up)
+        has_act = gate or up
+        # The kernel of the gated activation with its projection recomputes the result; an adapter on the
+        # projection needs it.
+        if has_act and (not self.kernels.fused or self.adapters.on("down_proj")):
+            saves |= result
+        saves |= self._adapter("down_proj", result, has_grad=has_act)
+        return Part("mlp", inputs, saves, (act if has_act else Part("mlp_act"),)), True
+
+    def _fused_act(self) -> Part:
+        """Return what the kernel of the gated activation saves: gate and up.
+
+        Both are views of one storage, of which a projection without an adapter keeps all.
+        """
+        width = column_bytes(self.sizes, self.sizes.width)
+        both: Tensors = {}
+        for name in ("gate_proj", "up_proj"):
+            both |= {f"adapted {name}": width} if self.adapters.on(name) else {"gate, up": 2 * width}
+        return Part("mlp_act", both, both)
+
+    def _plain_act(self, *, gate: bool, up: bool) -> Part:
+        """Return what plain operations save of the gated activation; ``gate`` and ``up`` have gradients."""
+        width = column_bytes(self.sizes, self.sizes.width)
+        is_relu = self.sizes.hidden_act == "relu"
+        kept = {
+            # ReLU's gradient needs its result, not its input.
+            "gate": gate and not is_relu,
+            "up": gate,
+            "activated gate": up or (gate and is_relu),
+        }
+        return Part("mlp_act", {"gate": width, "up": width}, {name: width for name, is_kept in kept.items() if is_kept})
+
+    def _plain_mlp(self, *, has_grad: bool) -> tuple[Part, bool]:
+        """Return the parts of GPT-NeoX's MLP, and whether its output has a gradient."""
+        sizes = self.sizes
+        has_act = has_grad or self.adapters.on("dense_h_to_4h")
+        if not has_act and not self.adapters.on("dense_4h_to_h"):
+            return Part("mlp"), False
+        inputs = {"normed mlp input": residual_bytes(sizes)}
+        width = column_bytes(sizes, sizes.width)
+        result = {"mlp activation": width}
+        expanded = {"expanded": width}
+        saves: Tensors = {}
+        if has_grad:
+            saves |= inputs
+        saves |= self._adapter("dense_h_to_4h", inputs, has_grad=has_grad)
+        act = Part("mlp_act")
+        if has_act:
+            act = Part("mlp_act", expanded, result if sizes.hidden_act == "relu" else expanded)
+            saves |= result
+        saves |= self._adapter("dense_4h_to_h", result, has_grad=has_act)
+        return Part("mlp", inputs, saves, (act,)), True
+
+
+def frozen_norm(part: Part) -> Part:
+    """Return what a norm saves whose weight has no gradient."""
+    return Part(part.name, part.inputs, _without_normalised(part.saves))
+
+
+def _without_normalised(tensors: Tensors) -> Tensors:
+    return {name: size for name, size in tensors.items() if not name.endswith(" normalised")}
+
+
+def rotates_with_grad(sizes: RankSizes, memory: MemoryConfig) -> bool:
+    """Return whether a layer keeps the tables of RoPE for backward; the only one may have no such gradient."""
+    if sizes.adapters is None or sizes.num_layers > 1 or memory.recompute_granularity == "full":
+        return True
+    names = tuple(name for name in QKV if name != "v_proj")
+    return sizes.adapters.on(*names)

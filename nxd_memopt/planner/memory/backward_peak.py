@@ -1,0 +1,261 @@
+"""The highest moment of the layers' backwards: which layer, which of its moments, and what exists then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.memory.activations import SHARED_TENSORS, Activations, activations
+from nxd_memopt.planner.memory.adapted_layers import layer_parts
+from nxd_memopt.planner.memory.backward import ATTENTION_SAVED, layer_moments
+from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction
+from nxd_memopt.planner.memory.layer_moment import Moment, with_fp32_sums
+from nxd_memopt.planner.memory.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
+from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes
+from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
+from nxd_memopt.planner.techniques.recomputation import Recomputation
+
+ABSENT = "weights in host memory"
+"""Term of a moment that is subtracted from the weights."""
+
+
+def casts_gradients(layout: StateLayout) -> bool:
+    """Return whether each gradient is cast to an fp32 sum, which is created next to it."""
+    is_summed = layout.master_weights and layout.gradient_element_bytes > layout.element_bytes
+    return is_summed and not layout.in_backward and layout.sharding not in ("zero2", "zero3")
+
+
+def in_backward(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    layout: StateLayout,
+    standing_gradients: int,
+    offloaded: OffloadedWeights,
+    *,
+    has_slots: bool,
+) -> tuple[str, dict[str, int]]:
+    """Return the terms at the highest moment of the layers' backwards, from the last layer to the first.
+
+    Args:
+        model: the rank's share of the model.
+        memory: memory techniques.
+        kernels: operations and attention.
+        kept: activations.
+        layout: weights, gradients and states.
+        standing_gradients: gradients of the micro-batches before.
+        offloaded: weights in host memory.
+        has_slots: gathered tensors lie in the slots of peer memory.
+    """
+    sizes = model.sizes
+    casts = not standing_gradients and casts_gradients(layout) and sizes.adapters is None
+    layers = _layer_backwards(sizes, memory, kernels, with_sums=casts)
+    per_layer = gradient_bytes(model.layer_shapes, layout)
+    # The head's gradient comes first. A tied one waits for the embedding's, in the dtype of the weights.
+    # Stage 3 reduces it with the embedding's, and those of a layer after its backward.
+    reduction = BackwardReduction.of(model, memory, layout, accumulates=standing_gradients > 0)
+    finished = 0 if reduction.reduces_units else gradient_bytes(model.other_shapes[-1:], layout)
+    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if model.is_tied else 0
+    # The loss and the final norm are done.
+    remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
+    found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)
+    highest = sum(found[1].values())
+    decisive = _decisive_layers(sizes, memory, kernels)
+    for index in reversed(range(sizes.num_layers)):
+        remaining -= kept.layer_bytes[index]
+        if index not in decisive and not reduction.is_an_end(index):
+            finished += per_layer
+            continue
+        layer = layers[index]
+        # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
+        live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
+        live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
+        live += waiting + _prefetched(kept, reduction.recomputation, index)
+        absent = -offloaded.absent_bytes(sizes.num_layers, index)
+        gathered = reduction.gathered_bytes(index)
+        for moment, freed, temporary, in_slots in layer.moments:
+            gradients = standing_gradients or finished
+            if not standing_gradients and not reduction.reduces_units:
+                own_gradients = min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
+                # Those of adapters are small: at each moment all of them count.
+                gradients = finished + (per_layer if sizes.adapters is not None else own_gradients)
+            if has_slots:
+                temporary -= in_slots
+            buckets = reduction.bucket_bytes(index, moment.finished_gradients)
+            total = absent + gradients + live - freed + temporary + buckets + gathered
+            # Of equal moments the first one; the terms are of the highest one only, because a search asks often.
+            if total > highest:
+                highest = total
+                terms = {
+                    ABSENT: absent,
+                    "gradients": gradients,
+                    "activations": live - freed,
+                    "temporary tensors": temporary,
+                    "gradient buckets": buckets,
+                    "gathered weights": gathered,
+                }
+                found = (f"backward of layer {index}: {moment.name}", terms)
+        finished += per_layer
+    return found
+
+
+def _in_reduction_of_head(
+    sizes: RankSizes, reduction: BackwardReduction, offloaded: OffloadedWeights, gradients: int, activations: int
+) -> tuple[str, dict[str, int]]:
+    """Return the terms while the head's gradient is reduced, before any layer's backward; none if it waits."""
+    if not reduction.buckets.head:
+        return "", {}
+    return "reduction of the head's gradient", {
+        ABSENT: -offloaded.absent_bytes(sizes.num_layers),
+        "gradients": gradients,
+        "activations": activations,
+        "temporary tensors": sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+        "gradient buckets": reduction.buckets.head,
+    }
+
+
+def _finished_bytes(moment: Moment, layout: StateLayout, element_bytes: int) -> int:
+    """Return the bytes of the weight gradients of a layer that are complete at ``moment``."""
+    if layout.in_backward:
+        return 0
+    if layout.master_weights:
+        return moment.finished_gradients * layout.gradient_element_bytes // element_bytes
+    return moment.finished_gradients
+
+
+@dataclass(frozen=True)
+class _LayerBackward:
+    """A layer's backward.
+
+    Args:
+        all_bytes: bytes of a forward without recompute, which a recomputed layer has again.
+        input_bytes: bytes of the layer's input.
+        moments: the moments at which most memory is in use, each with the bytes of ``all_bytes`` that
+            are free by then, the bytes of its temporary tensors, and those of them that lie in slots
+            if peer memory gathers.
+    """
+
+    all_bytes: int
+    input_bytes: int
+    moments: tuple[tuple[Moment, int, int, int], ...]
+
+
+@lru_cache(maxsize=512)
+def _layer_backwards(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, with_sums: bool
+) -> tuple[_LayerBackward, ...]:
+    """Return the backward of every layer; ``with_sums`` when gradients are cast to new fp32 sums."""
+    layers: list[_LayerBackward] = []
+    for count, techniques in layer_runs(memory, sizes.num_layers):
+        # Only windows, and layer 0 before its first adapter, make layers of the same techniques different.
+        if not sizes.windows and sizes.adapters is None:
+            layers += [_layer_backward(sizes, techniques, kernels, with_sums=with_sums)] * count
+            continue
+        for index in range(len(layers), len(layers) + count):
+            layers.append(_layer_backward(sizes, techniques, kernels, index, with_sums=with_sums))
+    return tuple(layers)
+
+
+def _layer_backward(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0, *, with_sums: bool = False
+) -> _LayerBackward:
+    """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
+    layer = layer_parts(sizes, memory, kernels, index)
+    everything = layer.kept()
+    found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+    if with_sums:
+        found = with_fp32_sums(found, routes=sizes.moe is not None)
+    # Selective recompute restores attention when its backward comes, after that of the MLP.
+    waiting: frozenset[str] = frozenset()
+    if memory.recompute_granularity == "selective":
+        kept = layer.kept(memory.recompute_modules or ())
+        waiting = frozenset(name for name in everything if name in ATTENTION_SAVED and name not in kept)
+    moments = [
+        (
+            moment,
+            sum(
+                size
+                for name, size in everything.items()
+                if name in moment.freed or (name in waiting and moment.before_attention)
+            ),
+            sum(moment.temporary.values()),
+            moment.temporary.get("gathered", 0),
+        )
+        for moment in found
+    ]
+    return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
+
+
+# A search plans the same layers with many ZeRO stages and fractions of offloaded states.
+@lru_cache(maxsize=512)
+def _decisive_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> frozenset[int]:
+    """Return the layers in which the peak may be."""
+    layers = activations(sizes, memory, kernels).layers
+    return frozenset(index for index in range(len(layers)) if _is_decisive(layers, index, memory, sizes))
+
+
+def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
+    """Return whether the peak may be in this layer.
+
+    Between layers that keep the same, memory changes by the same bytes from one to the next: only
+    the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
+    The statistics of routers grow by the same bytes from layer to layer, and the memory before a layer
+    then is a convex function of its index, which is highest at an end too.
+    """
+    if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
+        return True
+    # From layer to layer other weights are in host memory.
+    if memory.cpu_offloading_weights:
+        return True
+    # Layer 1 fetches what layer 0 has in host memory, and layer 0 nothing.
+    if index == 1 and memory.num_offloaded_layers(len(layers)):
+        return True
+    # Under full recompute layer 0 keeps the same as the others, and restores less.
+    if sizes.adapters is not None and index == 1:
+        return True
+    # What a recomputed layer restores depends on its window too.
+    window = sizes.window(index)
+    return any(
+        window != sizes.window(other) or not _keep_alike(layers[index], layers[other])
+        for other in (index - 1, index + 1)
+    )
+
+
+def _keep_alike(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
+    """Return whether two layers keep the same, apart from the number of statistics of routers."""
+    if first == second:
+        return True
+    # Not if one of them keeps none, or has them in host memory.
+    return first.keys() == second.keys() and all(
+        size == second[name] for name, size in first.items() if name != ROUTER_STATISTICS
+    )
+
+
+def _restored(kept: Activations, recomputation: Recomputation, index: int, layer_bytes: int, input_bytes: int) -> int:
+    """Return what recomputation of a chunk of layers restores besides this layer's own tensors.
+
+    ``uniform`` restores all layers of a chunk, of which those before this layer still exist;
+    ``nested`` the inputs of the chunk's layers.
+    """
+    before = recomputation.position(index)
+    if not before:
+        return 0
+    # The input of the first layer is the checkpoint, which counts already unless it was in host memory.
+    checkpoint = 0 if kept.offloaded[index - before] else input_bytes
+    if recomputation.is_nested:
+        return before * input_bytes - checkpoint
+    return before * layer_bytes - checkpoint
+
+
+def _prefetched(kept: Activations, recomputation: Recomputation, index: int) -> int:
+    """Return what is fetched from host memory while layer ``index`` runs, for the layer or the chunk before it."""
+    start = recomputation.unit(index)[0]
+    if start == 0:
+        return 0
+    return sum(sum(layer.values()) for layer in kept.offloaded[recomputation.unit(start - 1)[0] : start])

@@ -1,0 +1,72 @@
+"""The temporary tensors of the last decoder layer's forward pass on GPUs, when its MLP computes its output.
+
+All layers before it keep their storages then, so that long sequences may have their peak here and not in the loss or
+in backward. Sizes are those of the code in ``parallel_layers/functional/gated_mlp.py`` and ``ops/cuda/experts.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nxd_memopt.architectures.experts import MoESizes
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.memory.expert_tensors import expert_tensors, has_expert_kernels
+from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+
+
+def forward_temporaries(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, kept: Mapping[str, int], *, has_slots: bool
+) -> Tensors:
+    """Return what exists at the end of the last layer's MLP besides ``kept``.
+
+    Empty for cases whose peak is in the loss or in backward: full recompute, tiles, MLPs without a gate,
+    plain operations, experts that run in a loop, adapters, and rows that are sent to the ranks of their experts.
+
+    Args:
+        sizes: sizes of the rank.
+        memory: memory techniques.
+        kernels: operations and attention.
+        kept: storages that the layer keeps for backward.
+        has_slots: partial sums lie in the slots of peer memory.
+    """
+    if not kernels.fused or not sizes.is_gated or memory.mlp_tile_tokens is not None or sizes.adapters is not None:
+        return {}
+    if sizes.moe is None:
+        tensors = _mlp(sizes, has_slots=has_slots)
+        saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
+    elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
+        tensors = _experts(sizes, sizes.moe)
+        # The shared expert follows the routed ones.
+        found = expert_tensors(sizes, sizes.moe, fused=True)
+        saved = {name: size for name, size in found.items() if "shared" not in name}
+    else:
+        return {}
+    missing = {name: size for name, size in saved.items() if name not in kept}
+    if missing and memory.recompute_granularity == "full":
+        return {}
+    return tensors | missing
+
+
+def _mlp(sizes: RankSizes, *, has_slots: bool) -> Tensors:
+    """Return the activation of the rows whose output is computed, and the output."""
+    # Through peer memory the rows of each rank are computed and sent one after the other.
+    rows = sizes.shard_tokens if has_slots else sizes.tokens
+    tensors = {
+        "activation": rows * sizes.width * sizes.element_bytes,
+        "output": sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+    }
+    if sizes.tensor_model_parallel_size > 1 and not has_slots:
+        tensors["partial sums"] = sizes.tokens * sizes.hidden * sizes.element_bytes
+    return tensors
+
+
+def _experts(sizes: RankSizes, moe: MoESizes) -> Tensors:
+    """Return the activation and the outputs of all rows, and their sums over each token's experts."""
+    rows = moe.rows(sizes.tokens)
+    row_bytes = sizes.hidden * sizes.element_bytes
+    return {
+        "activation of the rows": rows * moe.width * sizes.element_bytes,
+        "outputs of the rows": rows * row_bytes,
+        "sums of the rows": moe.gathered_tokens(sizes.tokens) * row_bytes,
+    }

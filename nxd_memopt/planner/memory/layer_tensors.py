@@ -1,0 +1,425 @@
+"""The tensors that a decoder layer keeps for backward: which module saves which, and their bytes.
+
+A layer is a tree of parts. A part has the tensors that a checkpoint around it keeps (its inputs),
+those that it saves without recomputation, and the parts inside it. A tensor that several parts save
+has one name and counts once, as its storage exists once. Sources: the ``save_for_backward`` calls in
+``ops/``, ``modules/`` and ``parallel_layers/functional/``; ``tests/planner/test_activations.py``
+compares the sums with the storages that exist, as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from nxd_memopt.architectures.adapters import QKV
+from nxd_memopt.architectures.experts import MoESizes
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.memory.expert_tensors import expert_tensors
+from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.techniques.tiling import require_head_groups
+
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Architectures with a norm over each head of query and key."""
+Tensors = dict[str, int]
+"""Name of a storage -> bytes."""
+ROUTER_STATISTICS = "router statistics"
+"""Storage of the statistics of all routers before a layer."""
+WINDOWED_KERNELS = ("tiled", "math")
+"""Attention that takes windows (``ops/attention.py``) without a mask that is kept for backward."""
+SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
+"""Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the operations between matmuls.
+
+    Args:
+        fused: the Triton kernels of ``ops/cuda``, which save the inputs of norms and activations
+            only and rotate queries and keys in place; otherwise plain PyTorch operations.
+        attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
+        compiles_steps: a step is a compiled program (XLA on trn1), whose compiler computes chains of
+            elementwise operations without their intermediate results.
+        masks_windows: ``sdpa`` was chosen by name, and takes windows as masks of S x S.
+    """
+
+    fused: bool
+    attention: str
+    compiles_steps: bool = False
+    masks_windows: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a layer.
+
+    Args:
+        name: name in ``config.RECOMPUTE_MODULES``, or any other.
+        inputs: what a checkpoint around it keeps.
+        saves: what its own operations save.
+        parts: modules inside it.
+        results: what attention returns, which ``recompute_keep_core_attn`` keeps.
+    """
+
+    name: str
+    inputs: Tensors = field(default_factory=dict)
+    saves: Tensors = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    results: Tensors = field(default_factory=dict)
+
+    def kept(self, recomputed: Collection[str] = ()) -> Tensors:
+        """Return the storages that exist between forward and backward.
+
+        Args:
+            recomputed: names of the parts that run under a checkpoint.
+        """
+        if self.name in recomputed:
+            return dict(self.inputs)
+        tensors = dict(self.saves)
+        for part in self.parts:
+            tensors |= part.kept(recomputed)
+        return tensors
+
+    def kept_results(self) -> Tensors:
+        """Return the results of attention in this part and those inside it."""
+        tensors = dict(self.results)
+        for part in self.parts:
+            tensors |= part.kept_results()
+        return tensors
+
+
+def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual: bool) -> bool:
+    """Return whether layers run attention and MLP as one block, as GPT-NeoX's parallel residual can.
+
+    A branch that is recomputed by itself or computed by tiles or groups of heads has a forward of its own, which the
+    merged block would not call (``models/gpt_neox.py``, ``merged_branches``).
+    """
+    if model_type != "gpt_neox" or not parallel_residual:
+        return False
+    is_separate = {"attn", "mlp"} & set(memory.recompute_modules or ())
+    return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
+
+
+def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryConfig]]:
+    """Return consecutive layers that are computed alike: how many, and their techniques, in order.
+
+    Selective recompute of the first layers leaves the others without recompute: GPT-NeoX merges
+    the branches of those, and kernels rotate their queries and keys in place. Full recompute may
+    keep the attention results of its last layers only.
+
+    Args:
+        memory: techniques of the model.
+        num_layers: number of decoder layers.
+
+    Raises:
+        ValueError: ``recompute_num_layers`` or ``recompute_keep_core_attn_num_layers`` exceeds the
+            number of layers.
+    """
+    if memory.recompute_keep_core_attn_num_layers is not None:
+        keeping = memory.layers_keeping_attention(num_layers)
+        all_keep = replace(memory, recompute_keep_core_attn_num_layers=None)
+        none_keeps = replace(all_keep, recompute_keep_core_attn=False)
+        runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
+        return [run for run in runs if run[0]]
+    if memory.recompute_granularity != "selective":
+        return [(num_layers, memory)]
+    selective = replace(memory, recompute_method=None, recompute_num_layers=None)
+    plain = replace(
+        selective,
+        recompute_granularity=None,
+        recompute_modules=None,
+        selective_activation_checkpointing_is_enabled=False,
+    )
+    first = memory.num_selective_layers(num_layers)
+    return [run for run in ((first, selective), (num_layers - first, plain)) if run[0]]
+
+
+def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
+    """Return the parts of a decoder layer under the techniques of ``layer_runs``.
+
+    With experts, layer ``index`` has one row of statistics more as its input than the layer before it. A
+    layer with an attention window runs tiles instead of a kernel that has no windows.
+
+    Raises:
+        ValueError: the activations of the architecture, or of a technique, are not planned.
+    """
+    if sizes.moe is not None and memory.cpu_offloading_weights:
+        raise ValueError("cpu_offloading_weights True does not support layers with experts: leave it out")
+    if sizes.moe is not None and memory.mlp_tile_tokens is not None:
+        raise ValueError(
+            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} does not support layers with experts: leave it out"
+        )
+    if sizes.moe is not None and memory.attention_head_groups is not None:
+        raise ValueError(
+            f"attention_head_groups {memory.attention_head_groups!r} with experts is not planned: leave it out"
+        )
+    if memory.attention_head_groups == "auto":
+        raise ValueError(
+            "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
+        )
+    if memory.attention_head_groups is not None:
+        require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
+    kernels = layer_kernels(sizes, kernels, index)
+    if sizes.is_gated:
+        return _llama_layer(sizes, memory, kernels, index)
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
+        return _merged_gpt_neox_layer(sizes, memory, kernels)
+    return _gpt_neox_layer(sizes, memory, kernels, index)
+
+
+def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
+    """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
+    if sizes.window(index) is None:
+        return replace(kernels, masks_windows=False)
+    if kernels.masks_windows or kernels.attention in WINDOWED_KERNELS:
+        return kernels
+    return replace(kernels, attention=WINDOWED_KERNELS[0])
+
+
+def residual_bytes(sizes: RankSizes) -> int:
+    """Return the bytes of this rank's part of the residual stream, ``[s, B, H]``."""
+    return sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+
+
+def column_bytes(sizes: RankSizes, columns: int) -> int:
+    """Return the bytes of ``[S, B, columns]``."""
+    return sizes.tokens * columns * sizes.element_bytes
+
+
+def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
+    """Return what an RMSNorm of ``name`` saves.
+
+    Plain operations square the fp32 input and scale it by one number per token; the product,
+    rounded, is multiplied with the weight. In fp32 the input is not copied. A compiler recomputes both
+    from the input, as the kernel does: of LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4
+    MiB of each norm besides the statistics, where plain operations keep 12.
+    """
+    inputs = {name: residual_bytes(sizes)}
+    statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
+    if kernels.fused or kernels.compiles_steps:
+        return Part("norm", inputs, inputs | statistics)
+    wide = inputs
+    if sizes.element_bytes != FP32_BYTES:
+        wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
+    return Part("norm", inputs, wide | statistics | {f"{name} normalised": residual_bytes(sizes)})
+
+
+def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
+    """Return what LayerNorm of ``name`` saves: its input, and mean and rstd of each token.
+
+    PyTorch's CPU kernel stores both in the dtype of the input, its CUDA kernel in fp32.
+    """
+    inputs = {name: residual_bytes(sizes)}
+    number_bytes = FP32_BYTES if kernels.fused else sizes.element_bytes
+    statistics = sizes.shard_tokens * number_bytes
+    return Part("norm", inputs, inputs | {f"{name} mean{norm}": statistics, f"{name} rstd{norm}": statistics})
+
+
+def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tensors, value: Tensors) -> Part:
+    """Return what the attention kernel saves.
+
+    Args:
+        sizes: sizes of the rank.
+        kernels: implementation of attention.
+        query: storage of the rotated queries.
+        key: storage of the rotated keys.
+        value: storage of the values.
+    """
+    inputs = query | key | value
+    if kernels.attention == "math":
+        return Part("core_attn", inputs, _math_attention(sizes))
+    # Kernels of GPUs draw the same numbers again in backward.
+    if sizes.attention_dropout and not kernels.fused:
+        raise ValueError(
+            f"attention_dropout with {kernels.attention!r} attention in plain operations is not planned: set "
+            "attention_backend to 'math', or attention_dropout to 0"
+        )
+    log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
+    # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
+    # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
+    # returns for queries in this layout: those of which a part was rotated and the rest appended.
+    results = {"attention": column_bytes(sizes, sizes.query)}
+    # One head has one layout.
+    appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused
+    if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
+        results = {"attention by heads": column_bytes(sizes, sizes.query)}
+    results |= log_sum_exps
+    # A kernel without grouped heads gets copies of the KV heads. The stored projections stay as far as
+    # they share a storage with the queries.
+    if repeats_kv_heads(sizes, kernels):
+        copies = {name: column_bytes(sizes, sizes.query) for name in ("key by heads", "value by heads")}
+        return Part("core_attn", inputs, query | copies | results, results=results)
+    saved = inputs | results
+    if kernels.masks_windows:
+        # PyTorch adds the mask to the scores, and so keeps it in their dtype.
+        saved |= {"window": sizes.sequence_length**2 * sizes.element_bytes}
+    kept_results = results if kernels.attention in SINGLE_KERNELS else {}
+    return Part("core_attn", inputs, saved, results=kept_results)
+
+
+def repeats_kv_heads(sizes: RankSizes, kernels: Kernels) -> bool:
+    """Return whether attention gets copies of the KV heads, because the kernel has no grouped heads."""
+    return kernels.fused and kernels.attention == "efficient" and sizes.kv < sizes.query
+
+
+def _math_attention(sizes: RankSizes) -> Tensors:
+    """Return what attention with S x S scores saves: the batched matmuls' operands and the softmax."""
+    scores = sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2
+    heads = column_bytes(sizes, sizes.query)
+    tensors = {
+        "query by heads": heads,
+        "key by heads": heads,
+        "value by heads": heads,
+        "causal mask": sizes.sequence_length**2,
+        "softmax": scores * FP32_BYTES,
+    }
+    if sizes.element_bytes != FP32_BYTES or sizes.attention_dropout:
+        tensors["attention weights"] = scores * sizes.element_bytes
+    if sizes.attention_dropout:
+        tensors["dropout of the weights"] = scores * sizes.element_bytes
+    return tensors
+
+
+def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares: bool) -> tuple[Tensors, ...]:
+    """Return the storages of query, key and value after RoPE.
+
+    Args:
+        sizes: sizes of the rank.
+        memory: a recomputed ``core_attn`` may not see its inputs overwritten.
+        kernels: fused kernels rotate in place.
+        shares: one projection computes all three, so that the values are a view of its output.
+    """
+    projected = {"query, key, value": column_bytes(sizes, sizes.query + 2 * sizes.kv)}
+    # Qwen3's norms come between the projections and RoPE. An adapter adds its output to a projection's.
+    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in HEAD_NORMS
+    in_place = in_place and (sizes.adapters is None or not sizes.adapters.on(*QKV))
+    if kernels.fused and in_place:
+        return projected, projected, projected
+    value = {"value": column_bytes(sizes, sizes.kv)}
+    if shares and not kernels.fused:
+        value = projected
+    return {"query": column_bytes(sizes, sizes.query)}, {"key": column_bytes(sizes, sizes.kv)}, value
+
+
+def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+    """Return what projections and core attention save, with ``inputs`` as their input.
+
+    By groups of heads (``modules/head_groups.py``) each group runs under a checkpoint.
+    """
+    if memory.attention_head_groups is not None:
+        return Part("attn", inputs, inputs)
+    operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated)
+    core = core_attention(sizes, kernels, *operands)
+    saves = inputs | {"attention": column_bytes(sizes, sizes.query)}
+    if sizes.model_type in HEAD_NORMS:
+        saves |= head_norm_tensors(sizes, kernels, "query", sizes.heads)
+        saves |= head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
+    return Part("attn", inputs, saves, (core,))
+
+
+def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
+    """Return what an RMSNorm over each head of query or key saves, as ``rms_norm_tensors``."""
+    values = sizes.tokens * heads * sizes.head_dim
+    statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
+    projected = {f"projected {name}": values * sizes.element_bytes}
+    if kernels.fused:
+        return projected | statistics
+    wide = projected
+    if sizes.element_bytes != FP32_BYTES:
+        wide = {f"projected {name} in fp32": values * FP32_BYTES}
+    return wide | statistics | {f"{name} normalised": values * sizes.element_bytes}
+
+
+def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+    """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
+    if memory.mlp_tile_tokens is not None:
+        return Part("mlp", inputs, inputs)
+    width = column_bytes(sizes, sizes.width)
+    if kernels.fused:
+        return Part("mlp", inputs, inputs | {"gate, up": 2 * width})
+    both = {"gate": width, "up": width}
+    saves = both | {"activated gate": width}
+    # ReLU's gradient needs its result, not its input.
+    if sizes.hidden_act == "relu":
+        del saves["gate"]
+    return Part("mlp", inputs, inputs | {"mlp activation": width}, (Part("mlp_act", both, saves),))
+
+
+def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
+    """Return what GPT-NeoX's MLP saves: the activation's input and its result."""
+    if memory.mlp_tile_tokens is not None:
+        return Part("mlp", inputs, inputs)
+    width = column_bytes(sizes, sizes.width)
+    expanded = {"expanded": width}
+    result = {"mlp activation": width}
+    saves = result if sizes.hidden_act == "relu" else expanded
+    return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
+
+
+def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
+    """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
+    statistics = _statistics(sizes, index)
+    normed = {"normed attention input": residual_bytes(sizes)}
+    normed_mlp = {"normed mlp input": residual_bytes(sizes)}
+    parts = (
+        rms_norm_tensors(sizes, kernels, "layer input"),
+        _attention(sizes, memory, kernels, normed),
+        rms_norm_tensors(sizes, kernels, "mlp input"),
+        _gated_mlp(sizes, memory, kernels, normed_mlp),
+    )
+    if sizes.moe is not None:
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
+    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
+
+
+def _statistics(sizes: RankSizes, index: int) -> Tensors:
+    """Return the statistics of the routers before layer ``index``, an input of the layer."""
+    if sizes.moe is None or index == 0:
+        return {}
+    return {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
+
+
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
+    """Return what a mixture of experts saves; nothing but a checkpoint saves the statistics of the layers before."""
+    inputs = {"normed mlp input": residual_bytes(sizes)} | statistics
+    return Part("moe", inputs, expert_tensors(sizes, moe, fused=kernels.fused))
+
+
+def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+    """Return the parts of GPT-NeoX's layer with merged branches.
+
+    The projections save the layer's input and its statistics; backward normalises and gathers
+    again (``modules/parallel_residual.py``). The norms are not called, so nothing changes if they
+    are recomputed.
+    """
+    norm = layer_norm_tensors(sizes, kernels, "layer input")
+    attention = _attention(sizes, memory, kernels, {})
+    mlp = _plain_mlp(sizes, memory, {})
+    return Part("layer", norm.inputs, norm.saves, (attention, mlp))
+
+
+def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
+    """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
+    mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
+    parts = (
+        layer_norm_tensors(sizes, kernels, "layer input"),
+        _attention(sizes, memory, kernels, {"normed attention input": residual_bytes(sizes)}),
+        layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
+        _plain_mlp(sizes, memory, {"normed mlp input": residual_bytes(sizes)}),
+    )
+    statistics = _statistics(sizes, index)
+    if sizes.moe is not None:
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
+    masks: Tensors = {}
+    if sizes.hidden_dropout:
+        masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
+    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, masks, parts)
+
+
+def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
+    """Return the bytes that dropout of the residual stream saves.
+
+    PyTorch's CPU operators save factors in the dtype of their input, its CUDA kernel a boolean each.
+    """
+    return residual_bytes(sizes) if not kernels.fused else sizes.shard_tokens * sizes.hidden

@@ -1,0 +1,1 @@
+"""The search for the techniques and sizes with which a step fits."""

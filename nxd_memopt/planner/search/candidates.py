@@ -1,0 +1,227 @@
+"""The settings that the planner tries: parallel sizes, micro-batches, ZeRO stages and memory techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nxd_memopt.architectures.config_options import option
+from nxd_memopt.architectures.parameters import attention_windows, moe_layers, require_shardable, sizes
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.memory.layer_tensors import SINGLE_KERNELS
+from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
+from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.techniques.tiling import head_group_counts
+
+TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32), "trn1-2xlarge": (1, 2)}
+"""Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
+MICRO_BATCHES = (1, 2, 4, 8)
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
+_HEAD_GROUPS = 4
+NOTHING_FIXED = FixedOptions()
+"""The search chooses every option that it can."""
+NO_TECHNIQUES = MemoryConfig()
+
+
+def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[Setting]:
+    """Yield the settings that are tried.
+
+    Args:
+        problem: model, device and batch.
+        fixed: options that all of them have.
+    """
+    for size in tensor_parallel_sizes(problem):
+        base = fixed.at(problem, size)
+        if base is None:
+            continue
+        replicas = problem.devices // size
+        experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
+        for batch in micro_batches(problem, replicas, fixed):
+            for memory in memories(problem, fixed.setting.memory):
+                if not fixed.allows(memory):
+                    continue
+                for stage in _stages(problem, replicas, fixed):
+                    setting = replace(
+                        base,
+                        sharding=stage,
+                        micro_batch_size=batch,
+                        memory=memory,
+                        grad_reduce_in_fp32=problem.grad_reduce_in_fp32,
+                    )
+                    for count in experts:
+                        yield from _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
+
+
+def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> None:
+    """Raise ``ValueError`` if there is no setting to try; the message names the option that excludes all of them."""
+    require_batch(problem)
+    require_possible(problem, fixed)
+    if next(settings(problem, fixed), None) is not None:
+        return
+    where = f"which no setting of this model on {problem.devices} x {problem.device.name} has"
+    for need, without in fixed.exclusions():
+        if next(settings(problem, without), None) is not None:
+            raise ValueError(f"{need}, {where} together with the other options: leave it out, or use other --devices")
+    needs = "; ".join(need for need, _ in fixed.exclusions())
+    raise ValueError(f"{needs}, {where}: leave them out, or use other --devices")
+
+
+def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
+    """Return the ZeRO stages that are tried with D data-parallel ranks."""
+    tried = problem.stages if replicas > 1 else ("none",)
+    if problem.device.kind != "cuda":
+        tried = tuple(stage for stage in tried if stage in ("none", "zero1"))
+    return tuple(stage for stage in tried if stage in fixed.stages)
+
+
+def tensor_parallel_sizes(problem: Problem) -> list[int]:
+    """Return the tensor-parallel sizes of the model, the device and the number of devices.
+
+    Raises:
+        ValueError: no size fits; the message has the reason of the smallest one.
+    """
+    allowed = TENSOR_PARALLEL_SIZES.get(problem.device.name)
+    found: list[int] = []
+    reason = f"devices {problem.devices} has no divisor that the model can be split by"
+    for size in range(1, problem.devices + 1):
+        if problem.devices % size or size > problem.device.ranks_per_host:
+            continue
+        if allowed is not None and size not in allowed:
+            continue
+        try:
+            require_shardable(problem.config, size)
+            found.append(size)
+        except ValueError as error:
+            reason = str(error)
+    if not found:
+        raise ValueError(reason)
+    size = problem.tensor_model_parallel_size
+    if size is None:
+        return found
+    if size not in found:
+        message = (
+            f"tensor_model_parallel_size {size} is not possible for this model on {problem.devices} x "
+            f"{problem.device.name}: use one of {found}, or leave it out"
+        )
+        if size > problem.device.ranks_per_host and problem.device.measured:
+            ranks = problem.device.ranks_per_host
+            message += f"; calibrated with {ranks} of a host's ranks: calibrate under torchrun for more"
+        raise ValueError(message)
+    return [size]
+
+
+def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
+    """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
+    if not any(moe_layers(problem.config)):
+        return [1]
+    moe = problem.moe
+    # The static bound of an exchange is every token to every rank, which is an all-gather.
+    if moe is not None and moe.moe_expert_block_size is not None and moe.moe_token_dispatcher_type != "allgather":
+        return [1]
+    experts = sizes(problem.config)["E"]
+    return [size for size in range(1, replicas + 1) if replicas % size == 0 and experts % size == 0]
+
+
+def require_batch(problem: Problem) -> None:
+    """Raise ``ValueError`` if no data-parallel size divides the global batch."""
+    replicas = [problem.devices // size for size in tensor_parallel_sizes(problem)]
+    if not any(micro_batches(problem, count) for count in replicas):
+        raise ValueError(
+            f"global batch {problem.global_batch_size} is not divisible by any data-parallel size of "
+            f"{problem.devices} devices, {sorted(set(replicas))}: use a multiple of one of them, or other --devices"
+        )
+
+
+def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING_FIXED) -> list[int]:
+    """Return the micro-batch sizes that divide the global batch over the replicas."""
+    if problem.global_batch_size is None:
+        return [1]
+    # Updates in backward need all sequences of a step in one micro-batch.
+    if fixed.setting.optimizer_in_backward:
+        size, rest = divmod(problem.global_batch_size, replicas)
+        return [] if rest else [size]
+    return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
+
+
+def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterator[Setting]:
+    """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
+    if problem.device.kind != "cuda":
+        yield setting
+        return
+    memory = setting.memory
+    offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
+    # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
+    # adapters are not supported (``training/config/train_config.py``).
+    is_fixed = not any(moe_layers(problem.config)) and not any(option(problem.config, name) for name in _DROPOUTS)
+    is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs
+    if not offloads and is_supported and setting.sharding in ("none", "zero1"):
+        yield replace(setting, cuda_graph=True)
+    yield setting
+    if setting.optimizer_in_backward:
+        return
+    # Masters and moments are fp32 only with mixed precision.
+    if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
+        for fraction in (0.5, 1.0):
+            offloaded = replace(setting, optimizer_offload_fraction=fraction, store_param_remainders=True)
+            yield offloaded
+            # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
+            if setting.sharding == "none":
+                yield replace(offloaded, optimizer_update_in_forward=True)
+
+
+def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[MemoryConfig]:
+    """Yield the memory techniques that are tried, without those that cannot help on the device.
+
+    Args:
+        problem: model, device and batch.
+        given: attention's implementation and the kind of loss, which all of them have.
+    """
+    same = MemoryConfig(
+        attention_backend=given.attention_backend, fused_linear_cross_entropy=given.fused_linear_cross_entropy
+    )
+    depth = problem.config["num_hidden_layers"]
+    is_gpu = problem.device.kind == "cuda"
+    full: dict[str, Any] = {"recompute_granularity": "full"}
+    yield same
+    has_experts = any(moe_layers(problem.config))
+    modules = ("norm", "moe") if has_experts else ("norm", "mlp")
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
+    for granularity in (selective, full):
+        yield replace(same, **granularity)
+        for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
+            yield replace(same, **granularity, recompute_method="block", recompute_num_layers=layers)
+    # A model with windows is built with tiles, also if the sequence fits its windows.
+    is_windowed = any(attention_windows(problem.config))
+    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not is_windowed
+    if is_kernel and is_gpu and not option(problem.config, "attention_dropout"):
+        yield replace(same, **full, recompute_keep_core_attn=True)
+    if depth > 3:
+        yield replace(same, **full, recompute_method="nested")
+    if not is_gpu:
+        return
+    for layers in sorted({depth // 4, depth // 2} - {0}):
+        yield replace(same, cpu_offloading_num_layers=layers)
+    yield replace(same, **full, cpu_offloading_activations=True)
+    # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
+    # Tiles compute layers without their adapters.
+    if problem.sequence_length > 32768 and not has_experts and problem.lora is None:
+        yield replace(same, **full, mlp_tile_tokens="auto")
+        yield replace(same, **full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
+        if _has_head_groups(problem):
+            yield replace(
+                same,
+                **full,
+                mlp_tile_tokens="auto",
+                cpu_offloading_activations=True,
+                attention_head_groups=_HEAD_GROUPS,
+            )
+
+
+def _has_head_groups(problem: Problem) -> bool:
+    """Return whether the heads of every tensor-parallel size can be computed in groups."""
+    letters = sizes(problem.config)
+    ranks = tensor_parallel_sizes(problem)[-1]
+    queries = letters["h"] // ranks
+    groups = max(1, letters["g"] // ranks)
+    return _HEAD_GROUPS in head_group_counts((queries, groups))

@@ -1,0 +1,38 @@
+"""Chooses the memory techniques of a run whose other options and device are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nxd_memopt.planner.search.candidates import memories
+from nxd_memopt.planner.search.plan import Models, Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
+
+
+def choose_memory(problem: Problem, setting: Setting) -> Plan:
+    """Return the fastest memory techniques that fit, with all else as in ``setting``.
+
+    Args:
+        problem: model, device and batch.
+        setting: parallel sizes and the optimizer's options. Attention's implementation and the
+            kind of loss in its ``memory`` stay.
+
+    Raises:
+        ValueError: nothing fits; the message has the setting that exceeds the memory least, and where.
+    """
+    models: Models = {}
+    chosen: list[Plan] = []
+    for memory in memories(problem, setting.memory):
+        # A graph has no host code between its kernels, which copies to the host need.
+        offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
+        as_graph = setting.cuda_graph and not offloads
+        chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph), models))
+    fitting = [plan for plan in chosen if plan.fits]
+    if fitting:
+        return max(fitting, key=lambda plan: plan.tokens_per_s)
+    smallest = min(chosen, key=lambda plan: plan.excess_bytes)
+    needs = " and ".join(each.describe() for each in smallest.shortages)
+    raise ValueError(
+        f"memory: auto finds nothing that fits: the smallest setting, {smallest.setting.describe()}, needs {needs}: "
+        "use more ranks, a smaller micro-batch or shorter sequences; nxd-memopt plan shows which"
+    )

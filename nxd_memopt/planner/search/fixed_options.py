@@ -1,0 +1,155 @@
+"""Options of a run that the search for settings keeps, and the settings that they exclude."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from nxd_memopt.architectures.config_options import option
+from nxd_memopt.architectures.parameters import moe_layers, sizes
+from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
+from nxd_memopt.planner.sizes.states import STAGES
+from nxd_memopt.planner.techniques.gpu_attention import implementations, limit_refusal
+
+_EXCLUDING = {
+    "parallel.sequence_parallel_enabled": ("sequence_parallel_enabled", "T that divides the sequence length"),
+    "data_parallel.reshard_after_forward": ("reshard_after_forward", "sharding zero3, of GPUs and D above 1"),
+    "optimizer.overlap_grad_reduce": ("overlap_grad_reduce", "sharding none"),
+    "optimizer.in_backward": ("optimizer_in_backward", "sharding none and one micro-batch per step"),
+    "parallel.expert_model_parallel_size": ("expert_model_parallel_size", "a divisor of D and of the experts"),
+    "data_parallel.num_distributed_optimizer_instances": (
+        "optimizer_instances",
+        "sharding zero2 or zero3, of GPUs, and a divisor of D below D",
+    ),
+    "trainer.compile": ("compiles_layers", "full recompute of all layers"),
+}
+"""Option that excludes settings -> field of ``Setting`` or ``FixedOptions``, and what it needs."""
+
+
+@dataclass(frozen=True)
+class FixedOptions:
+    """Options that every tried setting has; the defaults exclude nothing.
+
+    Args:
+        setting: options that the search does not choose: attention's implementation and the kind of loss of its
+            ``memory``, and what the search leaves as it is. ``sequence_parallel_enabled`` True excludes every T
+            above 1 that does not divide S.
+        expert_model_parallel_size: EP; None tries every size.
+        optimizer_instances: ``data_parallel.num_distributed_optimizer_instances``.
+        compiles_layers: ``trainer.compile``.
+    """
+
+    setting: Setting = field(default_factory=Setting)
+    expert_model_parallel_size: int | None = None
+    optimizer_instances: int | Literal["hosts"] = 1
+    compiles_layers: bool = False
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """ZeRO stages with which the training program has the options."""
+        allowed = STAGES
+        if self.setting.overlap_grad_reduce or self.setting.optimizer_in_backward:
+            allowed = ("none",)
+        if self.optimizer_instances != 1:
+            allowed = tuple(stage for stage in allowed if stage in ("zero2", "zero3"))
+        if not self.setting.reshard_after_forward:
+            allowed = tuple(stage for stage in allowed if stage == "zero3")
+        return allowed
+
+    @property
+    def excludes_graphs(self) -> bool:
+        """Whether an option runs host code in backward, or is not supported in a CUDA graph."""
+        setting = self.setting
+        return setting.overlap_grad_reduce or setting.optimizer_in_backward or self.compiles_layers
+
+    def allows(self, memory: MemoryConfig) -> bool:
+        """Return whether the memory techniques can be planned with the options.
+
+        The compiler chooses what a compiled layer keeps for backward, unless a checkpoint around the layer keeps
+        its input only.
+        """
+        if not self.compiles_layers:
+            return True
+        recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method != "block"
+        keeps_inputs_only = memory.num_offloaded_layers(1) == 0 or memory.cpu_offloading_activations
+        return recomputes_all and keeps_inputs_only and not memory.recompute_keep_core_attn
+
+    def at(self, problem: Problem, tensor_model_parallel_size: int) -> Setting | None:
+        """Return ``setting`` with T, sequence parallelism and the ranks of a shard; None if T excludes the options."""
+        setting = replace(self.setting, tensor_model_parallel_size=tensor_model_parallel_size)
+        if tensor_model_parallel_size == 1:
+            setting = replace(setting, sequence_parallel_enabled=None)
+        elif setting.sequence_parallel_enabled and problem.sequence_length % tensor_model_parallel_size:
+            return None
+        if self.optimizer_instances == 1:
+            return setting
+        instances = self.optimizer_instances
+        replicas = problem.devices // tensor_model_parallel_size
+        if instances == "hosts":
+            host = min(problem.devices, problem.device.ranks_per_host)
+            # A tensor-parallel group is on one host, and every host has as many ranks.
+            if problem.devices % host or host % tensor_model_parallel_size:
+                return None
+            instances = problem.devices // host
+        if replicas % instances or (instances > 1 and replicas == instances):
+            return None
+        return replace(setting, shard_ranks=replicas // instances)
+
+    def expert_sizes(self, problem: Problem, setting: Setting, possible: list[int]) -> list[int]:
+        """Return the expert-parallel sizes of ``possible`` that the options allow."""
+        replicas = problem.devices // setting.tensor_model_parallel_size
+        # Shards of a part of the data-parallel ranks are of parameters that all of these have.
+        if setting.shard_ranks not in (None, replicas):
+            possible = [size for size in possible if size == 1]
+        size = self.expert_model_parallel_size
+        return [each for each in possible if size in (None, each)]
+
+    def exclusions(self) -> Iterator[tuple[str, FixedOptions]]:
+        """Yield each option that excludes settings with what it needs, and all options but this one."""
+        for name, (field_name, need) in _EXCLUDING.items():
+            owner = self if hasattr(self, field_name) else self.setting
+            value, default = getattr(owner, field_name), getattr(type(owner), field_name)
+            if value == default:
+                continue
+            without = replace(owner, **{field_name: default})
+            if not isinstance(without, FixedOptions):
+                without = replace(self, setting=without)
+            yield f"{name} {value} needs {need}", without
+
+
+def require_possible(problem: Problem, fixed: FixedOptions) -> None:
+    """Raise ``ValueError`` for options that the device or the model cannot have with any setting."""
+    name = fixed.setting.memory.attention_backend
+    if name != "auto":
+        _require_attention(problem, name)
+    if fixed.compiles_layers and problem.device.name.startswith("trn1"):
+        raise ValueError(
+            f"trainer.compile is not supported on {problem.device.name}, which compiles full steps: set it to null"
+        )
+    if fixed.compiles_layers and any(moe_layers(problem.config)):
+        raise ValueError(
+            "trainer.compile compiles layers of static shapes, and an expert's rows depend on the routing: set it to "
+            "null"
+        )
+
+
+def _require_attention(problem: Problem, name: str) -> None:
+    """Raise ``ValueError`` if the device has no attention ``name``, or none for the model and the precision."""
+    device = problem.device
+    if device.kind != "cuda":
+        known = ("nki", "tiled", "math") if device.name.startswith("trn1") else ("sdpa", "tiled", "math")
+        require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))
+        return
+    known = implementations(int(device.compute_capability))
+    require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))
+    refusal = limit_refusal(
+        name,
+        dtype=PRECISIONS[problem.precision][0],
+        head_dim=sizes(problem.config)["d"],
+        packed=problem.isolate_documents,
+        dropout_p=option(problem.config, "attention_dropout") or 0.0,
+    )
+    if refusal is not None:
+        raise ValueError(f"memory.attention_backend {name!r} cannot be met: {refusal}; or use 'auto'")

@@ -1,0 +1,335 @@
+"""Which settings of a training run fit a device, how fast they are, and what to change if none fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.memory.allocator import fragment_bytes
+from nxd_memopt.planner.memory.peak import StepMemory, step_memory
+from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings, settings
+from nxd_memopt.planner.search.fixed_options import FixedOptions
+from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
+from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
+from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
+from nxd_memopt.planner.sizes.states import StateLayout, kv_replicas, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.planner.timing.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class SizedSetting:
+    """A setting with its predicted memory.
+
+    Args:
+        setting: options.
+        memory: bytes by term, at the peak.
+        usable_bytes: bytes of a device that tensors can use.
+        usable_host_bytes: bytes of host memory that a rank can use.
+    """
+
+    setting: Setting
+    memory: StepMemory
+    usable_bytes: int
+    usable_host_bytes: int
+
+    @property
+    def shortages(self) -> list[Shortage]:
+        """Where the memory of device or host is exceeded; an empty list if the setting fits."""
+        memory = self.memory
+        device = Shortage("device", memory.device_bytes, self.usable_bytes)
+        host = Shortage("host", memory.host_bytes, self.usable_host_bytes)
+        return [each for each in (device, host) if each.missing_bytes > 0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host memory are large enough."""
+        return not self.shortages
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes by which the memory of device and host is exceeded."""
+        return sum(each.missing_bytes for each in self.shortages)
+
+
+@dataclass(frozen=True)
+class Plan(SizedSetting):
+    """A setting with its predicted memory and time.
+
+    Args:
+        setting: options.
+        memory: bytes by term, at the peak.
+        usable_bytes: bytes of a device that tensors can use.
+        usable_host_bytes: bytes of host memory that a rank can use.
+        time: seconds by term.
+        tokens_per_s: over all devices.
+    """
+
+    time: StepTime
+    tokens_per_s: float
+
+
+Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
+"""Shares of one rank by tensor- and expert-parallel size, micro-batch size, sequence parallelism and dtype of sums."""
+
+
+def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
+    """Return the settings that fit, the fastest one first; with equal speed the smallest one.
+
+    Args:
+        problem: model, device and batch.
+        fixed: options that all settings have.
+
+    Raises:
+        ValueError: no setting has the fixed options, or divides the global batch.
+    """
+    require_settings(problem, fixed)
+    models: Models = {}
+    found: list[Plan] = []
+    resident: set[Setting] = set()
+    too_large: set[Setting] = set()
+    exceeds: dict[tuple[int, int, str], bool] = {}
+    for setting in settings(problem, fixed):
+        smallest_batch = replace(setting, micro_batch_size=1)
+        is_comparable = _grows_with_micro_batches(problem, setting)
+        if is_comparable and smallest_batch in too_large:
+            continue
+        if not setting.optimizer_offload_fraction and _states_exceed(problem, setting, models, exceeds):
+            continue
+        # States go to the host only where they do not fit otherwise: it never makes a step faster.
+        if setting.optimizer_offload_fraction and _without_offload(setting) in resident:
+            continue
+        sized = _sized(problem, setting, models)
+        # The time of what does not fit is not asked for, and takes as long as its memory.
+        if sized.fits:
+            found.append(_timed(problem, sized, models))
+            resident.add(replace(setting, cuda_graph=False))
+        elif is_comparable:
+            too_large.add(smallest_batch)
+    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.memory.device_bytes))
+
+
+def _grows_with_micro_batches(problem: Problem, setting: Setting) -> bool:
+    """Return whether no larger micro-batch needs less memory than this one.
+
+    Micro-batches come in ascending order. A step of several ones has their gradients during forward, a step of a
+    single larger one does not. The pool of a CUDA graph may be smaller for a larger one, by its fitted fragments.
+    """
+    if setting.cuda_graph or problem.global_batch_size is None:
+        return False
+    replicas = problem.devices // setting.tensor_model_parallel_size
+    return setting.micro_batch_size * replicas < problem.global_batch_size
+
+
+def _states_exceed(problem: Problem, setting: Setting, models: Models, known: dict[tuple[int, int, str], bool]) -> bool:
+    """Return whether weights and optimizer states on the device alone are too large.
+
+    They are a part of every step's memory and the same with all memory techniques that are tried, and micro-batches.
+
+    Args:
+        problem: model, device and batch.
+        setting: options, without offloaded states.
+        models: shares of the model that other settings have computed.
+        known: results by T, EP and ZeRO stage, to which this one is added.
+    """
+    key = (setting.tensor_model_parallel_size, setting.expert_model_parallel_size, setting.sharding)
+    if key not in known:
+        model, layout = _model(problem, setting, models), _layout(problem, setting)
+        states = sum(model.total(function, layout) for function in (weight_bytes, master_bytes, moment_bytes))
+        known[key] = states > problem.usable_bytes
+    return known[key]
+
+
+def _without_offload(setting: Setting) -> Setting:
+    """Return the setting with all optimizer states on the device."""
+    return replace(
+        setting, optimizer_offload_fraction=0.0, optimizer_update_in_forward=False, store_param_remainders=False
+    )
+
+
+def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -> Plan:
+    """Return the memory and time of a setting.
+
+    Args:
+        problem: model, device and batch.
+        setting: options of the run.
+        models: shares of the model that other settings of the same problem have computed.
+
+    Raises:
+        ValueError: the setting does not fit the model or the number of devices.
+    """
+    models = {} if models is None else models
+    return _timed(problem, _sized(problem, setting, models), models)
+
+
+def _sized(problem: Problem, setting: Setting, models: Models) -> SizedSetting:
+    """Return the memory of a setting; arguments and errors as ``evaluate``."""
+    used = step_memory(
+        _model(problem, setting, models),
+        setting.memory,
+        kernels_of(problem, setting.memory),
+        _layout(problem, setting),
+        accumulation_steps=_accumulation_steps(problem, setting),
+        cuda_graph=setting.cuda_graph,
+    )
+    return SizedSetting(setting, used, _usable_bytes(problem, setting, used), problem.usable_host_bytes)
+
+
+def _timed(problem: Problem, sized: SizedSetting, models: Models) -> Plan:
+    """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
+    setting = sized.setting
+    accumulation = _accumulation_steps(problem, setting)
+    time = step_time(
+        _model(problem, setting, models),
+        setting.memory,
+        _layout(problem, setting),
+        sized.memory,
+        problem.placed_device,
+        dtype=PRECISIONS[problem.precision][0],
+        accumulation_steps=accumulation,
+        ranks=problem.devices,
+        cuda_graph=setting.cuda_graph,
+    )
+    sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
+    tokens_per_s = problem.sequence_length * sequences / time.step_s
+    return Plan(setting, sized.memory, sized.usable_bytes, sized.usable_host_bytes, time, tokens_per_s)
+
+
+def _replicas(problem: Problem, setting: Setting) -> int:
+    """Return D, the number of data-parallel ranks."""
+    size = setting.tensor_model_parallel_size
+    return require_divisible("devices", problem.devices, "tensor_model_parallel_size", size)
+
+
+def _accumulation_steps(problem: Problem, setting: Setting) -> int:
+    """Return the micro-batches of a rank in an optimizer step."""
+    if problem.global_batch_size is None:
+        return 1
+    sequences = setting.micro_batch_size * _replicas(problem, setting)
+    return require_divisible("global batch", problem.global_batch_size, "B x D", sequences)
+
+
+def _layout(problem: Problem, setting: Setting) -> StateLayout:
+    """Return how weights, gradients and states are stored."""
+    dtype, masters = PRECISIONS[problem.precision]
+    return StateLayout(
+        DTYPE_BYTES[dtype],
+        master_weights=masters,
+        sharding=setting.sharding,
+        data_parallel_size=setting.shard_ranks or _replicas(problem, setting),
+        optimizer_offload_fraction=setting.optimizer_offload_fraction,
+        in_backward=setting.optimizer_in_backward,
+        grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
+        update_in_forward=setting.optimizer_update_in_forward,
+        staging_bytes=int(setting.optimizer_staging_gib * GIB),
+        param_remainders=setting.store_param_remainders,
+        expert_ranks=setting.expert_model_parallel_size,
+        keeps_gathered=not setting.reshard_after_forward,
+        overlaps_reduction=setting.overlap_grad_reduce,
+    )
+
+
+def _usable_bytes(problem: Problem, setting: Setting, used: StepMemory) -> int:
+    """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
+    device = problem.placed_device
+    usable = device.usable_bytes(communicators=_communicators(problem, setting))
+    # What does not fit anyway is compared with what others can use.
+    if device.kind != "cuda" or used.device_bytes > usable:
+        return usable
+    usual = fragment_bytes(device.memory_bytes, MemoryConfig())
+    return usable - max(0, used.fragment_bytes - usual)
+
+
+def _communicators(problem: Problem, setting: Setting) -> int:
+    """Return the number of process groups of several ranks that a rank uses; ``parallel_state`` shares equal ones."""
+    tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
+    replicas = _replicas(problem, setting)
+    sizes = [tensor, replicas]
+    if kv_replicas(problem.config, tensor) < tensor:
+        sizes.append(kv_replicas(problem.config, tensor))
+    if experts > 1:
+        sizes += [experts, replicas // experts]
+    if setting.shard_ranks is not None and setting.shard_ranks < replicas:
+        sizes += [setting.shard_ranks, replicas // setting.shard_ranks]
+    return sum(size > 1 for size in sizes)
+
+
+def shards_sequences(problem: Problem, setting: Setting) -> bool:
+    """Return whether sequence parallelism is on: as the setting says, otherwise where it is possible."""
+    # It has no drawback, but needs T to divide S.
+    if setting.sequence_parallel_enabled is not None:
+        return setting.sequence_parallel_enabled
+    size = setting.tensor_model_parallel_size
+    return size > 1 and problem.sequence_length % size == 0
+
+
+def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
+    """Return the share of one rank, from ``models`` or computed and put there."""
+    size = setting.tensor_model_parallel_size
+    experts = setting.expert_model_parallel_size
+    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype)
+    if key not in models:
+        parallel = ParallelConfig(
+            size,
+            sequence_parallel_enabled=shards_sequences(problem, setting),
+            reduce_dtype=setting.reduce_dtype,
+            expert_model_parallel_size=experts,
+        )
+        models[key] = rank_model(
+            problem.config,
+            parallel,
+            sequence_length=problem.sequence_length,
+            micro_batch_size=setting.micro_batch_size,
+            dtype=PRECISIONS[problem.precision][0],
+            moe=problem.moe,
+            lora=problem.lora,
+        )
+    return models[key]
+
+
+def smallest(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
+    """Return the setting that exceeds the memory of device and host by the fewest bytes."""
+    models: Models = {}
+    sized = (_sized(problem, setting, models) for setting in settings(problem, fixed))
+    return _timed(problem, min(sized, key=lambda each: each.excess_bytes), models)
+
+
+def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
+    """Return the fastest plan that fits among those with one sequence and full recompute, or None."""
+    models: Models = {}
+    found: list[Plan] = []
+    for setting in settings(problem, fixed):
+        is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
+        if is_lean and not setting.cuda_graph:
+            sized = _sized(problem, setting, models)
+            if sized.fits:
+                found.append(_timed(problem, sized, models))
+    return max(found, key=lambda plan: plan.tokens_per_s, default=None)
+
+
+def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:
+    """Return changes of the problem with which something fits, each with its fastest setting."""
+    changes: list[tuple[str, Problem]] = []
+    for factor in (2, 4, 8, 16):
+        changes.append((f"--devices {problem.devices * factor}", replace(problem, devices=problem.devices * factor)))
+    if problem.precision == "bf16-mixed":
+        changes.append(("--precision bf16-true (no fp32 masters)", replace(problem, precision="bf16-true")))
+    for divisor in (2, 4, 8):
+        length = problem.sequence_length // divisor
+        if length >= SDPA_MULTIPLE:
+            changes.append((f"--seq-length {length}", replace(problem, sequence_length=length)))
+    found: list[str] = []
+    kinds: set[str] = set()
+    for text, changed in changes:
+        # The smallest change of each kind that helps.
+        kind = text.split()[0]
+        if kind in kinds:
+            continue
+        try:
+            leanest = _leanest(changed, fixed)
+        except ValueError:
+            continue
+        if leanest is not None:
+            kinds.add(kind)
+            found.append(f"{text}: {leanest.setting.describe()}")
+    return found

@@ -1,0 +1,1 @@
+"""Shapes, parameters and optimizer states of one rank."""

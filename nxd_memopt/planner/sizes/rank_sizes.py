@@ -1,0 +1,180 @@
+"""Sizes of the tensors of one micro-batch on one rank, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.architectures.adapters import Adapters, adapters_of
+from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, option
+from nxd_memopt.architectures.experts import FP32_BYTES as FP32_BYTES
+from nxd_memopt.architectures.experts import MoESizes, moe_sizes
+from nxd_memopt.architectures.parameters import attention_windows, require_shardable, rotary_dim, sizes
+from nxd_memopt.config import ParallelConfig, require_divisible
+from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.moe_config import MoEConfig
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+_AS_LLAMA = ("llama", "mistral", "qwen2")
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """Sizes that determine the activations of one rank.
+
+    Args:
+        model_type: Hugging Face's ``model_type``; ``"llama"`` for all that are computed like LLaMA.
+        num_layers: number of decoder layers.
+        sequence_length: S.
+        micro_batch_size: B.
+        shards: ranks over which the residual stream is split: T under sequence parallelism, else 1.
+        tensor_model_parallel_size: T.
+        hidden: H.
+        heads: query heads of this rank.
+        kv_heads: KV heads of this rank.
+        head_dim: d.
+        rotary_dim: dimensions of a head that RoPE rotates.
+        width: F/T.
+        vocab: rows of the head on this rank, V/T rounded up.
+        element_bytes: bytes of an activation.
+        is_fp16: activations are fp16, whose loss is computed again in backward.
+        hidden_act: activation of the MLP.
+        tied: the head shares the weight of the embedding.
+        pads: the embedding has a padding token, whose row gets no gradient.
+        parallel_residual: GPT-NeoX's attention and MLP have the same input.
+        moe: the experts that all layers have instead of an MLP; None for dense models.
+        attention_dropout: weights of attention are dropped.
+        hidden_dropout: the embedding's and, in GPT-NeoX, the branches' outputs are dropped.
+        windows: for each layer the keys that a query sees, if they are fewer than S, else None;
+            empty if no layer has a window.
+        reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
+        adapters: low-rank adapters, which are trained instead of the weights; None trains the weights.
+    """
+
+    model_type: str
+    num_layers: int
+    sequence_length: int
+    micro_batch_size: int
+    shards: int
+    tensor_model_parallel_size: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    width: int
+    vocab: int
+    element_bytes: int
+    is_fp16: bool
+    hidden_act: str
+    tied: bool
+    pads: bool
+    parallel_residual: bool
+    moe: MoESizes | None = None
+    attention_dropout: bool = False
+    hidden_dropout: bool = False
+    windows: tuple[int | None, ...] = ()
+    reduces_in_fp32: bool = False
+    adapters: Adapters | None = None
+
+    def window(self, index: int) -> int | None:
+        """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
+        return self.windows[index] if self.windows else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch, S * B."""
+        return self.sequence_length * self.micro_batch_size
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX's."""
+        return self.model_type not in GPT_NEOX_TYPES
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether GPT-NeoX's layers may run both branches as one block; dropout and adapters need each branch."""
+        return self.parallel_residual and not self.hidden_dropout and self.adapters is None
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of this rank's part of the residual stream."""
+        return self.tokens // self.shards
+
+    @property
+    def query(self) -> int:
+        """Columns of the queries of this rank."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Columns of the keys, or of the values, of this rank."""
+        return self.kv_heads * self.head_dim
+
+
+def rank_sizes(
+    config: Any,
+    parallel: ParallelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    dtype: str,
+    moe: MoEConfig | None = None,
+    lora: LoraConfig | None = None,
+) -> RankSizes:
+    """Return the sizes of one rank's tensors.
+
+    Args:
+        config: Hugging Face's config, as an object or as a complete mapping
+            (``model_configs.with_defaults``).
+        parallel: T, EP and sequence parallelism.
+        sequence_length: S.
+        micro_batch_size: B.
+        dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
+        moe: options of experts; None: those of ``config``.
+        lora: options of adapters; None without adapters.
+
+    Raises:
+        ValueError: T does not divide heads, MLP width or sequence, EP does not divide the experts, the model
+            has dense layers and layers with experts, or its adapters are not planned.
+    """
+    size = parallel.tensor_model_parallel_size
+    require_shardable(config, size)
+    if parallel.sequence_parallel_enabled:
+        require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
+    # A sequence that fits its window runs like one without.
+    windows = tuple(None if each is None or each >= sequence_length else each for each in attention_windows(config))
+    letters = sizes(config)
+    rotated = rotary_dim(config)
+    is_llama = option(config, "model_type") not in GPT_NEOX_TYPES
+    return RankSizes(
+        model_type="llama" if option(config, "model_type") in _AS_LLAMA else option(config, "model_type"),
+        num_layers=option(config, "num_hidden_layers"),
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        shards=size if parallel.sequence_parallel_enabled else 1,
+        tensor_model_parallel_size=size,
+        hidden=letters["H"],
+        heads=letters["h"] // size,
+        # With T above g each rank has one KV head, a replica.
+        kv_heads=max(1, letters["g"] // size),
+        head_dim=letters["d"],
+        # Dimensions are rotated in pairs: of an odd number there is one more.
+        rotary_dim=rotated + rotated % 2,
+        width=letters["F"] // size,
+        vocab=-(-letters["V"] // size),
+        element_bytes=DTYPE_BYTES[dtype],
+        is_fp16=dtype == "float16",
+        hidden_act=option(config, "hidden_act"),
+        tied=bool(option(config, "tie_word_embeddings")),
+        pads=is_llama and option(config, "pad_token_id") is not None,
+        parallel_residual=bool(option(config, "use_parallel_residual")),
+        moe=moe_sizes(config, parallel, moe),
+        attention_dropout=bool(option(config, "attention_dropout")),
+        hidden_dropout=bool(option(config, "hidden_dropout")),
+        windows=windows if any(windows) else (),
+        reduces_in_fp32=parallel.reduce_dtype == "float32",
+        adapters=None if lora is None else adapters_of(config, lora),
+    )

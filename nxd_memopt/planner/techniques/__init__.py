@@ -1,0 +1,1 @@
+"""Facts about memory techniques, which the planner and the library both use."""

@@ -1,0 +1,71 @@
+"""Bytes of the slots of peer memory, through which the ranks of a host gather and reduce activations."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+
+MIN_BYTES = 20 << 20
+"""Smallest shard that ``backends/cuda/backend.py`` sends through peer memory instead of NCCL."""
+MIN_BYTES_AHEAD = 1 << 20
+"""The same in CUDA graphs and in the fused loss, whose launches are ahead of the device."""
+_SLOTS = 2
+"""Slots of gathers, and of reductions, of a full activation each."""
+
+
+# A search asks for the same sizes with every memory technique.
+@lru_cache(maxsize=512)
+def longest_loss_chunk(sizes: RankSizes) -> int:
+    """Return the tokens of the fused loss's longest chunk, of all ranks whose tokens are gathered."""
+    ranges = chunk_ranges(
+        sizes.shard_tokens,
+        gathered=sizes.shards,
+        vocab=sizes.vocab,
+        # Per token of a chunk: gathered input, partial dX and reduced dX.
+        exchanged=3 * sizes.hidden if sizes.tensor_model_parallel_size > 1 else 0,
+        logits_bytes=DEFAULT_LOGITS_BYTES,
+        element_bytes=sizes.element_bytes,
+    )
+    return max(stop - start for start, stop in ranges) * sizes.shards
+
+
+def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | None = None) -> bool:
+    """Return whether the activations of layers pass through slots.
+
+    Args:
+        sizes: sizes of the rank.
+        cuda_graph: forward and backward are one CUDA graph.
+        element_bytes: bytes of an element that is sent; default those of an activation, as in gathers.
+    """
+    smallest = MIN_BYTES_AHEAD if cuda_graph else MIN_BYTES
+    shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.element_bytes)
+    # Without sequence parallelism there are all-reduces only, which NCCL computes.
+    return sizes.shards > 1 and shard >= smallest
+
+
+def holds_loss(sizes: RankSizes, *, element_bytes: int | None = None) -> bool:
+    """Return whether the chunks of the fused loss pass through slots; arguments as ``holds_layers``."""
+    shard = longest_loss_chunk(sizes) // sizes.shards * sizes.hidden * (element_bytes or sizes.element_bytes)
+    return sizes.shards > 1 and shard >= MIN_BYTES_AHEAD
+
+
+def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
+    """Return the bytes of all slots of a rank.
+
+    Args:
+        sizes: sizes of the rank.
+        fused_loss: ``fused_linear_cross_entropy``.
+        cuda_graph: forward and backward are one CUDA graph.
+    """
+    total = 0
+    # Of gathers and of reductions, which the backend decides by their own bytes.
+    for element_bytes in (sizes.element_bytes, FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes):
+        tokens = 0
+        if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=element_bytes):
+            tokens = sizes.tokens
+        elif fused_loss and holds_loss(sizes, element_bytes=element_bytes):
+            tokens = longest_loss_chunk(sizes)
+        total += _SLOTS * tokens * sizes.hidden * element_bytes
+    return total

@@ -1,0 +1,1 @@
+"""The options of a run: sections, parsing, NeMo's names."""

@@ -1,0 +1,78 @@
+"""The ``lora`` section: low-rank adapters, which are trained instead of the model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.lora_config import LoraConfig
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters (arXiv:2106.09685), with neuronx-distributed's names.
+
+    The model's own weights stay as they are and have no gradients and no optimizer states.
+
+    Args:
+        lora_rank: r, rank of the adapters; ``None`` trains the model's weights without adapters.
+        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``.
+        lora_dropout: probability of dropping an element of an adapter's input.
+        target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, the default.
+        use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
+        init_lora_weights: initial values of A: ``default``, as a linear layer's, or ``gaussian``.
+    """
+
+    lora_rank: int | None = None
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | None = None
+    use_rslora: bool = False
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+
+    def __post_init__(self) -> None:
+        if self.lora_rank is None:
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"lora.{field.name} {getattr(self, field.name)!r} needs adapters: set lora.lora_rank, or leave "
+                        "it out"
+                    )
+        self.config()
+
+    def config(self) -> LoraConfig | None:
+        """Return the configuration of the adapters; None without.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        if self.lora_rank is None:
+            return None
+        try:
+            return LoraConfig(**dataclasses.asdict(self))
+        except ValueError as error:
+            raise ValueError(f"lora: {error}") from error
+
+
+def require_trainable_adapters(options: LoraOptions, memory: MemoryConfig, compile: str | None) -> None:
+    """Raise ``ValueError`` for options that adapters cannot be combined with."""
+    if options.lora_rank is None:
+        return
+    conflicts = {
+        "memory.mlp_tile_tokens": (memory.mlp_tile_tokens, None, "null"),
+        "memory.attention_head_groups": (memory.attention_head_groups, None, "null"),
+        "memory.cpu_offloading_weights": (memory.cpu_offloading_weights, False, "false"),
+        "trainer.compile": (compile, None, "null"),
+    }
+    for name, (value, without_effect, remedy) in conflicts.items():
+        if value != without_effect:
+            raise ValueError(f"{name} {value!r} is not supported with lora.lora_rank: set it to {remedy}")
+
+
+def recorded_lora(options: Mapping[str, Any]) -> LoraConfig | None:
+    """Return the configuration of the adapters of a checkpoint that records ``options``; None without adapters."""
+    names = [field.name for field in dataclasses.fields(LoraOptions)]
+    return LoraOptions(**{name: options[f"lora.{name}"] for name in names if f"lora.{name}" in options}).config()

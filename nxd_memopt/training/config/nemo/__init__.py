@@ -1,0 +1,1 @@
+"""Translation of NeMo's YAML files."""

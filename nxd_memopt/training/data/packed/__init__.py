@@ -1,0 +1,1 @@
+"""Packed tokens of a run on disk."""

@@ -1,0 +1,169 @@
+"""Compares the packed tokens of a resumed run with those of its checkpoint, wherever text and tokenizer are.
+
+A path, a modification time or a file format says little about a dataset. What a resumed run needs
+is that every sequence that its checkpoint counts is the same: a hash of the packed sequences says
+that, for the text and the tokenizer together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nxd_memopt.checkpoint.sharded.stored_run import StoredRun
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.data.packed.log import Entry, TokenLog
+from nxd_memopt.training.resume.plan import ResumePlan
+from nxd_memopt.training.resume.rules import WARM_START
+from nxd_memopt.training.runtime.distributed import is_rank_zero
+
+CONTENT_VERSION = 4
+
+TokenContent = Mapping[str, Any]
+"""What a checkpoint records of the tokens: ``version``, ``fingerprint`` of text, tokenizer and
+settings, and ``splits``: for each split the number of ``sequences`` up to the end of the window that
+training has reached, their ``sha256``, and ``ended``: whether the text has no more."""
+
+
+def split_name(split: str, source: int, num_sources: int) -> str:
+    """Return the name of a source's split in the records; a single source has no number."""
+    return split if num_sources == 1 else f"{split}.{source}"
+
+
+def wanted_sequences(plan: ResumePlan, counts: Callable[[int], list[int]]) -> list[dict[str, int]]:
+    """Return for each source the sequences of each split that the run reads.
+
+    At least as many as its checkpoint has read, so that those can be compared.
+
+    Args:
+        plan: how the run starts.
+        counts: how many of the first n sequences are of each source.
+    """
+    trained = counts(plan.position(plan.config.trainer.max_steps))
+    held_out = counts(plan.config.data.eval_sequences)
+    compared = compared_sequences(plan)
+    wanted = []
+    for source, numbers in enumerate(zip(trained, held_out, strict=True)):
+        names = [split_name(split, source, len(trained)) for split in ("train", "held_out")]
+        train, evaluated = (max(number, compared.get(name, 0)) for name, number in zip(names, numbers, strict=True))
+        # Without evaluation a run reads no held-out sequences, whatever its checkpoint has read.
+        wanted.append({"train": train, "held_out": evaluated if numbers[1] else 0})
+    return wanted
+
+
+def compared_sequences(plan: ResumePlan) -> dict[str, int]:
+    """Return the sequences of each split that ``with_same_tokens`` compares; empty for a new run."""
+    if plan.stored is None:
+        return {}
+    return {name: split["sequences"] for name, split in stored_tokens(plan.stored)["splits"].items()}
+
+
+def stored_tokens(stored: StoredRun) -> TokenContent:
+    """Return the content of the tokens that a checkpoint records.
+
+    Raises:
+        ValueError: an earlier version wrote it, which packed other sequences.
+    """
+    tokens = stored.shared["tokens"]
+    if tokens.get("version") != CONTENT_VERSION:
+        raise ValueError(
+            f"{stored.directory} was written by an earlier version, which chose held-out documents in another "
+            f"way: continue with that version, or {WARM_START}"
+        )
+    return tokens
+
+
+def content_at(fingerprint: str, logs: Mapping[str, TokenLog], needed: Mapping[str, int]) -> TokenContent:
+    """Return the content up to the end of the windows with the first ``needed`` sequences of each split."""
+    splits = {}
+    for name, rows in needed.items():
+        entries = logs[name].entries
+        index = bisect.bisect_left(entries, rows, key=lambda entry: entry.rows)
+        # A source of a mixture may have no sequence yet.
+        entry = entries[min(index, len(entries) - 1)] if entries else Entry()
+        # Also the last entry may be one without sequences, which says that the text has ended.
+        ended = any(other.ended for other in _entries_at(entries, entry.rows))
+        splits[name] = {"sequences": entry.rows, "sha256": entry.sha256, "ended": ended and rows > entry.rows}
+    return {"version": CONTENT_VERSION, "fingerprint": fingerprint, "splits": splits}
+
+
+def with_same_tokens(plan: ResumePlan, fingerprint: str, logs: Mapping[str, TokenLog]) -> ResumePlan:
+    """Return ``plan`` after comparing the tokens with the checkpoint's. Every rank calls.
+
+    Args:
+        plan: how the run starts.
+        fingerprint: fingerprint of this run's text, tokenizer and settings.
+        logs: log of each split, with at least ``compared_sequences``, or with all of the text.
+
+    Raises:
+        ValueError: on every rank, if the tokens differ, unless ``trainer.allow_changes`` names
+            ``data.dataset``: the run then reads the other tokens from their first sequence on.
+    """
+    if plan.stored is None:
+        return plan
+    differing: list[str] = []
+    with raise_together("comparing the tokens with the checkpoint's"):
+        if is_rank_zero():
+            differing = _differing_splits(plan.stored, logs)
+    differing = json.loads(share_texts(json.dumps(differing))[0])
+    if not differing:
+        return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, fingerprint)])
+    is_allowed = "data.dataset" in plan.config.trainer.allow_changes
+    if "train" not in differing:
+        if not is_allowed:
+            raise ValueError(
+                f"the held-out text has changed since {plan.stored.directory} was written: restore it, or "
+                "evaluate the other text with --trainer.allow-changes data.dataset"
+            )
+        note = "data.dataset: the held-out text differs from the checkpoint's; the training text goes on where it was"
+        return dataclasses.replace(plan, notes=[*plan.notes, note])
+    if not is_allowed:
+        raise ValueError(
+            f"the dataset or the tokenizer has changed since {plan.stored.directory} was written: the packed "
+            f"tokens differ: restore it, or {WARM_START}, or continue at the first sequence of the other "
+            "tokens with --trainer.allow-changes data.dataset"
+        )
+    offset = -plan.stored.step * plan.config.data.global_batch_size
+    note = "data.dataset: the tokens differ from the checkpoint's; they are read from their first sequence on"
+    return dataclasses.replace(plan, sequence_offset=offset, notes=[*plan.notes, note])
+
+
+def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
+    """Return a line if text or tokenizer are not those of the checkpoint, and lead to its tokens."""
+    tokens = stored_tokens(stored)
+    if tokens["fingerprint"] == fingerprint:
+        return []
+    # Text after the packed sequences may differ: no run has read it yet.
+    counts = ", ".join(f"{split['sequences']} {name}" for name, split in tokens["splits"].items())
+    return [f"text or tokenizer have moved or changed: the sequences packed so far are equal ({counts})"]
+
+
+def _differing_splits(stored: StoredRun, logs: Mapping[str, TokenLog]) -> list[str]:
+    """Return which of ``train`` and ``held_out`` lack the sequences that the checkpoint counts, in the same order."""
+    found = {
+        # Another number of sources is another text.
+        "train" if name not in logs else name.partition(".")[0]
+        for name, split in stored_tokens(stored)["splits"].items()
+        if name not in logs or not _is_same(split, logs[name].entries)
+    }
+    return sorted(found)
+
+
+def _is_same(split: Mapping[str, Any], entries: list[Entry]) -> bool:
+    """Return whether a split begins with the sequences that a checkpoint has counted."""
+    # Nothing was read yet, or, without evaluation, a run has no held-out tokens.
+    if not split["sequences"] or not entries:
+        return True
+    found = _entries_at(entries, split["sequences"])
+    if not any(entry.sha256 == split["sha256"] for entry in found):
+        return False
+    # A text that ended is repeated from its end on: it must end there again.
+    return not split["ended"] or any(entry.ended for entry in found)
+
+
+def _entries_at(entries: list[Entry], rows: int) -> list[Entry]:
+    """Return the entries after ``rows`` sequences: one, and one more without sequences at the end of the text."""
+    return [entry for entry in entries[-2:] if entry.rows == rows] or [entry for entry in entries if entry.rows == rows]

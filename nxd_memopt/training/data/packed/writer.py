@@ -1,0 +1,194 @@
+"""Tokenizes the text of a run and writes it, in rank 0's process or in one of its own in the background."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.child_process import describe_exit
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.runtime.distributed import host_only
+
+PROGRESS_BYTES = 256
+ALL_SEQUENCES = 2**62
+"""Number of wanted sequences that no text has."""
+NICE = 10  # the ranks' own work comes first
+
+
+@dataclass(frozen=True)
+class TokenJob:
+    """What is tokenized.
+
+    Args:
+        directory: directory of the packed tokens, which has its index.
+        corpus_fingerprint: fingerprint of the documents.
+        config: data options.
+        vocabulary: ``Vocabulary`` of the run.
+        seed: seed of the order of documents and sequences.
+        wanted: sequences of each split, at least; a split's last window is written as a whole.
+    """
+
+    directory: Path
+    corpus_fingerprint: str
+    config: DataConfig
+    vocabulary: Any
+    seed: int
+    wanted: Mapping[str, int]
+
+
+def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, workers: Any = None) -> bool:
+    """Write the windows of each split until those wanted exist; return whether they do.
+
+    Goes on after the windows that are on the disk.
+
+    Args:
+        job: what is tokenized.
+        corpus: ``Corpus`` of the run.
+        pauses: called with a line of progress after each call of the tokenizer; True stops there.
+        workers: ``TokenWorkers``, or None to tokenize in this process.
+
+    Raises:
+        ValueError: a split has no complete sequence, a row is bad, or a file was altered.
+        OSError: a file cannot be written.
+    """
+    # Imported here: the process in the background first chooses its backend.
+    from nxd_memopt.training.data.packed.log import TokenWriter
+    from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
+    from nxd_memopt.training.data.tokenize.windows import packed_windows
+
+    with _only_writer(job.directory), _named_write_errors(job.directory):
+        # Held-out text first: it is evaluated before the first step.
+        for name in ("held_out", "train"):
+            writer = TokenWriter(job.directory, name, job.config.seq_length)
+            log = writer.log
+            if not job.wanted[name] or log.has(job.wanted[name]):
+                continue
+            stream = corpus.train if name == "train" else corpus.held_out
+            most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
+            windows = packed_windows(
+                stream, job.vocabulary, job.config, job.seed, writer.restart, most=most, workers=workers
+            )
+            for calls, window in enumerate(windows, start=1):
+                if window is not None:
+                    writer.commit(window)
+                    if log.has(job.wanted[name]):
+                        break
+                if pauses(f"{_progress(name, log.last, job.wanted[name])}, {calls:,} calls of the tokenizer"):
+                    return False
+    return True
+
+
+def _progress(name: str, last: Any, wanted: int) -> str:
+    """Return how much of a split is written."""
+    share = f"{last.rows:,} sequences"
+    if wanted != ALL_SEQUENCES:
+        share = f"{last.rows:,} of {wanted:,} sequences"
+    return f"tokenizing {name.replace('_', '-')} text: {share} of {last.documents:,} documents"
+
+
+class TokenProcess:
+    """A process that runs ``write_tokens``; it ends with the process that started it.
+
+    Args:
+        job: what is tokenized.
+    """
+
+    def __init__(self, job: TokenJob) -> None:
+        # Not forked: threads of the device and of the tokenizer do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        self._progress: Any = context.Array("c", PROGRESS_BYTES)
+        self._receiving, sending = context.Pipe(duplex=False)
+        self._process = context.Process(target=_main, args=(job, self._progress, sending), daemon=True, name="tokens")
+        with host_only():
+            self._process.start()
+        sending.close()
+
+    @property
+    def progress(self) -> str:
+        """The newest line of progress."""
+        return self._progress.value.decode(errors="ignore") or "starting to tokenize"
+
+    def require_running(self) -> None:
+        """Raise the error that the process has ended with, if it has."""
+        if self._receiving.poll():
+            # The end of the pipe, if the process has ended without an error.
+            with suppress(EOFError):
+                kind, message = self._receiving.recv()
+                raise (OSError if kind == "OSError" else ValueError)(message)
+        if not self._process.is_alive() and self._process.exitcode:
+            reason = describe_exit(self._process.exitcode, remedy="close other programs")
+            raise ValueError(f"the process that tokenizes ended with {reason}; start the same command to continue")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended: it has written all that it was asked for."""
+        return not self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process; what it has written completely stays."""
+        self._process.terminate()
+        self._process.join()
+        self._receiving.close()
+
+
+def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
+    """Run ``write_tokens`` in the background; send the error of a user."""
+    # A terminal sends SIGINT to all of its processes: the run decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(OSError):
+        os.nice(NICE)
+    from nxd_memopt.training.data.sources.corpora import open_corpus
+
+    def report(line: str) -> bool:
+        progress.value = line.encode()[: PROGRESS_BYTES - 1]
+        return False
+
+    try:
+        corpus = open_corpus(job.config, job.seed)
+        if corpus.fingerprint != job.corpus_fingerprint:
+            raise ValueError(f"dataset {job.config.dataset!r} has changed since the run started: start it again")
+        write_tokens(job, corpus, report)
+    except (ValueError, OSError) as error:
+        sending.send(("OSError" if isinstance(error, OSError) else "ValueError", str(error)))
+        raise SystemExit(1) from error
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _only_writer(directory: Path) -> Iterator[None]:
+    """Wait until no other process writes to ``directory``: that of a killed run ends within moments."""
+    with (directory / "writer.lock").open("a") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _named_write_errors(directory: Path) -> Iterator[None]:
+    """Say in an error of writing what was written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        # An error in writing names no file, or one of ours; the others are of reading the data.
+        if error.filename is not None and directory not in Path(error.filename).parents:
+            raise
+        raise OSError(
+            f"could not write the tokens to {directory}: {error}: free disk space or choose another trainer.output_dir"
+        ) from error

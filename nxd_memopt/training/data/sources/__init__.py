@@ -1,0 +1,1 @@
+"""Readers of datasets: local files, saved datasets, the hub."""

@@ -1,0 +1,254 @@
+"""The documents of a run in the order of training: an exact permutation, or shuffled shards with a shuffled window."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packing import Tokens
+from nxd_memopt.training.data.sources.documents import Documents, Part, is_held_out, open_documents, require_rows
+from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
+from nxd_memopt.training.data.sources.indexed_tokens import is_held_out as is_held_out_tokens
+from nxd_memopt.training.data.sources.shards import Shard, find_shards, is_streamed
+
+Document = str | Tokens
+"""Text, or token ids with the flags of ``packing``."""
+Position = list[int]
+"""Place between two documents of a stream, as JSON values."""
+
+# Documents that are shuffled together: two neighbours of one file are then as far apart as files
+# are. Their text is on disk, so the number costs no memory.
+WINDOW_DOCUMENTS = 10_000
+# For one held-out sequence, held_out_every sequences of text are read before the first step.
+HELD_OUT_SEQUENCES = 64
+# Sequences shuffled together, and written together, at most.
+WINDOW_SEQUENCES = 1024
+SPOOL_BYTES = 2**26  # 64 MiB: text of a window in memory; a longer one is in a temporary file
+
+
+class DocumentStream(Protocol):
+    """Documents of one split in the order of training."""
+
+    def read(self, start: Position | None) -> Iterator[tuple[Document, Position]]:
+        """Yield the documents from ``start`` on, each with the position after it; None is the beginning."""
+        ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out documents.
+
+    Args:
+        train: documents for training.
+        held_out: documents for evaluation.
+        fingerprint: hash of the documents, their split and what their order depends on, other
+            than the seed.
+        notes: lines about the order, for the start report.
+        held_out_window: held-out sequences that are shuffled together at most.
+    """
+
+    train: DocumentStream
+    held_out: DocumentStream
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+    held_out_window: int = WINDOW_SEQUENCES
+
+
+def open_corpus(config: DataConfig, seed: int) -> Corpus:
+    """Find the documents of ``config.dataset``.
+
+    Those of a small corpus are all checked here, and ordered by an exact permutation. A large one
+    (``data.streaming``) is read once, from beginning to end, while the run trains: the memory that
+    this function needs does not depend on its size. It reads the first ``held_out_every`` documents, and
+    more until the hash has put some on both sides. If it never does, the corpus is read as a small one.
+
+    Raises:
+        ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.
+    """
+    if config.validation_dataset is not None:
+        return _with_validation(config, config.validation_dataset, seed)
+    if Path(config.dataset).suffix == SUFFIX:
+        return _open_indexed(config, seed)
+    every = config.split_every
+    shards = find_shards(config) if is_streamed(config) else []
+    if not shards or not _has_both_splits((is_held_out(text, every) for text in _texts(shards)), every):
+        return _open_small(config, seed)
+    facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
+    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    note = (
+        f"data: {len(shards)} shards of {config.dataset!r} are read in a shuffled order, with a shuffled window of "
+        f"{WINDOW_DOCUMENTS:,} documents"
+    )
+    # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
+    # before the first evaluation.
+    return Corpus(
+        WindowedDocuments(shards, seed, lambda text: not is_held_out(text, every), WINDOW_DOCUMENTS),
+        WindowedDocuments(shards, seed, lambda text: is_held_out(text, every), 1),
+        fingerprint,
+        (note,),
+        HELD_OUT_SEQUENCES,
+    )
+
+
+def _open_small(config: DataConfig, seed: int) -> Corpus:
+    """Return documents in an exact permutation, after all were read."""
+    documents = open_documents(config)
+    notes = [f"data: the last 1/{config.split_every} of each document is held out"] if documents.are_cut else []
+    return Corpus(
+        PermutedDocuments(documents, documents.train, seed),
+        PermutedDocuments(documents, documents.held_out, seed),
+        documents.fingerprint,
+        tuple(notes),
+    )
+
+
+def _texts(shards: list[Shard]) -> Iterator[str]:
+    return (text for shard in shards for text, _ in shard.read(0))
+
+
+def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
+    """Return whether the hash splits the documents: there are at least ``every``, some held out and some not.
+
+    Args:
+        held_out: for each document, whether its hash says that it is held out; read as far as needed.
+        every: ``data.held_out_every``.
+    """
+    counts = {False: 0, True: 0}
+    for is_out in held_out if every else ():
+        counts[is_out] += 1
+        if all(counts.values()) and sum(counts.values()) >= every:
+            return True
+    return not every
+
+
+def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
+    """Return all documents of ``config.dataset`` for training, and all of another dataset held out.
+
+    Raises:
+        ValueError: as ``open_corpus``, or both have the same documents.
+    """
+    complete = replace(config, validation_dataset=None, held_out_every=0, eval_sequences=0)
+    trained = open_corpus(complete, seed)
+    held_out = open_corpus(replace(complete, dataset=validation), seed)
+    if held_out.fingerprint == trained.fingerprint:
+        raise ValueError(f"data.validation_dataset {validation!r} has the documents of data.dataset: name another one")
+    return Corpus(
+        trained.train,
+        held_out.train,
+        hashlib.sha256(f"validation {trained.fingerprint} {held_out.fingerprint}".encode()).hexdigest(),
+        (*trained.notes, f"data: the held-out text is all of {validation!r}"),
+        HELD_OUT_SEQUENCES,
+    )
+
+
+def _open_indexed(config: DataConfig, seed: int) -> Corpus:
+    """Return documents of token ids, whose places are known: an exact permutation at any size."""
+    require_rows(config, "tokens")
+    tokens = IndexedTokens(Path(config.dataset))
+    every = config.split_every
+    facts = ["indexed", every, *tokens.identity]
+    sides = (is_held_out_tokens(tokens[index], every) for index in range(len(tokens)))
+    are_cut = not _has_both_splits(sides, every)
+
+    def part(ids: Tokens, *, held_out: bool) -> Tokens | None:
+        if are_cut:
+            cut = int((1 - 1 / every) * len(ids))
+            return ids[cut:] if held_out else ids[:cut]
+        return ids if is_held_out_tokens(ids, every) == held_out else None
+
+    notes = [f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation"]
+    if are_cut:
+        notes.append(f"data: the last 1/{every} of each document is held out")
+    return Corpus(
+        PermutedTokens(tokens, seed, partial(part, held_out=False)),
+        PermutedTokens(tokens, seed, partial(part, held_out=True)),
+        hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        tuple(notes),
+        HELD_OUT_SEQUENCES,
+    )
+
+
+class PermutedDocuments:
+    """Documents with known indices, in an order that depends on the seed and their number.
+
+    Args:
+        documents: reads a part by its index.
+        parts: the split's parts.
+        seed: seed of the order.
+    """
+
+    def __init__(self, documents: Documents, parts: list[Part], seed: int) -> None:
+        self._documents = documents
+        self._parts = parts
+        # Streams of random numbers: [seed, 0] orders documents or shards, [seed, 1] the sequences
+        # of each window, [seed, 2, epoch] those of a later epoch, [seed, 3] the rows of best fit,
+        # [seed, 4, ...] the documents of a window.
+        self._order = np.random.default_rng([seed, 0]).permutation(len(parts))
+
+    def read(self, start: Position | None) -> Iterator[tuple[str, Position]]:
+        """Yield the texts from position ``[number of documents before it]`` on."""
+        first = start[0] if start else 0
+        for number in range(first, len(self._order)):
+            yield self._documents.text(self._parts[self._order[number]]), [number + 1]
+
+
+class WindowedDocuments:
+    """Documents of shards: the shards in a shuffled order, and windows of documents shuffled within.
+
+    A window's order depends on the seed and the window's place alone, so reading can go on from
+    any position.
+
+    Args:
+        shards: all shards, in an order that does not depend on the machine.
+        seed: seed of the order.
+        is_chosen: whether a text belongs to the split.
+        window: documents that are shuffled together.
+    """
+
+    def __init__(self, shards: list[Shard], seed: int, is_chosen: Callable[[str], bool], window: int) -> None:
+        self._shards = [shards[index] for index in np.random.default_rng([seed, 0]).permutation(len(shards))]
+        self._seed = seed
+        self._is_chosen = is_chosen
+        self._window = window
+
+    def read(self, start: Position | None) -> Iterator[tuple[str, Position]]:
+        """Yield texts from a position ``[shard, offset in it, documents of the window there]`` on."""
+        shard, offset, done = start or [0, 0, 0]
+        while shard < len(self._shards):
+            with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+                bounds, after = self._fill(spool, shard, offset)
+                order = np.random.default_rng([self._seed, 4, shard, offset]).permutation(len(bounds) - 1)
+                for number in range(done, len(order)):
+                    begin, end = bounds[order[number]], bounds[order[number] + 1]
+                    spool.seek(begin)
+                    text = spool.read(end - begin).decode()
+                    # After the window's last document the position is the next window's begin.
+                    is_last = number + 1 == len(order)
+                    yield text, [*after, 0] if is_last else [shard, offset, number + 1]
+            shard, offset = after
+            done = 0
+
+    def _fill(self, spool: tempfile.SpooledTemporaryFile[bytes], shard: int, offset: int) -> tuple[list[int], Position]:
+        """Write the texts of a window to ``spool``; return their bounds in it and the place after them."""
+        bounds = [0]
+        while shard < len(self._shards):
+            for text, after in self._shards[shard].read(offset):
+                offset = after
+                if not self._is_chosen(text):
+                    continue
+                bounds.append(bounds[-1] + spool.write(text.encode()))
+                if len(bounds) > self._window:
+                    return bounds, [shard, offset]
+            shard, offset = shard + 1, 0
+        assert all(begin <= end for begin, end in pairwise(bounds))
+        return bounds, [shard, 0]

@@ -1,0 +1,267 @@
+"""Tokenizes documents and packs them into windows of shuffled sequences, from the beginning or a recorded place."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.packing import BestFit, Concatenation, Packer, Tokens
+from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
+from nxd_memopt.training.data.tokenize.chat import Encoded, UnrenderedConversationError
+from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
+from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
+from nxd_memopt.training.data.tokenize.workers import WORKER_CHARACTERS, TokenWorkers
+
+SPLITS: tuple[str, ...] = ("train", "held_out")
+# Tokens of a window of long sequences: the first window exists after some seconds.
+WINDOW_TOKENS = 2**20
+MIN_WINDOW_SEQUENCES = 16
+DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
+CALL_CHARACTERS = 2**22  # of their text: four pieces of a long text file
+
+
+@dataclass(frozen=True)
+class Window:
+    """Shuffled sequences that are written together.
+
+    Args:
+        rows: ``[<= window_sequences(S), S]`` with the flags of ``packing``; the last window may be empty.
+        restart: state from which ``packed_windows`` yields the next windows, as JSON values.
+        documents: documents that were read for these rows and all before them.
+        ended: whether there is no further window.
+        outcomes: of them, how many conversations were cut, dropped or skipped.
+    """
+
+    rows: Tokens
+    restart: Mapping[str, Any]
+    documents: int
+    ended: bool
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Place between two documents from which packing can go on.
+
+    Args:
+        produced: rows that the documents before it have completed.
+        position: place in the stream of documents.
+        documents: documents before it.
+        packer: state of the packer.
+        outcomes: conversations before it that were cut, dropped or skipped.
+    """
+
+    produced: int
+    position: Position | None
+    documents: int
+    packer: Mapping[str, Any] | None
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+
+
+def window_sequences(seq_length: int, most: int) -> int:
+    """Return the number of sequences that are shuffled and written together, at most ``most``."""
+    return min(most, max(MIN_WINDOW_SEQUENCES, WINDOW_TOKENS // seq_length))
+
+
+def packed_windows(
+    stream: DocumentStream,
+    vocabulary: Vocabulary,
+    config: DataConfig,
+    seed: int,
+    restart: Mapping[str, Any] | None = None,
+    *,
+    most: int = WINDOW_SEQUENCES,
+    workers: TokenWorkers | None = None,
+) -> Iterator[Window | None]:
+    """Yield the windows of a split in the order of training.
+
+    The windows after ``restart`` are those that follow it without an interruption, and do not depend
+    on who tokenizes. None is yielded after each call of the tokenizer that completes no window, so
+    that the caller can stop there.
+
+    Args:
+        stream: documents of the split.
+        vocabulary: tokenizer.
+        config: S, the packing and the names in messages.
+        seed: seed of the order of sequences.
+        restart: ``Window.restart`` of the last window that was written.
+        most: sequences of a window at most.
+        workers: processes that tokenize; None for this one alone.
+
+    Raises:
+        ValueError: the documents have no complete sequence.
+    """
+    packing = _Packing(stream, vocabulary, config, seed, restart, workers)
+    return packing.windows(window_sequences(config.seq_length, most))
+
+
+class _Packing:
+    """State of ``packed_windows``: documents become rows, rows become shuffled windows."""
+
+    def __init__(
+        self,
+        stream: DocumentStream,
+        vocabulary: Vocabulary,
+        config: DataConfig,
+        seed: int,
+        restart: Mapping[str, Any] | None,
+        workers: TokenWorkers | None,
+    ) -> None:
+        self._stream = stream
+        self._workers = workers
+        self._encoder = DocumentEncoder(vocabulary, config)
+        self._config = config
+        self._shuffle = np.random.default_rng([seed, 1])
+        self._point = _Point(0, None, 0, None)
+        self._written = 0
+        if restart is not None:
+            self._point = _Point(**restart["point"])
+            self._written = restart["written"]
+            self._shuffle.bit_generator.state = restart["shuffle"]
+        self._packer = _packer(config, vocabulary, seed, self._point.packer)
+        # A document, or a window of best fit, may complete rows of several windows. Going on, its
+        # first rows are those that are written already.
+        self._written_again = self._written - self._point.produced
+        self._produced = self._point.produced
+        self._documents = self._point.documents
+        self._outcomes = Counter(self._point.outcomes)
+        self._points = [self._point]
+        # After each document that has completed rows: rows, documents and outcomes so far.
+        self._tallies: list[tuple[int, int, dict[str, int]]] = []
+        self._pending: list[Tokens] = []
+        self._tokens = 0
+
+    def windows(self, size: int) -> Iterator[Window | None]:
+        """Yield windows of ``size`` sequences, as ``packed_windows``."""
+        for positions, encoded in self._encoded():
+            self._add(positions, encoded)
+            # A window is complete when a further row exists: the last one of the text says that it
+            # is the last, whatever the calls of the tokenizer are.
+            if len(self._pending) <= size:
+                yield None
+            while len(self._pending) > size:
+                yield self._window(size)
+        self._take(self._packer.finish())
+        self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
+        while len(self._pending) > size:
+            yield self._window(size)
+        if not self._pending and not self._written:
+            raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
+        yield self._window(len(self._pending), ended=True)
+
+    def _encoded(self) -> Iterator[tuple[list[Position], list[Encoded]]]:
+        """Yield the tokens of the documents of each call, with the places after them."""
+        positions: deque[list[Position]] = deque()
+
+        def documents() -> Iterator[list[Document]]:
+            for call in self._calls():
+                positions.append([position for _, position in call])
+                yield [document for document, _ in call]
+
+        encoded = self._workers.encode(documents()) if self._workers else map(self._encoder.encode, documents())
+        try:
+            for tokens in encoded:
+                yield positions.popleft(), tokens
+        except UnrenderedConversationError as error:
+            # The documents of all calls before this one are counted.
+            number = self._documents + error.index + 1
+            raise ValueError(f"document {number:,} of the stream, {error}") from error
+
+    def _calls(self) -> Iterator[list[tuple[Document, Position]]]:
+        """Yield the documents of each call of the tokenizer, with the places after them."""
+        call: list[tuple[Document, Position]] = []
+        size = 0
+        for document, position in self._stream.read(self._point.position):
+            call.append((document, position))
+            size += len(document)
+            most = WORKER_CHARACTERS if self._workers and not self._workers.is_alone else CALL_CHARACTERS
+            if len(call) == DOCUMENTS_PER_CALL or size >= most:
+                yield call
+                call, size = [], 0
+        if call:
+            yield call
+
+    def _add(self, positions: list[Position], encoded: list[Encoded]) -> None:
+        """Pack the tokens of documents; ``positions`` are the places after them."""
+        for (tokens, outcome), position in zip(encoded, positions, strict=True):
+            self._documents += 1
+            self._tokens += len(tokens)
+            if outcome != "complete":
+                self._outcomes[outcome] += 1
+            if len(tokens):
+                before = self._produced
+                self._take(self._packer.add(tokens))
+                if self._produced > before:
+                    self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
+            # Only the last point before the next unwritten row is of use; the state of each point
+            # would cost a copy, so it is asked for where a row was completed.
+            state = self._packer.state() if self._produced > self._points[-1].produced else None
+            if state is not None:
+                self._points.append(_Point(self._produced, position, self._documents, state, dict(self._outcomes)))
+
+    def _take(self, rows: Any) -> None:
+        """Add rows that are not written yet to those of the next windows."""
+        self._produced += len(rows)
+        again = min(self._written_again, len(rows))
+        self._written_again -= again
+        self._pending += rows[again:]
+
+    def _window(self, size: int, *, ended: bool = False) -> Window:
+        """Return the next ``size`` rows, shuffled."""
+        # Neighbouring sequences come from one document; shuffling spreads them over a window.
+        rows = np.empty((size, self._config.seq_length), dtype=np.int32)
+        for row, index in enumerate(self._shuffle.permutation(size)):
+            rows[row] = self._pending[index]
+        self._pending = self._pending[size:]
+        self._written += size
+        while len(self._points) > 1 and self._points[1].produced <= self._written:
+            del self._points[0]
+        restart = {
+            "point": vars(self._points[0]),
+            "written": self._written,
+            "shuffle": self._shuffle.bit_generator.state,
+        }
+        # The last documents may have completed no row.
+        if ended:
+            return Window(rows, restart, self._documents, ended, dict(self._outcomes))
+        while self._tallies[0][0] < self._written:
+            del self._tallies[0]
+        _, documents, outcomes = self._tallies[0]
+        return Window(rows, restart, documents, ended, outcomes)
+
+
+def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:
+    """Return the packer of ``data.packing``."""
+    if config.packing == "best_fit":
+        return BestFit(config.seq_length, padding_id=vocabulary.end_of_text, seed=seed, state=state)
+    return Concatenation(config.seq_length, state)
+
+
+def _too_short(config: DataConfig, tokens: int, count: int, outcomes: Mapping[str, int]) -> str:
+    """Return the message for a split that has no complete sequence."""
+    if sum(outcomes.values()):
+        return (
+            f"a split of dataset {config.dataset!r} is empty: of its {count} conversations {described(outcomes)}: "
+            "raise data.seq_length, or correct them"
+        )
+    if not tokens:
+        return (
+            f"a split of dataset {config.dataset!r} is empty: none of its {count} documents has any text, or "
+            f"data.held_out_every {config.held_out_every} leaves nothing of it: lower held_out_every, or give it text"
+        )
+    return (
+        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer "
+        f"than data.seq_length {config.seq_length}: shorten data.seq_length, give it more text, "
+        "or set data.eval_sequences to 0"
+    )
+
+
+def described(outcomes: Mapping[str, int]) -> str:
+    """Return how many conversations were cut, dropped and skipped, in words."""
+    reasons = {"cut": "longer than data.seq_length", "dropped": "too long", "skipped": "not renderable"}
+    return ", ".join(f"{outcomes.get(name, 0):,} were {name} ({reason})" for name, reason in reasons.items())

@@ -1,0 +1,369 @@
+"""Shows and records a run on rank 0: progress, metrics.jsonl, evaluation.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nxd_memopt.files import complete_file
+from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.reporting.boards import Boards
+from nxd_memopt.training.reporting.expert_load import LAST_STEPS, LOAD_PLOT, draw_load
+from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
+
+ROW_START = b'{"step": '
+METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
+# Numbers besides the step that a resumed run reads from the rows of earlier processes.
+READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",)}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one optimizer step: a row of metrics.jsonl.
+
+    Args:
+        step: number of the step, counted from 1.
+        loss: mean cross entropy of the step's tokens on all ranks, fp32, without the routers' losses.
+        grad_norm: global gradient norm before clipping, fp32.
+        lr: learning rate of the update.
+        tokens_per_s: tokens per second over all ranks, mean over the steps that were read
+            together.
+        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
+            the device does not report it.
+        mfu: model FLOPs utilization (``utilization_per_token``); None if it is not known.
+        loss_scale: factor of the loss in the step's gradients; None without loss scaling.
+        skipped: whether a gradient overflowed, so that nothing was updated; None without loss
+            scaling.
+        routers: values of ``RouterSums`` of a model with experts.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    peak_memory_bytes: int | None
+    mfu: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
+    routers: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """Return the values by name, without MFU and those of loss scaling and routers if there are none.
+
+        The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
+        no numbers: they are None.
+        """
+        values = asdict(self)
+        if self.loss_scale is None:
+            del values["loss_scale"], values["skipped"]
+        if self.mfu is None:
+            del values["mfu"]
+        values |= values.pop("routers")
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
+        return values
+
+    def line(self) -> str:
+        """Return the metrics as one line of text."""
+        line = (
+            f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
+        )
+        if self.mfu is not None:
+            line += f"  MFU {100 * self.mfu:.1f} %"
+        if self.loss_scale is not None:
+            line += f"  loss scale {self.loss_scale:.4g}"
+        for name in ("load_balancing_loss", "z_loss", "max_load", "dropped_share"):
+            if name in self.routers:
+                line += f"  {name.replace('_', ' ')} {self.routers[name]:.3g}"
+        if self.skipped:
+            line += ", overflow: skipped"
+        return line
+
+
+def gib(size: int | None) -> str:
+    """Return a size in bytes as text in GiB, or ``n/a`` if None."""
+    if size is None:
+        return "n/a"
+    return f"{size / GIB:.2f} GiB"
+
+
+class Rows:
+    """JSONL file with one row per step, which a resumed run continues.
+
+    Rows after ``last_step`` are removed, because the resumed run repeats their steps. An
+    incomplete row, left by a process that was killed while writing, is removed too.
+
+    Attributes:
+        rows: the rows; lists, as of the tokens of each expert, of the last ``LAST_STEPS`` rows only.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self.rows: list[dict[str, Any]] = []
+        # A process that is killed here loses no row.
+        with complete_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for row in _complete_rows(path):
+                if row["step"] <= last_step:
+                    file.write(f"{json.dumps(row)}\n")
+                    self._keep(row)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        # The lists of 48 layers of 128 experts are 239 KiB a step.
+        if len(self.rows) > LAST_STEPS:
+            old = self.rows[-LAST_STEPS - 1]
+            self.rows[-LAST_STEPS - 1] = {name: value for name, value in old.items() if not isinstance(value, list)}
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add ``row`` to ``rows`` and to the file.
+
+        Raises:
+            OSError: the file cannot be written, because of a full disk perhaps.
+        """
+        self._keep(row)
+        # Opened and closed for each row, so every complete row survives a killed process.
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(row)}\n")
+        except OSError as error:
+            raise OSError(
+                f"could not write {self._path}: {error}: free disk space and start the same command again"
+            ) from error
+
+
+def require_readable_records(directory: Path) -> None:
+    """Raise ``ValueError`` if the records of earlier steps in ``directory`` cannot be continued."""
+    for name in READ_AGAIN:
+        for _ in _complete_rows(directory / name):
+            pass
+
+
+def _complete_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of ``path``; none if the file does not exist.
+
+    Raises:
+        ValueError: a line is not a row of a step.
+    """
+    if not path.is_file():
+        return
+    numbers = READ_AGAIN.get(path.name, ())
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            # A killed process leaves at most one incomplete line, the last one, without a newline.
+            if not line.endswith(b"\n") and _is_cut_off(line):
+                return
+            if not _is_row(line, numbers):
+                content = " and ".join(f"a {name}" for name in ("step", *numbers))
+                raise ValueError(
+                    f"{path} line {number} is not a row with {content}: it was altered, or another program wrote the "
+                    "file: correct the line or rename the file; the run then records into a new one"
+                )
+            yield json.loads(line)
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether a line without a newline is the beginning of a row, or empty."""
+    # A host that lost power may leave zero bytes.
+    start = line.strip(b"\0")
+    return not _is_row(line) and start[: len(ROW_START)] == ROW_START[: len(start)]
+
+
+def _is_row(line: bytes, numbers: Sequence[str] = ()) -> bool:
+    """Return whether a line is a JSON object with the number of a step, and with all ``numbers``."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    return all(type(row.get(name)) in (int, float) for name in numbers)
+
+
+class Reporter:
+    """Display and record of a run; a context manager.
+
+    Args:
+        config: options of the run, which are recorded too.
+        enabled: False on all ranks but one: the reporter then does nothing.
+        first_step: optimizer steps done before this process; records of later steps are removed.
+        continues: whether these steps are of this output directory; other records are those of another run and
+            are removed.
+        planned_memory_bytes: planned peak of this rank, which every row of metrics.jsonl has next
+            to the measured one; None if it is not planned.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        enabled: bool,
+        first_step: int,
+        continues: bool = True,
+        planned_memory_bytes: int | None = None,
+    ) -> None:
+        self._planned_memory_bytes = planned_memory_bytes
+        self._config = config.trainer
+        self._enabled = enabled
+        self._first_step = first_step
+        self.tokens_per_step: int | None = None
+        """Set by the loop: with it, lines of progress say how much time is left."""
+        # soft_wrap: a line of a log file is not broken at the width of a terminal that is not
+        # there. quiet: other ranks call say and show too, and print nothing.
+        # Text such as :100: stays as it is.
+        self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False, emoji=False)
+        # The attributes below exist on rank 0 only, so that one process writes each file.
+        if enabled:
+            directory = Path(config.trainer.output_dir)
+            last_step = first_step if continues else -1
+            self._metrics = Rows(directory / METRICS, last_step)
+            self._evaluations = Rows(directory / EVALUATION, last_step)
+            write_run_record(config)
+            self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
+            self._boards.options(options_text(config), options_of(config))
+            self._progress = _progress(self.console)
+
+    def __enter__(self) -> Reporter:
+        if self._enabled and self.console.is_terminal:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._config.max_steps, completed=self._first_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._enabled:
+            self._progress.stop()
+            self._boards.close(exit_code=0 if kind is None else 1)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.console.print(text, markup=False)
+
+    def show(self, table: Table) -> None:
+        """Stop the progress bar and print ``table`` below it, as the last output of the run."""
+        if self._enabled:
+            self._progress.stop()
+        self.console.print(table)
+
+    def step(self, row: StepMetrics) -> None:
+        """Record a step in metrics.jsonl and on the boards, and show its progress."""
+        if not self._enabled:
+            return
+        values = row.row() | {"planned_memory_bytes": self._planned_memory_bytes}
+        self._metrics.append(values)
+        self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
+        self._show(row)
+        self._say_expected_end(row)
+
+    def _show(self, row: StepMetrics) -> None:
+        """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
+        if self.console.is_terminal:
+            self._progress.update(self._task, completed=row.step, description=row.line())
+        elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
+            self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}{self._time_left(row)}")
+
+    def _time_left(self, row: StepMetrics) -> str:
+        """Return the time of the remaining steps in words; empty after the last one."""
+        # A terminal has it in its progress bar.
+        left = self._left(row)
+        return "" if left is None else f"  {left} left"
+
+    def _say_expected_end(self, row: StepMetrics) -> None:
+        """Print the expected end of training once, after the second step, because the first one is a warm-up."""
+        left = self._left(row)
+        if left is not None and row.step - self._first_step == 2:
+            end = datetime.now().astimezone() + left
+            self.say(f"expected end of training: {end:%Y-%m-%d %H:%M %Z}, without evaluations and saves")
+
+    def _left(self, row: StepMetrics) -> timedelta | None:
+        """Return the time of the remaining steps at the present speed; None after the last one."""
+        remaining = self._config.max_steps - row.step
+        if self.tokens_per_step is None or not remaining:
+            return None
+        return timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
+
+    def evaluated_same_tokens(self, first: int, last: int) -> bool:
+        """Return whether the losses recorded for two steps are of the same tokens, as far as their rows say."""
+        if not self._enabled:
+            return True
+        tokens = {row["step"]: row.get("tokens") for row in self._evaluations.rows}
+        return None in (tokens.get(first), tokens.get(last)) or tokens[first] == tokens[last]
+
+    def recorded_evaluation(self, step: int) -> float | None:
+        """Return the recorded held-out loss of ``step``, or None without a record."""
+        if not self._enabled:
+            return None
+        # The last one, where other tokens were evaluated later.
+        losses = [row["held_out_loss"] for row in self._evaluations.rows if row["step"] == step]
+        return losses[-1] if losses else None
+
+    def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
+        """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.
+
+        Args:
+            step: number of the step.
+            held_out_loss: mean over the held-out tokens.
+            tokens: identifies these tokens, which change with the options of the data.
+        """
+        if not self._enabled:
+            return
+        # A finished run that is started again evaluates its last step again: one row is enough.
+        row = {"step": step, "held_out_loss": held_out_loss, "tokens": tokens}
+        # Rows of earlier versions do not say of which tokens they are.
+        same = [known for known in self._evaluations.rows if known["step"] == step]
+        if not any(known.get("tokens") in (None, tokens) for known in same):
+            self._evaluations.append(row)
+        self._boards.scalars({"held_out/loss": held_out_loss}, step)
+        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
+
+    def expert_load(self) -> None:
+        """Draw the load of the experts, if the rows of metrics.jsonl have it. Call it at the end."""
+        if not self._enabled:
+            return
+        counts = [row["tokens_per_expert"] for row in self._metrics.rows if "tokens_per_expert" in row]
+        if counts:
+            path = Path(self._config.output_dir) / LOAD_PLOT
+            draw_load(counts, path)
+            self.say(f"load of the experts: {path}")
+
+    def mean_tokens_per_s(self) -> float | None:
+        """Return the mean tokens per second of this process's steps, or None without steps.
+
+        The first step is left out as warm-up if there are others.
+        """
+        # Every step has the same number of tokens, so the mean rate over time is the harmonic
+        # mean.
+        rates = [row["tokens_per_s"] for row in self._metrics.rows if row["step"] > self._first_step]
+        rates = rates[1:] or rates
+        if not rates:
+            return None
+        return len(rates) / sum(1 / rate for rate in rates)
+
+
+def _progress(console: Console) -> Progress:
+    """Return the progress bar, disabled if the console is not a terminal."""
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

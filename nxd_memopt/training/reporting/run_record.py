@@ -1,0 +1,90 @@
+"""Writes what a run was started with next to its metrics: the resolved options and the versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nxd_memopt.backends import backend
+from nxd_memopt.files import write_text
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.runtime.distributed import world_size
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+PACKAGES = (
+    "nxd_memopt",
+    "torch",
+    "torch_xla",
+    "torch_neuronx",
+    "neuronx-cc",
+    "transformers",
+    "datasets",
+    "triton",
+    "flash-attn-4",
+)
+VARIABLES = ("NEURON_", "NXD_MEMOPT_", "NCCL_", "PYTORCH_", "CUBLAS_", "CUDA_", "XLA_", "OMP_NUM_THREADS")
+"""Beginnings of the names of environment variables that change how a run computes."""
+
+
+def options_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the options by section, as plain values that YAML and JSON have."""
+    # Through JSON: tuples are lists in YAML too.
+    return json.loads(json.dumps(asdict(config)))
+
+
+def options_text(config: TrainConfig) -> str:
+    """Return the options as YAML, which ``--config`` reads."""
+    options = options_of(config)
+    # With a mixture ``dataset`` is the default, and a file that has both is refused.
+    if config.data.mixture:
+        del options["data"]["dataset"]
+    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120)
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, device, ranks, command and environment variables of this process."""
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "backend": backend.name,
+        "device": backend.hardware_name(),
+        "ranks": world_size(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+
+
+def write_run_record(config: TrainConfig) -> None:
+    """Write ``config.yaml`` and ``environment.json`` of the process that trains now. Rank 0 calls.
+
+    Raises:
+        OSError: a file cannot be written, because of a full disk perhaps.
+    """
+    directory = Path(config.trainer.output_dir)
+    texts = {
+        CONFIG: options_text(config),
+        ENVIRONMENT: json.dumps(environment(), indent=2) + "\n",
+    }
+    for name, text in texts.items():
+        try:
+            write_text(directory / name, text)
+        except OSError as error:
+            raise OSError(f"could not write {directory / name}: {error}: free disk space and start again") from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Continuing a run: what may change, and from which checkpoint."""

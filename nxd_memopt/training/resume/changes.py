@@ -1,0 +1,160 @@
+"""Compares the options of a resumed run with those in its checkpoint: what is reported, allowed or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
+from nxd_memopt.config import require_one_of
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.resume.rules import (
+    ARCHITECTURE_SHAPE,
+    ARCHITECTURE_WHEN_ASKED,
+    NEW_RUN,
+    NOT_ARCHITECTURE,
+    RULES,
+    UNKNOWN,
+    WARM_START,
+    Change,
+    Rule,
+    options_when_asked,
+)
+
+ARCHITECTURE = "architecture."
+OVERRIDES = "model.config_overrides."
+MICRO_BATCH = "data.micro_batch_size"
+DATASET = "data.dataset"
+EXPERT_COUNTS = ("num_local_experts", "num_experts")
+
+
+@dataclass
+class Changes:
+    """Differences between a checkpoint and the run that resumes from it.
+
+    Args:
+        notes: one line for each difference that is allowed.
+        refusals: one text with values and remedy for each difference that is not.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return what a checkpoint records of the configuration, as nested mappings.
+
+    ``optimizer.decay_steps`` is resolved, and ``architecture`` has the model's options, of which
+    ``config`` may name only some.
+    """
+    options: dict[str, Any] = dataclasses.asdict(config)
+    for name, rule in RULES.items():
+        section, _, option = name.partition(".")
+        if rule.change is Change.NOT_COMPARED:
+            options[section].pop(option, None)
+    options["optimizer"]["decay_steps"] = config.decay_steps
+    # The sources of a mixture may move, like a single one, but not change their shares.
+    options["data"]["dataset"] = " + ".join(config.data.sources)
+    options["data"]["mixture"] = list(config.data.mixture.values())
+    # As one value: a mapping would be recorded entry by entry.
+    options["optimizer"]["lr_multipliers"] = sorted(config.optimizer.lr_multipliers.items())
+    options["architecture"] = architecture(hf_config)
+    return options
+
+
+def architecture(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the options of a model's configuration on which a training step may depend."""
+    return {
+        name: value
+        for name, value in hf_config.to_dict().items()
+        if name not in NOT_ARCHITECTURE and not name.startswith("_")
+    }
+
+
+def require_known(allowed: Collection[str]) -> None:
+    """Raise ``ValueError`` for an entry of ``trainer.allow_changes`` that cannot be allowed."""
+    for name in allowed:
+        require_one_of("trainer.allow_changes entry", name, tuple(options_when_asked()))
+
+
+def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str]) -> Changes:
+    """Compare the options of a checkpoint with those of the run that resumes from it.
+
+    Args:
+        stored: ``recorded_options`` of the checkpoint's run by dotted name; an earlier version may
+            lack some.
+        current: ``recorded_options`` of this run.
+        allowed: ``trainer.allow_changes``.
+    """
+    after = flat_config(current)
+    changes = Changes()
+    # Version 0.3 and earlier had two stages, and recorded which one as optimizer.zero1.
+    if "optimizer.zero1" in stored:
+        stage = "zero1" if stored["optimizer.zero1"] else "none"
+        stored = {"data_parallel.sharding": stage, **stored}
+    for name, rule in RULES.items():
+        old = stored.get(name, rule.before)
+        # Capacities and balancing losses are those of a micro-batch.
+        if name == MICRO_BATCH and any(after.get(f"{ARCHITECTURE}{each}") for each in EXPERT_COUNTS):
+            rule = Rule(Change.WHEN_ASKED)
+        if old is UNKNOWN or rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
+            continue
+        if old != after[name]:
+            judge(changes, name, rule, (old, after[name]), allowed)
+    for name, values in _architecture_differences(stored, after).items():
+        option = name.removeprefix(OVERRIDES)
+        change = Change.WHEN_ASKED if option in ARCHITECTURE_WHEN_ASKED else Change.REFUSED
+        rule = Rule(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
+        judge(changes, name, rule, values, allowed)
+    return changes
+
+
+def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allowed: Collection[str]) -> None:
+    """Add the difference of one option to the notes or to the refusals of ``changes``.
+
+    Args:
+        changes: differences found so far.
+        name: dotted name of the option.
+        rule: what happens if the option changes.
+        values: value of the checkpoint and value of this run, which differ.
+        allowed: ``trainer.allow_changes``.
+    """
+    old, new = values
+    if rule.change is Change.REPORTED:
+        changes.notes.append(f"{name}: {old} -> {new}")
+    elif rule.change is Change.SAME_CONFIG:
+        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights are the checkpoint's")
+    elif rule.change is Change.SAME_CONTENT:
+        # Whether the allowed tokens are others is said where they are compared.
+        content = "" if DATASET in allowed else ", with equal content"
+        changes.notes.append(f"{name}: {old} -> {new}{content}")
+    elif rule.change is Change.REFUSED:
+        changes.refusals.append(f"{name} was {old!r} and is {new!r}: restore it, or {rule.remedy}")
+    elif name in allowed:
+        changes.notes.append(f"{name}: {old} -> {new}, from this step on")
+    else:
+        changes.refusals.append(
+            f"{name} was {old!r} and is {new!r}: restore it, or allow the change with --trainer.allow-changes {name}"
+        )
+
+
+def _architecture_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the model's options that differ, under the names that change them, with both values."""
+    differences: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        option = name.replace(ARCHITECTURE, OVERRIDES, 1)
+        if not name.startswith(ARCHITECTURE):
+            continue
+        # An option that only one version of transformers knows is no difference, unless one of
+        # the runs sets it.
+        one_sided = name not in before or name not in after
+        if one_sided and option not in before and option not in after:
+            continue
+        old, new = before.get(name), after.get(name)
+        if old != new:
+            differences[option] = (old, new)
+    return differences

@@ -1,0 +1,1 @@
+"""Processes, signals, errors and locks of a run."""
