@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -106,6 +107,7 @@ class MoEConfig:
         self._check_router()
         self._check_capacity()
         self._check_layer_freq()
+        self._warn_of_untrained_routers()
 
     def is_moe_layer(self, num_layers: int) -> tuple[bool, ...]:
         """Return for each of ``num_layers`` decoder layers whether it is a MoE layer.
@@ -192,6 +194,16 @@ class MoEConfig:
             raise ValueError(
                 "moe_router_load_balancing_type 'hf_aux_loss' needs moe_router_score_function 'softmax', got "
                 "'sigmoid': use 'seq_aux_loss', or leave the score function out"
+            )
+
+    def _warn_of_untrained_routers(self) -> None:
+        weighs_one = self.moe_router_topk == 1 and self.moe_router_score_function == "softmax"
+        is_sinkhorn = self.moe_router_load_balancing_type == "sinkhorn"
+        if weighs_one and not (self.moe_router_pre_softmax or is_sinkhorn or self.has_router_loss):
+            warnings.warn(
+                "the routers are not trained: a softmax over the one expert of a token is 1, whatever the scores "
+                "(moe_router_topk 1), and no loss of the routers is set: set moe_aux_loss_coeff or moe_z_loss_coeff",
+                stacklevel=3,
             )
 
     def _check_capacity(self) -> None:

@@ -231,12 +231,12 @@ def rotary_dim(config: Any) -> int:
     """
     head_dim = sizes(config)["d"]
     # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
-    rope = _rope(config)
+    rope = rope_options(config)
     fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
     if option(config, "model_type") in GPT_NEOX_TYPES:
         return int(head_dim * (1.0 if fraction is None else fraction))
     # transformers ignores the fraction of the default type only, and has no model that runs with it.
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope["rope_type"]
     if kind != "default" and fraction not in (None, 1.0):
         raise ValueError(
             f"partial_rotary_factor {fraction} with rope_type {kind!r}: {option(config, 'model_type')} rotates all "
@@ -245,9 +245,22 @@ def rotary_dim(config: Any) -> int:
     return head_dim
 
 
-def _rope(config: Any) -> Any:
-    """Return the options of RoPE; published files call them rope_scaling, and their rope_type sometimes type."""
-    return option(config, "rope_scaling") or option(config, "rope_parameters") or {}
+def rope_options(config: Any) -> dict[str, Any]:
+    """Return the options of RoPE with their ``rope_type``, as transformers' RoPE modules read them.
+
+    Raises:
+        ValueError: the options are no mapping.
+    """
+    # Published files call them rope_scaling, and their rope_type sometimes type.
+    rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in config.json")
+    found = {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    # Phi-3's files have the length before scaling beside the options of RoPE, where transformers prefers it.
+    length = option(config, "original_max_position_embeddings")
+    if length is not None and found["rope_type"] in ("llama3", "longrope", "yarn"):
+        found["original_max_position_embeddings"] = length
+    return found
 
 
 def parameters(config: Any) -> Iterator[Parameter]:
@@ -358,10 +371,7 @@ def require_supported_values(config: Any, remedy: str) -> None:
             "take the checkpoint that they were made from, or remove the entry if the weights are not quantized"
         )
     require_one_of("hidden_act", option(config, "hidden_act"), HIDDEN_ACTS)
-    rope = _rope(config)
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in {remedy}")
-    require_one_of("rope_type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES)
+    require_one_of("rope_type", rope_options(config)["rope_type"], ROPE_TYPES)
     for name in ("attention_dropout", "hidden_dropout"):
         value = option(config, name) or 0.0
         if not isinstance(value, (int, float)) or not 0 <= value < 1:

@@ -165,7 +165,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether this program wrote the weights in ``path``, which no other program has changed since."""
+    """Return whether the metadata of the weights in ``path`` names this program as the writer."""
     try:
         with safe_open(path, framework="pt") as file:
             return (file.metadata() or {}).get("writer") == WRITER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class LoraConfig(lora.LoraConfig):
     """``modules.lora.LoraConfig`` with neuronx-distributed's options of checkpoints.
 
     ``save_checkpoint`` writes base model and adapters, as with ``save_lora_base``; ``save_adapters`` writes the
-    adapters alone. Options of the names of files have no effect.
+    adapters alone. Options of the names of files have no effect; a warning says so of those that are set.
 
     Raises:
         ValueError: ``modules_to_save``, ``load_lora_from_ckpt`` or ``merge_lora`` is set.
@@ -108,6 +109,13 @@ class LoraConfig(lora.LoraConfig):
         super().__post_init__()
         refuse(modules_to_save=self.modules_to_save, load_lora_from_ckpt=self.load_lora_from_ckpt)
         refuse(merge_lora=self.merge_lora)
+        if self.save_lora_config_adapter or self.lora_save_dir not in (None, "lora_adapter"):
+            warnings.warn(
+                f"lora_save_dir {self.lora_save_dir!r} and save_lora_config_adapter {self.save_lora_config_adapter} "
+                "have no effect: save_checkpoint writes model and adapters, and "
+                "nxd_memopt.checkpoint.huggingface.adapters.save_adapters a directory for PEFT",
+                stacklevel=3,
+            )
 
 
 def nki_flash_attn_func(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.architectures.parameters import rotary_dim
+from nxd_memopt.architectures.parameters import rope_options, rotary_dim
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
@@ -63,7 +63,7 @@ class ParallelCausalLM(FusibleModule, ABC):
         self.config = config
         self.parallel = parallel
         self.memory = memory
-        self.rope = RotaryEmbedding(rotary_dim(config), config.rope_parameters, config.max_position_embeddings)
+        self.rope = RotaryEmbedding(rotary_dim(config), rope_options(config), config.max_position_embeddings)
 
     @property
     @abstractmethod
@@ -102,6 +102,11 @@ class ParallelCausalLM(FusibleModule, ABC):
     def decoder_layers(self) -> list[Any]:
         """Return the decoder layers, in order."""
         return list(self.backbone.layers)
+
+    def modules_after_layers(self) -> list[nn.Module]:
+        """Return the modules whose parameters are used after the last decoder layer only: a head that is not tied."""
+        is_tied = self.lm_head.weight is self.embedding_weight()
+        return [] if is_tied else [self.lm_head]
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
         """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules of all layers."""

@@ -161,7 +161,8 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
                 first layer of a recompute chunk runs, and waits for, all layers of the chunk. Their
                 parameters must be used in their forwards only.
             after_layers: modules whose parameters are used only after the last layer has begun,
-                such as a head that is not tied. They are updated with it.
+                ``ParallelCausalLM.modules_after_layers()``: they are updated with it. A tied head is
+                none of them: the embedding reads its weight before the layers.
 
         Raises:
             ValueError: the parameters are sharded over data-parallel ranks, or another optimizer

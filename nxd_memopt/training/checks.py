@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.parameters import require_shardable, require_supported_values, rotary_dim
+from nxd_memopt.architectures.parameters import require_shardable, require_supported_values, rope_options, rotary_dim
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.huggingface.exporting import require_replaceable
@@ -154,7 +154,7 @@ def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None
     """Raise ``ValueError`` if RoPE has no values, or a sequence has more positions than the model was made for."""
     length = config.data.seq_length
     limit = hf_config.max_position_embeddings
-    rope = RotaryEmbedding(rotary_dim(hf_config), hf_config.rope_parameters, limit)
+    rope = RotaryEmbedding(rotary_dim(hf_config), rope_options(hf_config), limit)
     rope.require_one_length(length, packed=config.data.isolate_documents)
     # Its frequencies are made for longer sequences.
     if length > limit and rope.kind != "dynamic":

@@ -26,6 +26,7 @@ OLDER_NAMES = {
     "qwen3_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
     "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),
 }
+LENGTH = "original_max_position_embeddings"
 # Older names for entries of rope_parameters, which transformers ignores next to rope_parameters.
 ROPE_ENTRIES = {
     "rope_theta": "rope_theta",
@@ -60,6 +61,9 @@ def override_config(config: PretrainedConfig, overrides: Mapping[str, Any]) -> P
     values["rope_parameters"] = _rope_parameters(config, changed)
     for name in ("rope_scaling", *ROPE_ENTRIES):
         values.pop(name, None)
+    # transformers would prefer the file's entry beside rope_parameters to the new one inside.
+    if LENGTH in (changed.get("rope_parameters") or changed.get("rope_scaling") or ()):
+        values.pop(LENGTH, None)
     # Constructed again instead of assigned to: values that transformers derives from others are
     # derived again, unless the file or the overrides set them otherwise.
     for name, derived in _derived(config).items():

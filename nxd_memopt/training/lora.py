@@ -48,6 +48,7 @@ def find_adapter_base(training: Training, hf_config: PretrainedConfig) -> list[s
     not just loaded from there are compared with its files, bit by bit.
     """
     from nxd_memopt.checkpoint.huggingface.importing import require_weights_of
+    from nxd_memopt.parallel_layers.coordination import raise_together
 
     config = training.plan.config
     directory = config.model.pretrained
@@ -56,7 +57,8 @@ def find_adapter_base(training: Training, hf_config: PretrainedConfig) -> list[s
     try:
         if directory is None:
             raise ValueError("model.pretrained is not set")
-        _require_function_of(directory, hf_config)
+        with raise_together(f"reading the configuration of {directory}"):
+            _require_function_of(directory, hf_config)
         is_from_checkpoint = training.plan.stored is not None or training.plan.warm_start is not None
         if is_from_checkpoint or config.model.random_init:
             require_weights_of(training.model, directory)

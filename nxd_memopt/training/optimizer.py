@@ -236,9 +236,7 @@ class MasterWeightOptimizer:
     def update_in_forward(self, model: ParallelCausalLM) -> None:
         """Leave the updates of offloaded states to the next forward of each decoder layer of ``model``."""
         assert isinstance(self._sharded, OffloadedZero1Optimizer)
-        # A tied head's weight is used by the embedding before.
-        is_tied = model.lm_head.weight is model.embedding_weight()
-        self._sharded.update_in_forward(model.decoder_layers(), after_layers=[] if is_tied else [model.lm_head])
+        self._sharded.update_in_forward(model.decoder_layers(), after_layers=model.modules_after_layers())
 
     def finish_update(self) -> None:
         """Complete a step whose updates were left to the next forward.

@@ -83,10 +83,11 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         store_param_remainders=args.remainders,
         lr=1e-5,
     )
-    layers = cast(ParallelCausalLM, model).decoder_layers()
+    model = cast(ParallelCausalLM, model)
+    layers = model.decoder_layers()
     optimizer.pace_backward(layers)
     if args.in_forward:
-        optimizer.update_in_forward(layers, after_layers=[cast(ParallelCausalLM, model).lm_head])
+        optimizer.update_in_forward(layers, after_layers=model.modules_after_layers())
     backend.synchronize()
     setup_s = time.perf_counter() - start
     state_bytes = pool.ledger().get(OWNER, 0)

@@ -89,9 +89,6 @@ def draw_config(draw: Draw, model_type: str, tensor: int) -> Spec:
         hidden = heads * -(-draw.choice((32, 36, 40, 50, 64, 96)) // heads)
         config |= {"hidden_size": hidden, "num_key_value_heads": groups, **draw.options("heads")}
     if model_type in ("qwen2_moe", "qwen3_moe"):
-        # A softmax over the one expert of a token has no gradient: the library refuses it.
-        if config["num_experts_per_tok"] == 1 and not draw.maybe(0.05):
-            config["norm_topk_prob"] = False
         # One layer at least has experts.
         config["num_hidden_layers"] = max(2, config["num_hidden_layers"])
     if draw.maybe(0.25):

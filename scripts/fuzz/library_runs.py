@@ -25,7 +25,6 @@ from nxd_memopt.models import model_class
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from nxd_memopt.modules.moe.hf_options import options_of
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer, OptimizerInBackward
-from nxd_memopt.optimizer.offloaded_zero1 import CHUNK_ELEMENTS
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
@@ -134,7 +133,6 @@ class Loop:
         shared: Spec = {"sharding_groups": None if sharded else single, "use_grad_acc_hook": True, **clipping, **adam}
         if self.kind != "offload":
             return NeuronZero1Optimizer(groups, AdamW, **shared)
-        assert CHUNK < CHUNK_ELEMENTS
         optimizer = OffloadedZero1Optimizer(
             groups,
             optimizer_offload_fraction=options["fraction"],
@@ -145,9 +143,8 @@ class Loop:
             **shared,
         )
         if options["in_forward"]:
-            is_tied = self.model.lm_head.weight is self.model.embedding_weight()
-            after_layers = [] if is_tied else [self.model.lm_head]
-            optimizer.update_in_forward(self.model.decoder_layers(), after_layers=after_layers)
+            layers, after_layers = self.model.decoder_layers(), self.model.modules_after_layers()
+            optimizer.update_in_forward(layers, after_layers=after_layers)
         return optimizer
 
     def set_learning_rate(self, lr: float) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
+from transformers import AutoConfig
 
+from nxd_memopt.architectures.parameters import rope_options
 from nxd_memopt.backends import backend
 from nxd_memopt.training.checks import require_applicable_memory
 from nxd_memopt.training.config.parsing import parse_config
@@ -68,6 +70,9 @@ def test_sizes_that_follow_from_others_follow_overrides() -> None:
     grouped = config_from_overrides("llama", LLAMA)
     assert override_config(grouped, {"hidden_size": 48}).num_key_value_heads == 2
     assert override_config(plain, {"rope_theta": 1e6}).rope_parameters["rope_theta"] == 1e6
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    beside = AutoConfig.for_model("llama", original_max_position_embeddings=16)
+    assert rope_options(override_config(beside, {"rope_parameters": yarn}))["original_max_position_embeddings"] == 64
     scaled = override_config(plain, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     assert (scaled.rope_parameters["rope_theta"], scaled.rope_parameters["factor"]) == (5e5, 2.0)
     older = override_config(scaled, {"rope_scaling": None})

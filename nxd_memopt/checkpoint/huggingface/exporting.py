@@ -250,7 +250,9 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
     found = [path for path in content if weights.fullmatch(path.name) and path.suffix != ".json"]
     foreign = [path.name for path in found if not is_own(path)]
     if content and (foreign or not found):
-        reason = f"{foreign[0]} is not of this version of nxd_memopt" if foreign else "it has no such weight files"
+        reason = "it has no such weight files"
+        if foreign:
+            reason = f"{foreign[0]} has no mark of nxd_memopt, which exports of version 0.2 lack"
         raise ValueError(
             f"{target} is neither empty nor an export of nxd_memopt ({reason}): choose another directory, or move this "
             "one away"

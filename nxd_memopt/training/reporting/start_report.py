@@ -52,8 +52,7 @@ def _held_out(data: DataConfig) -> str:
         )
     if data.validation_dataset is not None:
         return f"{data.validation_dataset!r}; an evaluation reads {data.eval_sequences:,} sequences"
-    source = f"about one document in {data.held_out_every}, chosen by its hash"
     return (
-        f"{source}; an evaluation reads {data.eval_sequences:,} sequences of it, and the rest is neither trained nor "
-        "evaluated"
+        f"about 1/{data.held_out_every} of the text; an evaluation reads {data.eval_sequences:,} sequences of it, and "
+        "the rest is neither trained nor evaluated"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 
@@ -136,3 +137,14 @@ def test_expert_parallel_size():
     assert ParallelConfig().expert_model_parallel_size == 1
     message = error_message(lambda: ParallelConfig(expert_model_parallel_size=0))
     assert_says(message, "expert_model_parallel_size", "at least 1", "0")
+
+
+def test_routers_without_a_gradient_are_warned_of():
+    chosen = {"num_moe_experts": 4, "moe_router_topk": 1, "moe_aux_loss_coeff": 0.0}
+    with pytest.warns(UserWarning, match="routers are not trained"):
+        MoEConfig(**chosen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MoEConfig(**chosen | {"moe_router_load_balancing_type": "none"}, moe_z_loss_coeff=0.1)
+        MoEConfig(**chosen, moe_router_pre_softmax=True)
+        MoEConfig(**chosen | {"moe_router_topk": 2})

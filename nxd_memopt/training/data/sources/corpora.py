@@ -80,9 +80,15 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     if Path(config.dataset).suffix == SUFFIX:
         return _open_indexed(config, seed)
     every = config.split_every
-    shards = find_shards(config) if is_streamed(config) else []
-    if not shards or not _has_both_splits((is_held_out(text, every) for text in _texts(shards)), every):
-        return _open_small(config, seed)
+    # The shards of the run are others: they count the bad rows that they leave out.
+    probed = find_shards(config) if is_streamed(config) else []
+    if not probed or not _has_both_splits((is_held_out(text, every) for text in _texts(probed)), every):
+        corpus = _open_small(config, seed)
+        if not probed:
+            return corpus
+        note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
+        return replace(corpus, notes=(note, *corpus.notes))
+    shards = find_shards(config)
     facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (

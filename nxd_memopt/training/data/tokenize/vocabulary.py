@@ -106,8 +106,6 @@ class Vocabulary:
 
     def _beyond(self) -> list[str]:
         """Return the tokens whose ids are no rows of the embedding."""
-        if len(self.tokenizer) <= self.size:
-            return []
         known = self.tokenizer.get_vocab()
         return sorted((token for token in known if known[token] >= self.size), key=known.__getitem__)
 

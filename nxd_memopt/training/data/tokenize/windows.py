@@ -254,10 +254,12 @@ def _too_short(config: DataConfig, tokens: int, count: int, outcomes: Mapping[st
             f"a split of dataset {config.dataset!r} is empty: none of its {count} documents has any text, or "
             f"data.held_out_every {config.held_out_every} leaves nothing of it: lower held_out_every, or give it text"
         )
+    remedies = "shorten data.seq_length, or give it more text"
+    if config.eval_sequences:
+        remedies += "; without held-out text (data.eval_sequences 0) all of it is trained"
     return (
-        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer "
-        f"than data.seq_length {config.seq_length}: shorten data.seq_length, give it more text, "
-        "or set data.eval_sequences to 0"
+        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer than data.seq_length "
+        f"{config.seq_length}: {remedies}"
     )
 
 
