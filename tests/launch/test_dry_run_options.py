@@ -85,7 +85,7 @@ NOT_OF_THE_STEP = {
     "loss_scale_window hysteresis",
     "trainer": "output_dir resume_from allow_changes on_schedule_change max_steps max_epochs seed val_check_interval "
     "save_interval save_checkpoints async_save keep_checkpoints log_every_n_steps export verify_export "
-    "single_process_summary enable_cuda_graph precision allow_tf32 distributed_timeout_minutes wandb_project",
+    "enable_cuda_graph precision allow_tf32 distributed_timeout_minutes wandb_project",
     "launch": "neuron_cc_flags compile_cache_dir",
 }
 

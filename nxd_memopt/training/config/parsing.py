@@ -84,7 +84,7 @@ REMEDIES: dict[Any, str] = {
 PATHS = {
     "model": ("pretrained", "tokenizer", "warm_start"),
     "data": ("dataset", "validation_dataset", "chat_template"),
-    "trainer": ("output_dir", "single_process_summary", "resume_from"),
+    "trainer": ("output_dir", "resume_from"),
 }
 
 # NeMo's options for what is not supported, with the only accepted value. Micro-batches per step follow from

@@ -128,8 +128,6 @@ class TrainerConfig:
             Trainium.
         export: write a Hugging Face directory at the end.
         verify_export: rank 0 loads the export with transformers and compares the held-out loss.
-        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is
-            shown for comparison.
         enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA
             GPUs: one launch, so the host does not limit the speed if a rank has little work.
             ``auto`` does so unless the device, dropout or another option prevents it; the start
@@ -166,7 +164,6 @@ class TrainerConfig:
     log_every_n_steps: int = 1
     export: bool = True
     verify_export: bool = False
-    single_process_summary: str | None = None
     enable_cuda_graph: bool | Literal["auto"] = "auto"
     compile: Literal["layer"] | None = None
     precision: int | str | None = None
@@ -176,7 +173,7 @@ class TrainerConfig:
     auto_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("output_dir", "resume_from", "single_process_summary", "wandb_project"):
+        for name in ("output_dir", "resume_from", "wandb_project"):
             require_named(f"trainer.{name}", getattr(self, name))
         if self.seed > MAX_SEED:
             raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")

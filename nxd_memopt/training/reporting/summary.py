@@ -13,7 +13,6 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
-from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
@@ -32,7 +31,6 @@ class Summary:
     backend: str
     tensor_model_parallel_size: int
     data_parallel_size: int
-    single_process_peak_memory_bytes: int | None
     steps: int = 0
     held_out_loss_before: float | None = None
     held_out_loss_after: float | None = None
@@ -95,7 +93,6 @@ class Summary:
     def _rows(self) -> list[tuple[str, str]]:
         # Rows without a value are left out: not every run exports, evaluates or reports memory. An
         # empty text counts as no value, so a run without peaks has no row for them.
-        single = self.single_process_peak_memory_bytes
         ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
         candidates = [
             (
@@ -107,7 +104,6 @@ class Summary:
             ("change", _number(self.change_percent(), "+.2f", " %")),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
-            ("peak memory, one process", single and gib(single)),
             ("planned memory", self._planned()),
             ("export", self.export),
             ("held-out loss by transformers", _number(self.transformers_held_out_loss, ".4f")),
@@ -144,7 +140,6 @@ def start_summary(config: TrainConfig) -> Summary:
         backend=backend.name,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_size(),
         data_parallel_size=parallel_state.get_data_parallel_size(),
-        single_process_peak_memory_bytes=single_process_peak(config.trainer.single_process_summary),
     )
 
 
@@ -152,26 +147,6 @@ def _number(value: float | None, spec: str, unit: str = "") -> str | None:
     if value is None:
         return None
     return f"{value:{spec}}{unit}"
-
-
-def single_process_peak(path: str | None) -> int | None:
-    """Return the peak memory in bytes from the ``summary.json`` of a single-process run.
-
-    Returns None without a path, or if the device of that run does not report memory.
-
-    Raises:
-        ValueError: the file is missing, is not a summary, or is from a run on several processes.
-    """
-    if path is None:
-        return None
-    if not Path(path).is_file():
-        raise ValueError(f"trainer.single_process_summary {path} does not exist: name a run's summary.json")
-    # One peak per rank: the peaks of several ranks are of shards, so they are no figure to
-    # compare this run's ranks with.
-    peaks = read_json(Path(path)).get("peak_memory_bytes")
-    if not isinstance(peaks, list) or len(peaks) != 1:
-        raise ValueError(f"trainer.single_process_summary {path} is not of one process: it has the peaks {peaks}")
-    return peaks[0]
 
 
 def peak_bytes_of_all_ranks() -> list[int | None]:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
 from nxd_memopt.config import require_one_of
+from nxd_memopt.training.config.parsing import SECTIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.resume.rules import (
     ARCHITECTURE_SHAPE,
@@ -18,7 +19,6 @@ from nxd_memopt.training.resume.rules import (
     NEW_RUN,
     NOT_ARCHITECTURE,
     RULES,
-    UNKNOWN,
     WARM_START,
     Change,
     Rule,
@@ -92,17 +92,14 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
     """
     after = flat_config(current)
     changes = Changes()
-    # Version 0.3 and earlier had two stages, and recorded which one as optimizer.zero1.
-    if "optimizer.zero1" in stored:
-        stage = "zero1" if stored["optimizer.zero1"] else "none"
-        stored = {"data_parallel.sharding": stage, **stored}
     for name, rule in RULES.items():
-        old = stored.get(name, rule.before)
+        if rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
+            continue
+        # An option that was added since does by default what runs did before.
+        old = stored[name] if name in stored else _default(name)
         # Capacities and balancing losses are those of a micro-batch.
         if name == MICRO_BATCH and any(after.get(f"{ARCHITECTURE}{each}") for each in EXPERT_COUNTS):
             rule = Rule(Change.WHEN_ASKED)
-        if old is UNKNOWN or rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
-            continue
         if old != after[name]:
             judge(changes, name, rule, (old, after[name]), allowed)
     for name, values in _architecture_differences(stored, after).items():
@@ -111,6 +108,12 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
         rule = Rule(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
         judge(changes, name, rule, values, allowed)
     return changes
+
+
+def _default(name: str) -> Any:
+    """Return the default of an option by its dotted name."""
+    section, _, option = name.partition(".")
+    return getattr(SECTIONS[section](), option)
 
 
 def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allowed: Collection[str]) -> None:

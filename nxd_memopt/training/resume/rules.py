@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
 
 from nxd_memopt.training.config.moe import MoEOptions
 
@@ -21,9 +20,6 @@ class Change(Enum):
     SPECIAL = "compared by a function of its own, in option_changes.py or resume.py"
 
 
-UNKNOWN: Any = object()
-
-
 @dataclass(frozen=True)
 class Rule:
     """Rule of one option.
@@ -31,14 +27,10 @@ class Rule:
     Args:
         change: what happens if the option changes.
         remedy: for ``REFUSED``: what to do instead.
-        before: the value that runs had before the option existed; it stands for the value of a
-            checkpoint that does not record the option. Needed for ``WHEN_ASKED`` and ``REFUSED``
-            options that are added to this table.
     """
 
     change: Change
     remedy: str = ""
-    before: Any = UNKNOWN
 
 
 NEW_RUN = "start a new run in another trainer.output_dir"
@@ -97,71 +89,71 @@ RULES: dict[str, Rule] = {
     "memory.selective_activation_checkpointing_is_enabled": REPORTED,
     # What ranks share does not change what they compute, nor what a checkpoint stores.
     "data_parallel.sharding": REPORTED,
-    "data_parallel.num_distributed_optimizer_instances": Rule(Change.REPORTED, before=1),
-    "data_parallel.reshard_after_forward": Rule(Change.REPORTED, before=True),
-    "data_parallel.grad_reduce_in_fp32": Rule(Change.WHEN_ASKED, before=None),
+    "data_parallel.num_distributed_optimizer_instances": REPORTED,
+    "data_parallel.reshard_after_forward": REPORTED,
+    "data_parallel.grad_reduce_in_fp32": WHEN_ASKED,
     # The model's part of these is compared as its architecture too.
-    **{f"moe.{name}": Rule(Change.WHEN_ASKED, before=None) for name in MOE_RESULTS},
-    **{f"moe.{name}": Rule(Change.REPORTED, before=None) for name in MOE_REPORTED},
-    **{f"moe.{name}": Rule(Change.REFUSED, NEW_RUN, before=None) for name in MOE_SHAPE},
+    **{f"moe.{name}": WHEN_ASKED for name in MOE_RESULTS},
+    **{f"moe.{name}": REPORTED for name in MOE_REPORTED},
+    **{f"moe.{name}": Rule(Change.REFUSED, NEW_RUN) for name in MOE_SHAPE},
     # Adapters are part of the model's shape; the scale and dropout are of its forward.
-    "lora.lora_rank": Rule(Change.REFUSED, WARM_START, before=None),
-    "lora.target_modules": Rule(Change.REFUSED, WARM_START, before=None),
-    "lora.lora_alpha": Rule(Change.REFUSED, WARM_START, before=8),
-    "lora.use_rslora": Rule(Change.REFUSED, WARM_START, before=False),
-    "lora.lora_dropout": Rule(Change.WHEN_ASKED, before=0.0),
+    "lora.lora_rank": REFUSED,
+    "lora.target_modules": REFUSED,
+    "lora.lora_alpha": REFUSED,
+    "lora.use_rslora": REFUSED,
+    "lora.lora_dropout": WHEN_ASKED,
     "lora.init_lora_weights": NOT_COMPARED,
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,
-    "data.mixture": Rule(Change.REFUSED, WARM_START, before=[]),
+    "data.mixture": REFUSED,
     "data.dataset_config": SAME_CONTENT,
     "data.split": SAME_CONTENT,
-    "data.format": Rule(Change.REFUSED, WARM_START, before="text"),
+    "data.format": REFUSED,
     "data.text_column": SAME_CONTENT,
-    "data.chat_template": Rule(Change.SAME_CONTENT, before=None),
-    "data.train_on_input": Rule(Change.REFUSED, WARM_START, before=False),
-    "data.long_conversations": Rule(Change.REFUSED, WARM_START, before="cut"),
+    "data.chat_template": SAME_CONTENT,
+    "data.train_on_input": REFUSED,
+    "data.long_conversations": REFUSED,
     "data.on_bad_rows": SAME_CONTENT,
     "data.streaming": SAME_CONTENT,
     "data.end_of_text": SAME_CONTENT,
     "data.seq_length": REFUSED,
-    "data.packing": Rule(Change.REFUSED, WARM_START, before="concatenate"),
-    "data.isolate_documents": Rule(Change.WHEN_ASKED, before=False),
+    "data.packing": REFUSED,
+    "data.isolate_documents": WHEN_ASKED,
     "data.held_out_every": Rule(Change.REFUSED, f"{WARM_START} (auto is 0 with data.eval_sequences 0)"),
-    "data.validation_dataset": Rule(Change.SAME_CONTENT, before=None),
+    "data.validation_dataset": SAME_CONTENT,
     "data.micro_batch_size": REPORTED,
     "data.global_batch_size": WHEN_ASKED,
     "data.eval_sequences": REPORTED,
     "optimizer.lr": WHEN_ASKED,
     "optimizer.lr_schedule": WHEN_ASKED,
-    "optimizer.wsd_decay_steps": Rule(Change.WHEN_ASKED, before=0),
+    "optimizer.wsd_decay_steps": WHEN_ASKED,
     "optimizer.min_lr_ratio": WHEN_ASKED,
     "optimizer.warmup_steps": WHEN_ASKED,
     "optimizer.decay_steps": SPECIAL,
     "optimizer.constant_steps": NOT_COMPARED,  # the step at which the decay ends follows from it
     "optimizer.weight_decay": WHEN_ASKED,
     # Checkpoints have the states by group.
-    "optimizer.no_decay": Rule(Change.REFUSED, WARM_START, before=[]),
-    "optimizer.do_layer_norm_weight_decay": Rule(Change.REFUSED, WARM_START, before=False),
-    "optimizer.lr_multipliers": Rule(Change.REFUSED, WARM_START, before=[]),
+    "optimizer.no_decay": REFUSED,
+    "optimizer.do_layer_norm_weight_decay": REFUSED,
+    "optimizer.lr_multipliers": REFUSED,
     "optimizer.betas": WHEN_ASKED,
     "optimizer.eps": WHEN_ASKED,
     "optimizer.clip_grad": WHEN_ASKED,
     "optimizer.master_weights": REFUSED,
     # The same updates at another time.
-    "optimizer.in_backward": Rule(Change.REPORTED, before=False),
+    "optimizer.in_backward": REPORTED,
     # A state's place does not change its value.
-    "optimizer.optimizer_cpu_offload": Rule(Change.REPORTED, before=False),
-    "optimizer.optimizer_offload_fraction": Rule(Change.REPORTED, before=None),
+    "optimizer.optimizer_cpu_offload": REPORTED,
+    "optimizer.optimizer_offload_fraction": REPORTED,
     "optimizer.optimizer_staging_gib": REPORTED,
-    "optimizer.store_param_remainders": Rule(Change.REPORTED, before=False),
-    "optimizer.optimizer_update_in_forward": Rule(Change.REPORTED, before=False),
+    "optimizer.store_param_remainders": REPORTED,
+    "optimizer.optimizer_update_in_forward": REPORTED,
     # The scale itself comes from the checkpoint.
     "optimizer.initial_loss_scale": REPORTED,
-    "optimizer.min_loss_scale": Rule(Change.WHEN_ASKED, before=1.0),
-    "optimizer.loss_scale_window": Rule(Change.WHEN_ASKED, before=1000),
-    "optimizer.hysteresis": Rule(Change.WHEN_ASKED, before=2),
+    "optimizer.min_loss_scale": WHEN_ASKED,
+    "optimizer.loss_scale_window": WHEN_ASKED,
+    "optimizer.hysteresis": WHEN_ASKED,
     # The stage, which follows from it, is compared.
     "optimizer.zero1": NOT_COMPARED,
     "optimizer.overlap_grad_reduce": REPORTED,
@@ -180,12 +172,11 @@ RULES: dict[str, Rule] = {
     "trainer.log_every_n_steps": REPORTED,
     "trainer.export": REPORTED,
     "trainer.verify_export": REPORTED,
-    "trainer.single_process_summary": NOT_COMPARED,
     "trainer.enable_cuda_graph": REPORTED,
     "trainer.compile": REPORTED,
     # model.dtype and optimizer.master_weights, which follow from it, are compared.
     "trainer.precision": NOT_COMPARED,
-    "trainer.allow_tf32": Rule(Change.WHEN_ASKED, before=False),
+    "trainer.allow_tf32": WHEN_ASKED,
     "trainer.distributed_timeout_minutes": NOT_COMPARED,
     "trainer.wandb_project": NOT_COMPARED,
     "trainer.auto_memory": NOT_COMPARED,

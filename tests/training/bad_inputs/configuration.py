@@ -100,12 +100,6 @@ def _saved_without_files(directory: Path) -> Path:
     return write_config(directory, data={"dataset": str(directory / "saved")})
 
 
-def _single_process_summary(directory: Path) -> Path:
-    summary = directory / "summary.json"
-    summary.write_text('{"peak_memory_bytes": [1, 2]}', encoding="utf-8")
-    return write_config(directory, trainer={"single_process_summary": str(summary)})
-
-
 FILES = (
     BadInput("file_missing", _absent_file, ("absent.yaml", "does not exist", "--config")),
     BadInput("file_is_a_directory", _directory_as_file, ("is a directory", "name a YAML file")),
@@ -212,12 +206,6 @@ VALUES = (
     ),
     BadInput("dtype_unknown", _option("model", "dtype", "bf16"), ("bf16", "bfloat16")),
     BadInput("two_ranks_wanted", _option("parallel", "tensor_model_parallel_size", 2), ("world size 1", "start")),
-    BadInput("summary_of_two_processes", _single_process_summary, ("summary.json", "one process")),
-    BadInput(
-        "summary_missing",
-        lambda d: write_config(d, trainer={"single_process_summary": str(d / "absent.json")}),
-        ("absent.json", "does not exist"),
-    ),
 )
 
 MODEL_VALUES = (
