@@ -24,7 +24,8 @@ def draw(generator: random.Random) -> tuple[Any, torch.dtype, str, dict[str, Any
     config = without_dense_layers(CONFIGS[name]())
     config.num_hidden_layers = LAYERS
     if getattr(config, "layer_types", None):
-        config.layer_types = [generator.choice(("full_attention", "sliding_attention")) for _ in range(LAYERS)]
+        types = [generator.choice(("full_attention", "sliding_attention")) for _ in range(LAYERS)]
+        config.layer_types = types if config.sliding_window else ["full_attention"] * LAYERS
     dtype = generator.choice((torch.float32, torch.bfloat16, torch.float16))
     if has_experts:
         return (
