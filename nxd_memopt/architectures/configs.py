@@ -10,7 +10,7 @@ from typing import Any
 
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
-from nxd_memopt.architectures.parameters import moe_layers, num_kv_heads, shared_expert_width
+from nxd_memopt.architectures.parameters import moe_layers, num_kv_heads, rope_options, shared_expert_width
 from nxd_memopt.config import require_one_of
 from nxd_memopt.lora_config import require_no_adapters
 
@@ -222,8 +222,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = config.get("model_type")
     require_one_of("model_type", model_type, tuple(DEFAULTS))
     complete = DEFAULTS[str(model_type)] | dict(config)
-    rope = complete.get("rope_scaling") or complete.get("rope_parameters") or {}
-    if model_type in GPT_NEOX_TYPES and "partial_rotary_factor" not in rope and complete.get("rotary_pct") is None:
+    has_fraction = complete.get("rotary_pct") is not None or "partial_rotary_factor" in rope_options(complete)
+    if model_type in GPT_NEOX_TYPES and not has_fraction:
         complete["rotary_pct"] = _GPT_NEOX_ROTARY_FRACTION
     return complete
 

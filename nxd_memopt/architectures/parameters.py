@@ -254,9 +254,9 @@ def rope_options(config: Any) -> dict[str, Any]:
     # Published files call them rope_scaling, and their rope_type sometimes type.
     rope = option(config, "rope_scaling") or option(config, "rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters {rope!r} are no mapping: set rope_type and its values in config.json")
+        raise ValueError(f"rope_parameters {rope!r} are no mapping: give rope_type and its values")
     found = {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-    # Phi-3's files have the length before scaling beside the options of RoPE, where transformers prefers it.
+    # Phi-3's files have the length before scaling at their top level; transformers prefers that one.
     length = option(config, "original_max_position_embeddings")
     if length is not None and found["rope_type"] in ("llama3", "longrope", "yarn"):
         found["original_max_position_embeddings"] = length

@@ -104,7 +104,7 @@ def memory_terms(
         capacity_gib: memory of the device in GiB.
         reserve_gib: memory in GiB that tensors cannot use.
         num_expert_parameters: number of parameters of this rank's experts.
-        in_graphs: the device runs full steps as compiled graphs (torch_xla on NeuronCores).
+        in_graphs: the device runs each step as compiled graphs (torch_xla on NeuronCores).
     """
     # fp32 parameters are their own master weights.
     layout = StateLayout(

@@ -1,1 +1,1 @@
-"""The commands of ``nxd-memopt`` beside ``train``."""
+"""The commands of ``nxd-memopt`` other than ``train`` and ``launch``."""

@@ -61,7 +61,7 @@ def override_config(config: PretrainedConfig, overrides: Mapping[str, Any]) -> P
     values["rope_parameters"] = _rope_parameters(config, changed)
     for name in ("rope_scaling", *ROPE_ENTRIES):
         values.pop(name, None)
-    # transformers would prefer the file's entry beside rope_parameters to the new one inside.
+    # transformers prefers an entry at the file's top level to the new one in rope_parameters.
     if LENGTH in (changed.get("rope_parameters") or changed.get("rope_scaling") or ()):
         values.pop(LENGTH, None)
     # Constructed again instead of assigned to: values that transformers derives from others are

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxd_memopt.architectures.parameters import rope_options
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
@@ -79,8 +81,7 @@ def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
 
     before, after = architecture(load_config(directory)), architecture(hf_config)
     ignored: set[str] = {*NOT_FUNCTION}
-    rope = getattr(hf_config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in LENGTH_INDEPENDENT:
+    if rope_options(hf_config)["rope_type"] in LENGTH_INDEPENDENT:
         ignored.add("max_position_embeddings")
     for name in ("model_type", *sorted({*before, *after} - ignored)):
         old, new = before.get(name), after.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from inspect import signature
 
@@ -142,3 +143,12 @@ def test_what_the_other_library_ignores_is_refused():
         functions.get_grad_norm([nn.Parameter(torch.ones(1))], zero1_optimizer_groups=[[0]])
     with pytest.raises(ValueError, match=r"rank_ordering=\[0\] is not offered"):
         utils.set_tensor_model_parallel_attributes(torch.ones(2), True, 0, 1, rank_ordering=[0])
+
+
+def test_options_of_file_names_are_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import_without_alias("modules").LoraConfig(lora_rank=2)
+    for options in ({"lora_save_dir": "elsewhere"}, {"save_lora_config_adapter": True}):
+        with pytest.warns(UserWarning, match="have no effect"):
+            import_without_alias("modules").LoraConfig(lora_rank=2, **options)

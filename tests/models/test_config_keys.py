@@ -75,11 +75,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_theta": 100.0},
     "rope_scaling": {"rope_scaling": {"type": "linear", "factor": 4.0}},
     "rope_scaling of a part": {"rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}},
-    "yarn with the length beside it": {
+    "yarn with the length at the top level": {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9},
         "original_max_position_embeddings": 3,
     },
-    "llama3 with the length beside it": {
+    "llama3 with the length at the top level": {
         "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "original_max_position_embeddings": 3,
     },

@@ -130,3 +130,20 @@ def test_bytes_that_the_tokenizer_drops_are_a_line() -> None:
     assert partial("é")["input_ids"] == [] and bytes_without_token(partial) == [0xA9, 0xC3, 0xD1]
     (note,) = Vocabulary(partial, 300, 299).notes
     assert "no token for 3 of the 243 bytes" in note and "0xA9, 0xC3, 0xD1" in note
+
+
+def test_ids_with_gaps_are_compared_by_the_largest() -> None:
+    class WithGap:
+        """Two tokens, and an id of 9."""
+
+        def __len__(self) -> int:
+            return 2
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 9}
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(ValueError, match="needs 10 rows, more than the model's vocab_size 4"):
+        Vocabulary(WithGap(), 4, 0)

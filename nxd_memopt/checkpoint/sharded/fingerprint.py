@@ -1,4 +1,4 @@
-"""Compares the configuration of a resumed run with that of the run that wrote the checkpoint."""
+"""Compares the configuration of a resumed run with the configuration in the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``moe`` section: options of mixture-of-experts layers that complete or replace those of the model's config."""
+"""The ``moe`` section: options of mixture-of-experts layers that complete or replace options of the model's config."""
 
 from __future__ import annotations
 

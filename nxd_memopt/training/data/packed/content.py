@@ -1,4 +1,4 @@
-"""Compares the packed tokens of a resumed run with those of its checkpoint, wherever text and tokenizer are.
+"""Compares the packed tokens of a resumed run with the tokens of its checkpoint, wherever text and tokenizer are.
 
 A path, a modification time or a file format says little about a dataset. What a resumed run needs
 is that every sequence that its checkpoint counts is the same: a hash of the packed sequences says

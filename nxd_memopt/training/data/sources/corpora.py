@@ -82,10 +82,10 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     every = config.split_every
     # The shards of the run are others: they count the bad rows that they leave out.
     probed = find_shards(config) if is_streamed(config) else []
-    if not probed or not _has_both_splits((is_held_out(text, every) for text in _texts(probed)), every):
+    if not probed:
+        return _open_small(config, seed)
+    if not _has_both_splits((is_held_out(text, every) for text in _texts(probed)), every):
         corpus = _open_small(config, seed)
-        if not probed:
-            return corpus
         note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
     shards = find_shards(config)

@@ -41,7 +41,7 @@ class Vocabulary:
         beyond = self._beyond()
         if beyond and set(beyond) - set(self.tokenizer.get_added_vocab()):
             raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's vocab_size {self.size}: use "
+                f"the tokenizer needs {rows_for(self.tokenizer)} rows, more than the model's vocab_size {self.size}: use "
                 "the model's own tokenizer, or set model.resize_embedding to give each token a row"
             )
         if not 0 <= self.end_of_text < self.size:
