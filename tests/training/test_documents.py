@@ -215,7 +215,7 @@ def test_text_shorter_than_a_sequence_names_both_numbers(tmp_path: Path) -> None
 
 
 def test_tokenizer_must_fit_the_model() -> None:
-    with pytest.raises(ValueError, match="the tokenizer has 260 tokens, more than the model's vocab_size 257"):
+    with pytest.raises(ValueError, match="the tokenizer needs 260 rows, more than the model's vocab_size 257"):
         Vocabulary(byte_tokenizer(extra=3), 257, END)
     with pytest.raises(ValueError, match=r"end-of-text token id 300 is outside \[0, vocab_size 257\)"):
         Vocabulary(byte_tokenizer(), 257, 300)

@@ -103,7 +103,7 @@ def test_model_errors(tmp_path: Path) -> None:
 def test_vocabulary_errors(tmp_path: Path) -> None:
     hf_config = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
     byte_tokenizer(extra=3).save_pretrained(tmp_path / "larger")
-    with pytest.raises(ValueError, match="has 260 tokens, more than the model's vocab_size 257"):
+    with pytest.raises(ValueError, match="needs 260 rows, more than the model's vocab_size 257"):
         load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "larger"), config_overrides=LLAMA), hf_config)
     with pytest.raises(ValueError, match=r"tokenizer directory .*absent does not exist"):
         load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "absent"), config_overrides=LLAMA), hf_config)

@@ -221,7 +221,7 @@ CASES: tuple[BadInput, ...] = (
         ("generation_config.json", "pad_token_id", "'0'"),
     ),
     BadInput(
-        "tokenizer_larger_than_the_model", _larger_tokenizer, ("260 tokens", "vocab_size 257", "model.resize_embedding")
+        "tokenizer_larger_than_the_model", _larger_tokenizer, ("260 rows", "vocab_size 257", "model.resize_embedding")
     ),
     BadInput(
         "model_type_of_another_model",

@@ -41,8 +41,8 @@ class Vocabulary:
         beyond = self._beyond()
         if beyond and set(beyond) - set(self.tokenizer.get_added_vocab()):
             raise ValueError(
-                f"the tokenizer needs {rows_for(self.tokenizer)} rows, more than the model's vocab_size {self.size}: use "
-                "the model's own tokenizer, or set model.resize_embedding to give each token a row"
+                f"the tokenizer needs {rows_for(self.tokenizer)} rows, more than the model's vocab_size {self.size}: "
+                "use the model's own tokenizer, or set model.resize_embedding to give each token a row"
             )
         if not 0 <= self.end_of_text < self.size:
             raise ValueError(f"end-of-text token id {self.end_of_text} is outside [0, vocab_size {self.size})")
