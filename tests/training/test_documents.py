@@ -226,6 +226,9 @@ def test_token_ids_must_be_in_the_vocabulary() -> None:
         def __len__(self) -> int:
             return 10
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
         def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
             return {"input_ids": [[1, 2, 12] for _ in texts]}
 
