@@ -19,6 +19,7 @@ from tests.reference import assert_says, error_message
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANNER = ROOT / "nxd_memopt" / "planner"
+ARCHITECTURES = ROOT / "nxd_memopt" / "architectures"
 
 
 def test_gpus_have_a_compute_capability_with_a_source():
@@ -112,7 +113,9 @@ def test_a_calibrated_device_is_not_called_uncalibrated(tmp_path, capsys):
     assert_says(message, "tensor_model_parallel_size 2", "calibrated with 1", "torchrun")
 
 
-@pytest.mark.parametrize("path", sorted(PLANNER.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted([*PLANNER.rglob("*.py"), *ARCHITECTURES.rglob("*.py")]), ids=lambda path: path.name
+)
 def test_files_that_docstrings_name_exist(path):
     folders = (ROOT, ROOT / "nxd_memopt", ROOT / "nxd_memopt" / "models", PLANNER)
     tree = ast.parse(path.read_text(encoding="utf-8"))
