@@ -33,7 +33,7 @@ def compare(before: TrainConfig, after: TrainConfig, *allowed: str) -> Changes:
 
 
 def test_every_option_has_a_rule() -> None:
-    """A new option: choose its rule in resume_rules.py."""
+    """A new option: choose its rule in rules.py."""
     assert set(RULES) == FIELDS
 
 

@@ -17,7 +17,7 @@ class Change(Enum):
     SAME_CONFIG = "a model's directory that may change if its configuration is equal; one line says so"
     WHEN_ASKED = "changes the results: allowed if named in trainer.allow_changes"
     REFUSED = "changes what the stored state means"
-    SPECIAL = "compared by a function of its own, in option_changes.py or resume.py"
+    SPECIAL = "compared by a function of its own, in changes.py or plan.py"
 
 
 @dataclass(frozen=True)
