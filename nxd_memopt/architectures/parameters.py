@@ -1,6 +1,6 @@
 """The parameters of each architecture: name, shape, and how tensor parallelism shards them.
 
-Models, checkpoints, certificates and the planner read them from the table in ``layers.py``.
+Models, checkpoints, certificates and the planner read them from the table in ``architectures/layers.py``.
 """
 
 from __future__ import annotations
