@@ -1,8 +1,8 @@
 """The layers of each architecture: name, shape in letters, and how tensor parallelism shards them.
 
-Models, certificates and the planner read it through ``architectures/parameters.py``. Letters: H hidden size, F MLP width, V
-vocabulary, h query heads, g KV heads (query groups), d head size, E experts, M width of an expert, W width of all
-shared experts together.
+Models, certificates and the planner read it through ``architectures/parameters.py``. Letters: H hidden size, F MLP
+width, V vocabulary, h query heads, g KV heads (query groups), d head size, E experts, M width of an expert, W width
+of all shared experts together.
 """
 
 from __future__ import annotations
