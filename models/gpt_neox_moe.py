@@ -16,7 +16,7 @@ from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
 from nxd_memopt.modules.moe import MoELayer
 from nxd_memopt.modules.moe.biased_experts import BiasedExperts
-from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, moe_memory
+from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, require_moe_memory
 from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.moe_config import MoEConfig
@@ -106,7 +106,7 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
         memory = resolve_memory(memory, config)
         moe = resolve_moe(moe, config)
-        memory = moe_memory(memory, moe)
+        require_moe_memory(memory)
         require_shardable(config, parallel.tensor_model_parallel_size)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device)

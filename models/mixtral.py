@@ -18,7 +18,7 @@ from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.moe import MoELayer
-from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, moe_memory
+from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, require_moe_memory
 from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
@@ -132,7 +132,7 @@ class MixtralForCausalLM(MoECausalLM):
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
         memory = resolve_memory(memory, config)
         moe = resolve_moe(moe, config)
-        memory = moe_memory(memory, moe)
+        require_moe_memory(memory)
         size = parallel.tensor_model_parallel_size
         require_shardable(config, size)
         replicas = kv_size_multiplier(num_kv_heads(config), size)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-RECOMPUTE_GRANULARITIES = (None, "selective", "full")
+from nxd_memopt.options import Resume, check_options, nearest, option
+from nxd_memopt.options import require_at_least as require_at_least
+from nxd_memopt.options import require_named as require_named
+from nxd_memopt.options import require_one_of as require_one_of
+
 COMPILE = (None, "layer")
 HIDDEN_ACTS = (
     "gelu",
@@ -23,40 +25,12 @@ HIDDEN_ACTS = (
     "swish",
 )
 ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
-RECOMPUTE_METHODS = (None, "uniform", "block", "nested")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp", "moe")
-ATTENTION_BACKENDS = (
-    "auto",
-    "flash4",
-    "cudnn",
-    "flash",
-    "efficient",
-    "sdpa",
-    "tiled",
-    "nki",
-    "math",
-)
-REDUCE_DTYPES = (None, "float32")
+AttentionBackend = Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"]
+ATTENTION_BACKENDS = get_args(AttentionBackend)
 
 
 ConfigT = TypeVar("ConfigT")
-
-
-def require_at_least(name: str, value: float, minimum: float) -> None:
-    """Raise ``ValueError`` if ``value`` is less than ``minimum``, infinite or NaN."""
-    # "not >=" instead of "<": every comparison with NaN is False.
-    if not value >= minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    if value == math.inf:
-        raise ValueError(f"{name} must be finite, got {value}: set a number")
-
-
-def require_named(name: str, value: str | None) -> None:
-    """Raise ``ValueError`` for an empty path, which would stand for the current directory, or a zero byte."""
-    if value is not None and not value.strip():
-        raise ValueError(f"{name} is empty: name a file or directory, or leave it out")
-    if value is not None and "\0" in value:
-        raise ValueError(f"{name} {value!r} has a zero byte, which no path can have: remove it")
 
 
 def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str = "") -> int:
@@ -84,12 +58,6 @@ def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str 
     return value // divisor
 
 
-def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ``ValueError``, with the nearest allowed value, if ``value`` is not in ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name} {value!r} is not one of {list(allowed)}{_nearest(value, allowed)}")
-
-
 def require_positive_integer(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is an integer of at least 1."""
     # type(), not isinstance(): a bool is an int too
@@ -97,16 +65,6 @@ def require_positive_integer(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _nearest(value: object, allowed: tuple[object, ...]) -> str:
-    # The cutoff of 0.5 is below difflib's default 0.6: a poor suggestion costs a user less than a
-    # missing one.
-    names = [str(name) for name in allowed]
-    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    if not close:
-        return ""
-    return f": did you mean {close[0]!r}?"
 
 
 def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str) -> ConfigT:
@@ -126,7 +84,7 @@ def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str)
     known = tuple(field.name for field in dataclasses.fields(cls))  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in known:
-            remedy = _nearest(key, known) or f": known are {list(known)}"
+            remedy = nearest(key, known) or f": known are {list(known)}"
             raise ValueError(f"unknown key {key!r} in {section}{remedy}")
     return cls(**values)
 
@@ -148,30 +106,21 @@ class ParallelConfig:
             data-parallel ranks, which have all other parameters in common. 1 for dense models.
     """
 
-    tensor_model_parallel_size: int = 1
-    sequence_parallel_enabled: bool = False
-    reduce_dtype: Literal["float32"] | None = None
-    use_cpu_initialization: bool = True
-    expert_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = option(1, resume=Resume.REPORTED, minimum=1)
+    sequence_parallel_enabled: bool = option(False, resume=Resume.REPORTED, nemo=["sequence_parallel"])
+    reduce_dtype: Literal["float32"] | None = option(None, resume=Resume.WHEN_ASKED)
+    use_cpu_initialization: bool = option(True, resume=Resume.NOT_COMPARED)
+    expert_model_parallel_size: int = option(1, resume=Resume.REPORTED, minimum=1)
 
     def __post_init__(self) -> None:
-        size = self.tensor_model_parallel_size
-        require_positive_integer("expert_model_parallel_size", self.expert_model_parallel_size)
-        # type(), not isinstance(): a bool is an int too
-        if type(size) is not int:
-            raise ValueError(f"tensor_model_parallel_size must be an integer, got {size!r}")
-        if type(self.sequence_parallel_enabled) is not bool:
-            raise ValueError(f"sequence_parallel_enabled must be true or false, got {self.sequence_parallel_enabled!r}")
-        if size < 1:
-            raise ValueError(f"tensor_model_parallel_size must be at least 1, got {size}")
+        check_options(self)
         # With one rank there is nothing to shard. An error, because a script that sets the switch
         # counts on less activation memory.
-        if self.sequence_parallel_enabled and size == 1:
+        if self.sequence_parallel_enabled and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel_enabled=True needs tensor_model_parallel_size above 1, got 1: "
                 "raise tensor_model_parallel_size or turn sequence_parallel_enabled off"
             )
-        require_one_of("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -197,11 +146,8 @@ class MemoryConfig:
             ``mlp_act``, ``mlp``, ``moe`` (mixture-of-experts layers); default ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel
             (``[B, h/T, S, d]`` per layer, and its log-sum-exps) instead of recomputing them; at
-            long sequences the kernel takes most of a layer's time.
-        recompute_keep_core_attn_num_layers: keep those results for this many last recomputed layers
-            only, with one layer per checkpoint; ``None``: for all.
-        cpu_offloading: NeMo's switch in addition to the number of layers; ``None`` follows the
-            other two options.
+            long sequences the kernel takes most of a layer's time. A number keeps them for this many
+            last recomputed layers only, with one layer per checkpoint.
         cpu_offloading_num_layers: this many first layers keep their activations in host memory
             between forward and backward; ``"full"`` recompute then applies to the layers after
             them, unless ``cpu_offloading_activations`` is set. Needs an NVIDIA GPU.
@@ -229,34 +175,38 @@ class MemoryConfig:
         fused_linear_cross_entropy: compute the loss without ever materialising all logits
             (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called.
             ``False`` computes the logits, as does ``return_logits``.
-        selective_activation_checkpointing_is_enabled: NxD's switch for
-            ``recompute_granularity="selective"`` with ``recompute_modules=("core_attn",)``.
     """
 
-    recompute_granularity: Literal["selective", "full"] | None = None
-    recompute_method: Literal["uniform", "block", "nested"] | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] | None = None
-    recompute_keep_core_attn: bool = False
-    recompute_keep_core_attn_num_layers: int | None = None
-    cpu_offloading: bool | None = None
-    cpu_offloading_num_layers: int = 0
-    cpu_offloading_activations: bool = False
-    cpu_offloading_weights: bool = False
-    mlp_tile_tokens: int | Literal["auto"] | None = None
-    attention_head_groups: int | Literal["auto"] | None = None
-    attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
-    fused_linear_cross_entropy: bool = True
-    selective_activation_checkpointing_is_enabled: bool = False
+    recompute_granularity: Literal["selective", "full"] | None = option(
+        None,
+        resume=Resume.REPORTED,
+        nemo={
+            "activations_checkpoint_granularity": None,
+            # neuronx-distributed's switch
+            "selective_activation_checkpointing_is_enabled": {True: "selective", False: None},
+        },
+    )
+    recompute_method: Literal["uniform", "block", "nested"] | None = option(
+        None, resume=Resume.REPORTED, nemo=["activations_checkpoint_method"]
+    )
+    recompute_num_layers: int | None = option(None, resume=Resume.REPORTED, nemo=["activations_checkpoint_num_layers"])
+    recompute_modules: tuple[str, ...] | None = option(None, resume=Resume.REPORTED)
+    recompute_keep_core_attn: bool | int = option(False, resume=Resume.REPORTED, minimum=1)
+    cpu_offloading_num_layers: int = option(0, resume=Resume.REPORTED, minimum=0)
+    cpu_offloading_activations: bool = option(False, resume=Resume.REPORTED)
+    cpu_offloading_weights: bool = option(False, resume=Resume.REPORTED)
+    mlp_tile_tokens: int | Literal["auto"] | None = option(None, resume=Resume.REPORTED, minimum=1)
+    attention_head_groups: int | Literal["auto"] | None = option(None, resume=Resume.REPORTED, minimum=1)
+    attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = (
+        option("auto", resume=Resume.REPORTED)
+    )
+    fused_linear_cross_entropy: bool = option(True, resume=Resume.REPORTED)
 
     def __post_init__(self) -> None:
-        require_one_of("recompute_granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
-        require_one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        # NxD's switch sets recompute_granularity, which the two checks after it read.
-        self._apply_nxd_switch()
+        check_options(self)
         self._check_recompute_modules()
         self._check_recompute()
+        self._check_kept_attention()
         self._check_offload()
         self._check_tiles()
         self._check_head_groups()
@@ -275,7 +225,7 @@ class MemoryConfig:
         """Return the numbers of the layers whose attention results full recompute keeps, of ``num_layers``.
 
         Raises:
-            ValueError: ``recompute_keep_core_attn_num_layers`` exceeds the recomputed layers.
+            ValueError: ``recompute_keep_core_attn`` exceeds the recomputed layers.
         """
         if not self.recompute_keep_core_attn:
             return range(0)
@@ -283,12 +233,12 @@ class MemoryConfig:
         stop = num_layers
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
             stop = min(stop, first + self.recompute_num_layers)
-        number = self.recompute_keep_core_attn_num_layers
-        if number is None:
+        number = self.recompute_keep_core_attn
+        if number is True:
             return range(first, stop)
         if number > stop - first:
             raise ValueError(
-                f"recompute_keep_core_attn_num_layers {number} exceeds the {stop - first} recomputed layers: lower it"
+                f"recompute_keep_core_attn {number} exceeds the {stop - first} recomputed layers: lower it"
             )
         return range(stop - number, stop)
 
@@ -308,16 +258,6 @@ class MemoryConfig:
             raise ValueError(f"recompute_num_layers {number} exceeds the model's {num_layers} layers: lower it")
         return number
 
-    def _apply_nxd_switch(self) -> None:
-        if not self.selective_activation_checkpointing_is_enabled:
-            return
-        if self.recompute_granularity == "full":
-            raise ValueError(
-                "selective_activation_checkpointing_is_enabled=True contradicts recompute_granularity='full': set one"
-            )
-        # the dataclass is frozen: resolve the switch once, so that readers see only NeMo's names
-        object.__setattr__(self, "recompute_granularity", "selective")
-
     def _check_recompute_modules(self) -> None:
         selective = self.recompute_granularity == "selective"
         names = self.recompute_modules
@@ -327,9 +267,8 @@ class MemoryConfig:
             names = ("core_attn",)
         if names is None:
             return
-        # A string is a sequence too: "mlp" would be the modules m, l and p.
-        if isinstance(names, str) or not names:
-            raise ValueError(f"recompute_modules {names!r} must be a list of one or more of {list(RECOMPUTE_MODULES)}")
+        if not names:
+            raise ValueError(f"recompute_modules is empty: name one or more of {list(RECOMPUTE_MODULES)}")
         for name in names:
             require_one_of("recompute_modules entry", name, RECOMPUTE_MODULES)
         if not selective:
@@ -337,17 +276,11 @@ class MemoryConfig:
                 f"recompute_modules {list(names)} needs recompute_granularity 'selective', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_modules out"
             )
-        # YAML gives a list: store a tuple, which is immutable
-        object.__setattr__(self, "recompute_modules", tuple(names))
+        object.__setattr__(self, "recompute_modules", names)
 
     def _check_recompute(self) -> None:
         method = self.recompute_method
         num_layers = self.recompute_num_layers
-        for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
-            value = getattr(self, name)
-            # type(), not isinstance(): a bool is an int too
-            if type(value) is not int and not (value is None and name == "recompute_num_layers"):
-                raise ValueError(f"{name} must be an integer, got {value!r}")
         # A value that the granularity does not use would be ignored, and the run would need more
         # memory than planned: each such combination is an error.
         granularity = self.recompute_granularity
@@ -363,42 +296,31 @@ class MemoryConfig:
             raise ValueError(
                 f"recompute_method {method!r} and recompute_num_layers {num_layers!r} go together: set both or neither"
             )
-        if self.recompute_keep_core_attn and self.recompute_granularity != "full":
-            raise ValueError(
-                "recompute_keep_core_attn=True needs recompute_granularity 'full', got "
-                f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
-            )
-        self._check_kept_layers()
         if num_layers is not None and num_layers < 1:
             raise ValueError(
                 f"recompute_num_layers must be at least 1, got {num_layers}: for all layers leave it and "
                 "recompute_method out, for none recompute_granularity"
             )
-        # The results of all layers would be kept, each as large as the inputs that nesting drops.
-        if self.recompute_keep_core_attn and method == "nested":
+
+    def _check_kept_attention(self) -> None:
+        kept = self.recompute_keep_core_attn
+        if not kept:
+            return
+        if self.recompute_granularity != "full":
             raise ValueError(
-                "recompute_keep_core_attn=True keeps a tensor of every layer, and recompute_method 'nested' "
+                f"recompute_keep_core_attn={kept} needs recompute_granularity 'full', got "
+                f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
+            )
+        # The results of all layers would be kept, each as large as the inputs that nesting drops.
+        if self.recompute_method == "nested":
+            raise ValueError(
+                f"recompute_keep_core_attn={kept} keeps a tensor of every layer, and recompute_method 'nested' "
                 "only the input of every n-th: use recompute_method 'uniform', or leave one out"
             )
-
-    def _check_kept_layers(self) -> None:
-        number = self.recompute_keep_core_attn_num_layers
-        if number is None:
-            return
-        if not self.recompute_keep_core_attn:
-            raise ValueError(
-                f"recompute_keep_core_attn_num_layers {number} needs recompute_keep_core_attn=True: set it, or leave "
-                "the number out"
-            )
-        if type(number) is not int or number < 1:
-            raise ValueError(
-                f"recompute_keep_core_attn_num_layers must be an integer of at least 1, got {number!r}: to keep "
-                "nothing leave recompute_keep_core_attn out"
-            )
         # A checkpoint of several layers keeps the results of all of them or of none.
-        if self.recompute_method == "uniform" and self.recompute_num_layers != 1:
+        if kept is not True and self.recompute_method == "uniform" and self.recompute_num_layers != 1:
             raise ValueError(
-                f"recompute_keep_core_attn_num_layers {number} needs one layer per checkpoint, got recompute_method "
+                f"recompute_keep_core_attn={kept} needs one layer per checkpoint, got recompute_method "
                 f"'uniform' with {self.recompute_num_layers}: leave the method out, or use 'block'"
             )
 
@@ -406,10 +328,6 @@ class MemoryConfig:
         tokens = self.mlp_tile_tokens
         if tokens is None:
             return
-        if tokens != "auto" and type(tokens) is not int:
-            raise ValueError(f"mlp_tile_tokens must be an integer, 'auto' or null, got {tokens!r}")
-        if tokens != "auto" and tokens < 1:
-            raise ValueError(f"mlp_tile_tokens must be at least 1, got {tokens}")
         # Backward of the tiles recomputes the MLP by itself, without calling the activation.
         recomputed = sorted({"mlp", "mlp_act"} & set(self.recompute_modules or ()))
         if recomputed:
@@ -422,8 +340,6 @@ class MemoryConfig:
         groups = self.attention_head_groups
         if groups is None:
             return
-        if groups != "auto" and (type(groups) is not int or groups < 1):
-            raise ValueError(f"attention_head_groups must be an integer of at least 1, 'auto' or null, got {groups!r}")
         # Without groups a layer that is not recomputed by itself would keep its queries, keys and
         # values until backward, or those of a whole chunk would exist at once.
         is_single = self.recompute_granularity == "full" and self.recompute_method in (None, "nested")
@@ -448,13 +364,7 @@ class MemoryConfig:
 
     def _check_offload(self) -> None:
         num_layers = self.cpu_offloading_num_layers
-        if num_layers < 0:
-            raise ValueError(f"cpu_offloading_num_layers must be at least 0, got {num_layers}")
         offloads_checkpoints = self.cpu_offloading_activations
-        if type(offloads_checkpoints) is not bool:
-            raise ValueError(f"cpu_offloading_activations must be true or false, got {offloads_checkpoints!r}")
-        if type(self.cpu_offloading_weights) is not bool:
-            raise ValueError(f"cpu_offloading_weights must be true or false, got {self.cpu_offloading_weights!r}")
         if self.cpu_offloading_weights and num_layers == 0:
             raise ValueError(
                 "cpu_offloading_weights=True needs cpu_offloading_num_layers above 0, got 0: "
@@ -471,10 +381,4 @@ class MemoryConfig:
             raise ValueError(
                 f"cpu_offloading_num_layers {num_layers} exceeds the recompute_num_layers "
                 f"{self.recompute_num_layers} that recompute_method 'block' recomputes: lower it"
-            )
-        if self.cpu_offloading is not None and self.cpu_offloading != (num_layers > 0 or offloads_checkpoints):
-            raise ValueError(
-                f"cpu_offloading {self.cpu_offloading} contradicts cpu_offloading_num_layers "
-                f"{num_layers}: set the number of layers, 0 for none, and "
-                "leave the switch out"
             )

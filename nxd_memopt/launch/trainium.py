@@ -149,7 +149,7 @@ def stochastic_rounding(config: TrainConfig) -> bool:
 
     Stochastic rounding then keeps updates smaller than the rounding step of bf16, on average.
     """
-    return config.model.dtype == "bfloat16" and not config.optimizer.master_weights
+    return config.dtype == "bfloat16" and not config.master_weights
 
 
 def _stochastic_rounding(config: TrainConfig) -> Variable:

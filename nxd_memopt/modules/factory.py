@@ -276,4 +276,4 @@ def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
     if memory is not None:
         return memory
     enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))
-    return MemoryConfig(selective_activation_checkpointing_is_enabled=enabled)
+    return MemoryConfig(recompute_granularity="selective" if enabled else None)

@@ -80,12 +80,12 @@ def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) 
         num_layers = hf_config.num_hidden_layers
         require_weight_offload(memory, num_layers)
         offloaded = memory.num_offloaded_layers(num_layers)
-        memory = replace(memory, cpu_offloading=None, cpu_offloading_weights=False, cpu_offloading_num_layers=offloaded)
+        memory = replace(memory, cpu_offloading_weights=False, cpu_offloading_num_layers=offloaded)
     model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=memory,
-        dtype=getattr(torch, config.model.dtype),
+        dtype=getattr(torch, config.dtype),
         device="meta",
         **expert_options(config, hf_config),
     )
@@ -134,7 +134,7 @@ def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
         source = f"the weights of {config.model.pretrained}"
     raise ValueError(
         f"the held-out loss before training is {loss}: {source} have values that are not finite or too large for "
-        f"{config.model.dtype}: take other weights, or set model.dtype to float32"
+        f"{config.dtype}: take other weights, or set model.dtype to float32"
     )
 
 

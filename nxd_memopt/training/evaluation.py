@@ -73,7 +73,7 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
     """
     disable_progress_bar()
     rows = _held_out_rows(training, config)
-    dtype = getattr(torch, config.model.dtype)
+    dtype = getattr(torch, config.dtype)
     device = backend.device if fits_device(directory) else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
     # This rank evaluates the sequences of all data-parallel ranks, as the only one of 1 replica.

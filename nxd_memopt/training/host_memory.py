@@ -20,7 +20,7 @@ def new_host_pool(config: TrainConfig) -> HostPool | None:
     """
     transfers = backend.host_transfers()
     offloads = config.memory.cpu_offloading_activations or config.memory.cpu_offloading_num_layers > 0
-    if transfers is None or not (offloads or config.optimizer.optimizer_cpu_offload):
+    if transfers is None or not (offloads or config.optimizer.offloads_states):
         return None
     # Before any rank allocates: the ranks of a host would count each other's memory differently.
     available = available_host_bytes()
@@ -52,7 +52,7 @@ def reserve_activations(pool: HostPool | None, model: ParallelCausalLM, config: 
             memory,
             sequence_length=config.data.seq_length,
             micro_batch_size=config.data.micro_batch_size,
-            dtype=config.model.dtype,
+            dtype=config.dtype,
         )
     except ValueError:  # the same on every rank: it depends on the options alone
         return

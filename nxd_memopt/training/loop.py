@@ -357,7 +357,7 @@ def finish(
     # end with its error if that fails.
     with raise_together("finishing"):
         if is_rank_zero():
-            if config.trainer.verify_export:
+            if config.trainer.export == "verify":
                 summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, training, config)
             summary.steps = training.step
             summary.tokens_per_s = reporter.mean_tokens_per_s()

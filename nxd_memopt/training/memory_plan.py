@@ -14,7 +14,7 @@ from nxd_memopt.architectures.parameters import sizes
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_limits import available_host_bytes
-from nxd_memopt.modules.moe.causal_lm import moe_memory
+from nxd_memopt.modules.moe.causal_lm import require_moe_memory
 from nxd_memopt.ops.attention import attention_implementation
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.hardware import (
@@ -34,7 +34,6 @@ from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import resolve_options
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.model import cuda_graph_option_conflict, shard_ranks, uses_cuda_graph
-from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, world_size
 
 CERTAIN = 1.1
@@ -233,12 +232,12 @@ def setting_of(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
 ) -> Setting:
     """Return the options of the run that memory depends on; ``device`` and ``ranks`` as ``planned``."""
-    stage = config.data_parallel.stage
+    stage = config.data_parallel.sharding
     memory = config.memory
     _require_planned_graphs(config)
     moe = resolve_options(config.moe, hf_config)
     if moe is not None:
-        memory = moe_memory(memory, moe)
+        require_moe_memory(memory)
     options: dict[str, Any] = {}
     if stage in SHARDS_GRADIENTS:
         options["shard_ranks"] = _shard_ranks(config, device, ranks)
@@ -248,7 +247,7 @@ def setting_of(
         micro_batch_size=config.data.micro_batch_size,
         memory=memory,
         cuda_graph=_has_graph(config, hf_config, device),
-        optimizer_offload_fraction=offload_fraction(config.optimizer),
+        optimizer_offload_fraction=config.optimizer.optimizer_offload_fraction,
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
         optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
@@ -318,7 +317,7 @@ def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedC
     if is_skipped or not config.parallel.use_cpu_initialization:
         return
     size = config.parallel.tensor_model_parallel_size
-    layout = StateLayout(getattr(torch, config.model.dtype).itemsize, sharding=config.data_parallel.stage)
+    layout = StateLayout(getattr(torch, config.dtype).itemsize, sharding=config.data_parallel.sharding)
     shapes = local_shapes(hf_config, size, config.parallel.expert_model_parallel_size)
     needed = initialization_bytes(shapes, layout)
     available = int(_least(_host_gib()) * GIB)

@@ -20,6 +20,7 @@ from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.training.config.combinations import conflict_with_graphs
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import MoEOptions, has_experts, resolve_options
 from nxd_memopt.training.config.nemo.model import VOCABULARY_OF_TOKENIZER
@@ -129,7 +130,7 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
 
 def _require_sharding(config: TrainConfig) -> None:
     """Raise ``ValueError`` if the backend or the number of ranks does not support the ZeRO stage."""
-    stage = config.data_parallel.stage
+    stage = config.data_parallel.sharding
     if stage not in SHARDS_GRADIENTS:
         return
     refusal = backend.gradient_sharding_refusal()
@@ -146,14 +147,14 @@ def _require_sharding(config: TrainConfig) -> None:
 
 def _require_state_offload(config: TrainConfig) -> None:
     """Raise ``ValueError`` if the optimizer's states cannot be on the host, or not be updated in forward."""
-    if not config.optimizer.optimizer_cpu_offload:
+    if not config.optimizer.offloads_states:
         return
     if backend.host_transfers() is None:
         raise ValueError(
-            "optimizer.optimizer_cpu_offload needs a device whose copies to the host overlap with its work, an "
-            f"NVIDIA GPU; the backend is {backend.name}: set it to false"
+            "optimizer.optimizer_offload_fraction needs a device that copies to the host during its work, an NVIDIA "
+            f"GPU; the backend is {backend.name}: set it to 0"
         )
-    is_sharded = config.data_parallel.stage == "zero1" and config.data_parallel_size(world_size()) > 1
+    is_sharded = config.data_parallel.sharding == "zero1" and config.data_parallel_size(world_size()) > 1
     if config.optimizer.optimizer_update_in_forward and is_sharded:
         raise ValueError(
             "optimizer.optimizer_update_in_forward is true and data_parallel.sharding is zero1 over "
@@ -198,7 +199,7 @@ def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig)
     dropout = {name: value for name, value in values.items() if value}
     if dropout:
         return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
-    return config.cuda_graph_conflict()
+    return conflict_with_graphs(config)
 
 
 def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
@@ -231,14 +232,14 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     compile another graph. At zero3 it stays there until ``shard_model`` copies one layer at a time,
     because the device need not have room for the model without its data-parallel sharding.
     """
-    is_sharded_later = config.data_parallel.stage == "zero3"
+    is_sharded_later = config.data_parallel.sharding == "zero3"
     on_host = config.parallel.use_cpu_initialization and (backend.name == "xla" or is_sharded_later)
     device = torch.device("cpu") if on_host else backend.device
     model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,
-        dtype=getattr(torch, config.model.dtype),
+        dtype=getattr(torch, config.dtype),
         device=device,
         **expert_options(config, hf_config),
     )

@@ -46,6 +46,7 @@ class MasterWeightOptimizer:
             sharded; with their names, or without names, which no pattern of ``config`` matches.
         config: hyperparameters of AdamW, and clipping.
         data_parallel: the ZeRO stage.
+        master_weights: keep fp32 weights, states and gradient sums for bf16 and fp16 parameters.
         shard_ranks: zero2: number of consecutive data-parallel ranks that share the shards.
             Default: all.
         pool: ledger of the host memory for offloaded states; default a new one.
@@ -57,6 +58,7 @@ class MasterWeightOptimizer:
         config: OptimizerConfig,
         data_parallel: DataParallelConfig | None = None,
         *,
+        master_weights: bool = True,
         shard_ranks: int | None = None,
         pool: HostPool | None = None,
     ) -> None:
@@ -66,15 +68,11 @@ class MasterWeightOptimizer:
         self.loss_scaler: LossScaler | None = None
         # Not ``dtype``: the rows of a zero3 parameter are its fp32 masters.
         if model_dtype(self.parameters[0]) == torch.float16:
-            self.loss_scaler = LossScaler(
-                initial_scale=config.initial_loss_scale,
-                min_scale=config.min_loss_scale,
-                growth_interval=config.loss_scale_window,
-                hysteresis=config.hysteresis,
-            )
+            self.loss_scaler = LossScaler(initial_scale=config.initial_loss_scale)
         data_parallel = data_parallel or DataParallelConfig()
-        self._stage = data_parallel.stage
-        self._reduce_dtype = reduction_dtype(config, data_parallel)
+        self._stage = data_parallel.sharding
+        self._has_masters = master_weights
+        self._reduce_dtype = reduction_dtype(master_weights, data_parallel)
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(self.parameters)
@@ -104,9 +102,7 @@ class MasterWeightOptimizer:
         }
         if self._stage == "zero3":
             return Zero3Optimizer(groups, AdamW, **options)
-        # None, in a configuration of its own, means True.
-        has_masters = config.master_weights is not False
-        options["optimizer_dtype"] = torch.float32 if has_masters else self.parameters[0].dtype
+        options["optimizer_dtype"] = torch.float32 if self._has_masters else self.parameters[0].dtype
         # One data-parallel rank has nothing to scatter, and its micro-batches must add up in fp32.
         if self._stage == "zero2" and parallel_state.get_data_parallel_size() > 1:
             return Zero2Optimizer(
@@ -123,12 +119,12 @@ class MasterWeightOptimizer:
             sharding_groups = [[rank] for rank in range(world_size())]
         # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
         options["use_grad_acc_hook"] = self._reduce_dtype is not None
-        if config.optimizer_cpu_offload:
+        if config.offloads_states:
             for name in ("fused", "optimizer_dtype", "loss_scaler"):
                 del options[name]
             return OffloadedZero1Optimizer(
                 groups,
-                optimizer_offload_fraction=offload_fraction(config),
+                optimizer_offload_fraction=config.optimizer_offload_fraction,
                 staging_bytes=int(config.optimizer_staging_gib * 2**30),
                 store_param_remainders=config.store_param_remainders,
                 pool=pool,
@@ -255,16 +251,9 @@ class MasterWeightOptimizer:
         return self._sharded
 
 
-def offload_fraction(config: OptimizerConfig) -> float:
-    """Return the part of the optimizer states that is in host memory."""
-    if not config.optimizer_cpu_offload:
-        return 0.0
-    return 1.0 if config.optimizer_offload_fraction is None else config.optimizer_offload_fraction
-
-
-def reduction_dtype(config: OptimizerConfig, data_parallel: DataParallelConfig) -> torch.dtype | None:
+def reduction_dtype(master_weights: bool, data_parallel: DataParallelConfig) -> torch.dtype | None:
     """Return the dtype in which gradients of micro-batches and ranks are added; None is their own."""
-    if config.master_weights is False or data_parallel.grad_reduce_in_fp32 is False:
+    if not master_weights or data_parallel.grad_reduce_in_fp32 is False:
         return None
     return torch.float32
 

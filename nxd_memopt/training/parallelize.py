@@ -24,7 +24,6 @@ from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.optimizer import (
     MasterWeightOptimizer,
-    offload_fraction,
     reduction_dtype,
     trainable_parameters,
 )
@@ -73,7 +72,7 @@ def parallelize(
     # The model's options, not the run's: a model adds what its own options ask for.
     apply_memory(model, model.memory, compile=config.trainer.compile, pool=pool)
     reserve_activations(pool, model, config)
-    stage = config.data_parallel.stage
+    stage = config.data_parallel.sharding
     ranks = shard_ranks(config) if stage in SHARDS_GRADIENTS else None
     if stage == "zero3":
         _shard_parameters(model, config, ranks)
@@ -90,13 +89,13 @@ def parallelize(
 
 def _shard_parameters(model: ParallelCausalLM, config: TrainConfig, ranks: int | None) -> None:
     """Shard the parameters of ``model`` over data-parallel ranks, as masters of the configured dtype."""
-    master_dtype = getattr(torch, config.model.dtype)
-    if config.optimizer.master_weights:
+    master_dtype = getattr(torch, config.dtype)
+    if config.master_weights:
         master_dtype = torch.float32
     shard_model(
         model,
         master_dtype=master_dtype,
-        reduce_dtype=reduction_dtype(config.optimizer, config.data_parallel),
+        reduce_dtype=reduction_dtype(config.master_weights, config.data_parallel),
         reshard_after_forward=config.data_parallel.reshard_after_forward,
         ranks_per_replica=ranks,
     )
@@ -153,7 +152,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     elif conflict is None:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
-        graph = f"off ({conflict.rpartition(': set ')[0]})"
+        graph = f"off ({conflict.rpartition('; set ')[0]})"
     precision = str(config.trainer.precision)
     lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
     if config.trainer.allow_tf32:
@@ -172,7 +171,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
 
 def describe_sharding(config: TrainConfig) -> list[str]:
     """Return a line about what the data-parallel ranks share; empty if it is nothing."""
-    stage = config.data_parallel.stage
+    stage = config.data_parallel.sharding
     size = parallel_state.get_data_parallel_size()
     if stage == "none":
         return []
@@ -215,9 +214,9 @@ def describe_updates(config: TrainConfig) -> list[str]:
 
 def describe_offload(config: TrainConfig) -> list[str]:
     """Return a line about optimizer states in host memory; empty without them."""
-    if not config.optimizer.optimizer_cpu_offload:
+    if not config.optimizer.offloads_states:
         return []
     where = "in the next forward" if config.optimizer.optimizer_update_in_forward else "after backward"
-    fraction = offload_fraction(config.optimizer)
+    fraction = config.optimizer.optimizer_offload_fraction
     masters = "remainders of masters" if config.optimizer.store_param_remainders else "masters"
     return [f"optimizer states: {fraction:.0%} of {masters} and moments in host memory, updated {where}"]

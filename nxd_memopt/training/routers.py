@@ -155,7 +155,7 @@ class ExpertForwardBackward:
         self._sums = None
         self._forwards = 0
         result = RouterSums(sums, forwards, self._model.moe)
-        if self._model.moe.moe_router_enable_expert_bias:
+        if self._model.moe.has_expert_bias:
             move_expert_bias([layer.gate for layer in self._model.moe_layers()], result.tokens_per_expert)
         return result
 

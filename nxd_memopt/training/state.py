@@ -86,7 +86,7 @@ class Saver:
 
     def __enter__(self) -> Saver:
         trainer = self._config.trainer
-        if trainer.async_save and trainer.save_checkpoints:
+        if trainer.async_save and trainer.saves_checkpoints:
             self._background = BackgroundSaver(trainer.checkpoint_directory, keep=trainer.keep_checkpoints)
         return self
 

@@ -15,7 +15,7 @@ from nxd_memopt.training.runtime.step_decisions import StepDecisions
 from nxd_memopt.training.state import Saver, Training
 
 LAST_SAVE = "last_save.json"
-NO_CHECKPOINTS = "nothing was saved (trainer.save_checkpoints is false), and the same command starts at step 0"
+NO_CHECKPOINTS = "nothing was saved (trainer.save_interval is never), and the same command starts at step 0"
 
 
 class _StoppedError(Exception):
@@ -24,7 +24,7 @@ class _StoppedError(Exception):
 
 def message_after_training(config: TrainConfig) -> str:
     """Return what the line of a run says that is stopped after its last step."""
-    if not config.trainer.save_checkpoints:
+    if not config.trainer.saves_checkpoints:
         return f"after training: {NO_CHECKPOINTS}"
     return "after training: the last step is saved; start the same command to evaluate and export"
 
@@ -59,7 +59,7 @@ class Stopping:
         self._written_s: float | None = None
         self._saved_step = training.step
         file = None
-        if is_rank_zero() and config.trainer.save_checkpoints:
+        if is_rank_zero() and config.trainer.saves_checkpoints:
             file = Path(config.trainer.output_dir) / LAST_SAVE
         self._times = times or SaveTimes(file)
 
@@ -98,7 +98,7 @@ class Stopping:
 
     def save(self) -> None:
         """Save a checkpoint if the run has checkpoints, and measure its time."""
-        if not self._trainer.save_checkpoints:
+        if not self._trainer.saves_checkpoints:
             return
         # The saver runs one save at a time; here the time of the running one is measured too.
         if self._is_saving:
@@ -133,7 +133,7 @@ class Stopping:
             return
         step = self._training.step
         message = f"after step {step}: {NO_CHECKPOINTS}"
-        if self._trainer.save_checkpoints:
+        if self._trainer.saves_checkpoints:
             message = f"after step {step}: saved {self._directory}; start the same command to continue"
         raise Interrupted(self._signal, message, is_agreed=True)
 
@@ -146,7 +146,7 @@ class Stopping:
         return decision.saves
 
     def _is_due_by_time(self) -> bool:
-        return self._trainer.save_interval == "auto" and self._trainer.save_checkpoints and self._times.is_due()
+        return self._trainer.save_interval == "auto" and self._trainer.saves_checkpoints and self._times.is_due()
 
     def _finished_save(self) -> None:
         self._is_saving = False
@@ -156,7 +156,7 @@ class Stopping:
     def _write_stop_time(self) -> None:
         """Tell the agent how long this run needs to stop, if that has changed by a tenth."""
         file = stop_time_file()
-        seconds = self._times.stop_s(saves=self._trainer.save_checkpoints)
+        seconds = self._times.stop_s(saves=self._trainer.saves_checkpoints)
         if file is None or seconds is None or not is_rank_zero():
             return
         if self._written_s is None or abs(seconds - self._written_s) > 0.1 * self._written_s:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -322,12 +322,8 @@ def _same_random_streams() -> Iterator[None]:
         tracker.set_states(states)
 
 
-def moe_memory(memory: MemoryConfig, moe: MoEConfig) -> MemoryConfig:
-    """Return ``memory`` with what ``moe_layer_recompute`` adds to it.
-
-    Raises:
-        ValueError: ``memory`` names a technique that these layers do not have.
-    """
+def require_moe_memory(memory: MemoryConfig) -> None:
+    """Raise ``ValueError`` if ``memory`` has a technique that layers with experts do not have."""
     if memory.mlp_tile_tokens is not None:
         raise ValueError(
             f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of mixture-of-experts layers: leave it out"
@@ -337,18 +333,3 @@ def moe_memory(memory: MemoryConfig, moe: MoEConfig) -> MemoryConfig:
             "cpu_offloading_weights=True fetches weights by the gradient of a layer's output, and layers of models "
             "with experts have two outputs: leave it out"
         )
-    if not moe.moe_layer_recompute:
-        return memory
-    if memory.recompute_granularity == "full":
-        raise ValueError(
-            "moe_layer_recompute=True recomputes a part of layers that recompute_granularity 'full' recomputes "
-            "already: leave one out"
-        )
-    if memory.recompute_method is not None:
-        raise ValueError(
-            f"moe_layer_recompute=True recomputes all MoE layers, and recompute_method {memory.recompute_method!r} "
-            f"only those of the first {memory.recompute_num_layers} layers: leave moe_layer_recompute out and name "
-            "'moe' in recompute_modules, or leave recompute_method out"
-        )
-    modules = dict.fromkeys([*(memory.recompute_modules or ()), "moe"])
-    return replace(memory, recompute_granularity="selective", recompute_modules=tuple(modules))

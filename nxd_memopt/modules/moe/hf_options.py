@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # What transformers' Mixtral and Qwen3-MoE cannot express. Such a model is trained and saved in
 # checkpoints; an exported one would be another function.
-_TRAINED_ONLY = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+_TRAINED_ONLY = {"moe_router_score_function": "softmax", "has_expert_bias": False}
 
 # Options that default to the values of the config -> options that are then taken from the config too.
 _OF_CONFIG: dict[str, tuple[str, ...]] = {

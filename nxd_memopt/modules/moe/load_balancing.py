@@ -263,5 +263,5 @@ def move_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> No
     directions = (counts.mean(-1, keepdim=True) - counts).sign()
     for router, direction in zip(routers, directions, strict=True):
         if router.expert_bias is None:
-            raise ValueError("a router has no bias to update: set moe_router_enable_expert_bias=True")
+            raise ValueError("a router has no bias to update: set moe_router_bias_update_rate above 0")
         router.expert_bias += router.moe.moe_router_bias_update_rate * direction

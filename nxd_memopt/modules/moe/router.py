@@ -83,7 +83,7 @@ class Router(ShardedModule):
         self.weight = nn.Parameter(torch.empty(moe.num_moe_experts, hidden_size, dtype=dtype, device=device))
         mark_sequence_parallel(self, sequence_parallel_enabled)
         bias = None
-        if moe.moe_router_enable_expert_bias:
+        if moe.has_expert_bias:
             bias = torch.zeros(moe.num_moe_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias)
 

@@ -113,24 +113,18 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
         num_layers: number of decoder layers.
 
     Raises:
-        ValueError: ``recompute_num_layers`` or ``recompute_keep_core_attn_num_layers`` exceeds the
-            number of layers.
+        ValueError: ``recompute_num_layers`` or ``recompute_keep_core_attn`` exceeds the number of layers.
     """
-    if memory.recompute_keep_core_attn_num_layers is not None:
+    if type(memory.recompute_keep_core_attn) is int:
         keeping = memory.layers_keeping_attention(num_layers)
-        all_keep = replace(memory, recompute_keep_core_attn_num_layers=None)
+        all_keep = replace(memory, recompute_keep_core_attn=True)
         none_keeps = replace(all_keep, recompute_keep_core_attn=False)
         runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
         return [run for run in runs if run[0]]
     if memory.recompute_granularity != "selective":
         return [(num_layers, memory)]
     selective = replace(memory, recompute_method=None, recompute_num_layers=None)
-    plain = replace(
-        selective,
-        recompute_granularity=None,
-        recompute_modules=None,
-        selective_activation_checkpointing_is_enabled=False,
-    )
+    plain = replace(selective, recompute_granularity=None, recompute_modules=None)
     first = memory.num_selective_layers(num_layers)
     return [run for run in ((first, selective), (num_layers - first, plain)) if run[0]]
 

@@ -200,8 +200,8 @@ def _describe_recompute(memory: MemoryConfig) -> str:
             method = f" {memory.recompute_method} {memory.recompute_num_layers or ''}".rstrip()
         parts = [f"recompute full{method}"]
     if memory.recompute_keep_core_attn:
-        number = memory.recompute_keep_core_attn_num_layers
-        parts.append("attention kept" if number is None else f"attention of {number} layers kept")
+        number = memory.recompute_keep_core_attn
+        parts.append("attention kept" if number is True else f"attention of {number} layers kept")
     if memory.cpu_offloading_weights:
         parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
     if memory.cpu_offloading_activations:

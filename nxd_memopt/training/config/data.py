@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxd_memopt.config import require_at_least, require_divisible, require_named, require_one_of
+from nxd_memopt.config import require_divisible
+from nxd_memopt.options import WARM_START, Resume, check_options, option, require_at_least, require_named
 
-PACKINGS = ("auto", "concatenate", "best_fit")
 CONVERSATIONS = ("messages", "prompt_completion", "instruction_output")
-FORMATS = ("auto", "text", *CONVERSATIONS)
-LONG_CONVERSATIONS = ("cut", "drop")
 HELD_OUT_EVERY = 20
 
 
@@ -71,48 +69,43 @@ class DataConfig:
             ``auto`` is ``true`` for more than 64 MiB, and for a dataset of the hub of unknown size.
     """
 
-    dataset: str = "stdlib"
-    mixture: dict[str, float] = field(default_factory=dict)
-    dataset_config: str | None = None
-    split: str = "train"
-    format: Literal["auto", "text", "messages", "prompt_completion", "instruction_output"] = "auto"
-    text_column: str = "text"
-    chat_template: str | None = None
-    train_on_input: bool = False
-    long_conversations: Literal["cut", "drop"] = "cut"
-    end_of_text: int | str = "auto"
-    seq_length: int = 1024
-    packing: Literal["auto", "concatenate", "best_fit"] = "auto"
-    isolate_documents: bool = True
-    micro_batch_size: int = 1
-    global_batch_size: int = 8
-    held_out_every: int | Literal["auto"] = "auto"
-    validation_dataset: str | None = None
-    eval_sequences: int = 16
-    on_bad_rows: Literal["error", "skip"] = "error"
-    streaming: bool | Literal["auto"] = "auto"
+    # The position in the data is a number of sequences: whatever determines the sequences and their
+    # order must stay when a run resumes. Paths and columns may change where the tokens are the same.
+    dataset: str = option("stdlib", resume=Resume.SAME_CONTENT, is_path=True)
+    mixture: dict[str, float] = option(factory=dict, resume=Resume.REFUSED)
+    dataset_config: str | None = option(None, resume=Resume.SAME_CONTENT)
+    split: str = option("train", resume=Resume.SAME_CONTENT)
+    format: Literal["auto", "text", "messages", "prompt_completion", "instruction_output"] = option(
+        "auto", resume=Resume.REFUSED
+    )
+    text_column: str = option("text", resume=Resume.SAME_CONTENT)
+    chat_template: str | None = option(None, resume=Resume.SAME_CONTENT, is_path=True)
+    train_on_input: bool = option(False, resume=Resume.REFUSED)
+    long_conversations: Literal["cut", "drop"] = option("cut", resume=Resume.REFUSED)
+    end_of_text: int | str = option("auto", resume=Resume.SAME_CONTENT)
+    # Labels are the next tokens, so a sequence of one token has no loss.
+    seq_length: int = option(1024, resume=Resume.REFUSED, minimum=2, nemo=["encoder_seq_length"])
+    packing: Literal["auto", "concatenate", "best_fit"] = option("auto", resume=Resume.REFUSED)
+    isolate_documents: bool = option(True, resume=Resume.WHEN_ASKED)
+    micro_batch_size: int = option(1, resume=Resume.REPORTED, minimum=1, nemo=["micro_batch_size"])
+    global_batch_size: int = option(8, resume=Resume.WHEN_ASKED, minimum=1, nemo=["global_batch_size"])
+    held_out_every: int | Literal["auto"] = option(
+        "auto", resume=Resume.REFUSED, remedy=f"{WARM_START} (auto is 0 with data.eval_sequences 0)", minimum=0
+    )
+    validation_dataset: str | None = option(None, resume=Resume.SAME_CONTENT, is_path=True)
+    eval_sequences: int = option(16, resume=Resume.REPORTED, minimum=0)
+    on_bad_rows: Literal["error", "skip"] = option("error", resume=Resume.SAME_CONTENT)
+    streaming: bool | Literal["auto"] = option("auto", resume=Resume.SAME_CONTENT)
 
     def __post_init__(self) -> None:
-        require_named("data.dataset", self.dataset)
+        check_options(self, "data")
         self._check_mixture()
-        require_one_of("data.format", self.format, FORMATS)
-        require_one_of("data.long_conversations", self.long_conversations, LONG_CONVERSATIONS)
-        require_named("data.chat_template", self.chat_template)
-        require_one_of("data.packing", self.packing, PACKINGS)
         self._check_format()
         if self.packing == "auto" and self.format != "auto":
             object.__setattr__(self, "packing", "best_fit" if self.has_conversations else "concatenate")
-        # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
-        # 1 every document would be held out.
-        require_at_least("data.seq_length", self.seq_length, 2)
-        require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
-        require_at_least("data.eval_sequences", self.eval_sequences, 0)
         if self.held_out_every == "auto":
             object.__setattr__(self, "held_out_every", HELD_OUT_EVERY if self.eval_sequences else 0)
         self._check_held_out()
-        require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
-        require_one_of("data.streaming", self.streaming, (True, False, "auto"))
-        require_at_least("data.global_batch_size", self.global_batch_size, 1)
         # Needed for every D. That B * D divides the global batch too is checked when D is known.
         require_divisible(
             "data.global_batch_size",
@@ -143,9 +136,9 @@ class DataConfig:
 
     def _check_held_out(self) -> None:
         """Raise ``ValueError`` for an evaluation without text, or a validation text that nothing evaluates."""
+        # With 1 every document would be held out.
         if self.split_every:
             require_at_least("data.held_out_every", self.split_every, 2)
-        require_named("data.validation_dataset", self.validation_dataset)
         if self.validation_dataset is None:
             if not self.held_out_every and self.eval_sequences:
                 raise ValueError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
+from nxd_memopt.options import Resume, check_options, option
 
 STAGES = ("none", "zero1", "zero2", "zero3")
 """ZeRO stages, each of which shards what the one before does and more."""
@@ -26,8 +27,6 @@ class DataParallelConfig:
             weights, ``zero2`` also gradients, ``zero3`` also parameters, which are gathered layer by
             layer (PyTorch's FSDP2). Bytes per parameter with bf16 weights and fp32 master weights:
             18, 6 + 12/D, 2 + 16/D and 16/D. The results are the same, up to the order of additions.
-            Megatron's ``no_shard``, ``optim``, ``optim_grads`` and ``optim_grads_params`` are these
-            four. ``None`` follows ``optimizer.zero1``, and is ``none`` without it.
         num_distributed_optimizer_instances: hybrid sharding, with zero2 and zero3: the shards are
             of D divided by this many consecutive data-parallel ranks, and replicated over the
             instances. ``hosts`` is one instance per host: all traffic but one reduction of the
@@ -42,31 +41,23 @@ class DataParallelConfig:
             still add micro-batches in fp32. ``None`` is True with master weights.
     """
 
-    sharding: (
-        Literal["none", "zero1", "zero2", "zero3", "no_shard", "optim", "optim_grads", "optim_grads_params"] | None
-    ) = None
-    num_distributed_optimizer_instances: int | Literal["hosts"] = 1
-    reshard_after_forward: bool = True
-    grad_reduce_in_fp32: bool | None = None
+    # What ranks share does not change what they compute, nor what a checkpoint stores.
+    sharding: Literal["none", "zero1", "zero2", "zero3"] = option(
+        "none",
+        resume=Resume.REPORTED,
+        nemo={
+            "data_parallel_sharding_strategy": STRATEGIES,
+            "use_distributed_optimizer": {True: "zero1", False: "none"},
+        },
+    )
+    num_distributed_optimizer_instances: int | Literal["hosts"] = option(
+        1, resume=Resume.REPORTED, minimum=1, nemo=["num_distributed_optimizer_instances"]
+    )
+    reshard_after_forward: bool = option(True, resume=Resume.REPORTED)
+    grad_reduce_in_fp32: bool | None = option(None, resume=Resume.WHEN_ASKED, nemo=["grad_reduce_in_fp32"])
 
     def __post_init__(self) -> None:
-        require_one_of("data_parallel.sharding", self.sharding, (None, *STAGES, *STRATEGIES))
-        if self.sharding in STRATEGIES:
-            object.__setattr__(self, "sharding", STRATEGIES[self.sharding])
-        instances = self.num_distributed_optimizer_instances
-        # type(), not isinstance(): a bool is an int too
-        if instances != "hosts" and type(instances) is not int:
-            raise ValueError(
-                "data_parallel.num_distributed_optimizer_instances must be a number of instances or hosts, "
-                f"got {instances!r}"
-            )
-        if instances != "hosts" and instances < 1:
-            raise ValueError(f"data_parallel.num_distributed_optimizer_instances must be at least 1, got {instances}")
-
-    @property
-    def stage(self) -> str:
-        """The ZeRO stage; ``none`` if nothing names another one."""
-        return self.sharding or "none"
+        check_options(self, "data_parallel")
 
     def ranks_per_instance(self, data_parallel_size: int, *, num_hosts: int) -> int:
         """Return over how many consecutive data-parallel ranks zero2 and zero3 shard.
@@ -94,23 +85,6 @@ class DataParallelConfig:
         return size
 
 
-def resolve_sharding(sharding: str | None, zero1: bool | None) -> str:
-    """Return the stage that ``data_parallel.sharding`` and ``optimizer.zero1`` state together.
-
-    Raises:
-        ValueError: they name different stages.
-    """
-    if zero1 is None:
-        return sharding or "none"
-    stage = "zero1" if zero1 else "none"
-    if sharding not in (None, stage):
-        raise ValueError(
-            f"optimizer.zero1 {zero1} means data_parallel.sharding {stage}, and data_parallel.sharding is "
-            f"{sharding}: remove one of the two"
-        )
-    return stage
-
-
 def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool, offloads_weights: bool) -> None:
     """Raise ``ValueError`` for options that the stage excludes or would ignore.
 
@@ -119,7 +93,7 @@ def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool,
         overlap_grad_reduce: ``optimizer.overlap_grad_reduce``.
         offloads_weights: ``memory.cpu_offloading_weights``.
     """
-    stage = config.stage
+    stage = config.sharding
     # Overlapped reduction leaves full averaged gradients on each rank: each stage would reduce
     # them a second time.
     if overlap_grad_reduce and stage != "none":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.options import Resume, check_options, option
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class LoraOptions:
         init_lora_weights: initial values of A: ``default``, as a linear layer's, or ``gaussian``.
     """
 
-    lora_rank: int | None = None
-    lora_alpha: int = 8
-    lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] | None = None
-    use_rslora: bool = False
-    init_lora_weights: Literal["default", "gaussian"] = "default"
+    # Adapters are part of the model's shape; the scale and dropout are of its forward.
+    lora_rank: int | None = option(None, resume=Resume.REFUSED)
+    lora_alpha: int = option(8, resume=Resume.REFUSED)
+    lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
+    target_modules: tuple[str, ...] | None = option(None, resume=Resume.REFUSED)
+    use_rslora: bool = option(False, resume=Resume.REFUSED)
+    init_lora_weights: Literal["default", "gaussian"] = option("default", resume=Resume.NOT_COMPARED)
 
     def __post_init__(self) -> None:
+        check_options(self, "lora")
         if self.lora_rank is None:
             for field in dataclasses.fields(self):
                 if getattr(self, field.name) != field.default:

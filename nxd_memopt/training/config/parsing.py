@@ -6,18 +6,18 @@ import argparse
 import contextlib
 import dataclasses
 import re
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
+from nxd_memopt.options import declaration, default_of, field_types, fit
 from nxd_memopt.training.config.command_line import override
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.lora import LoraOptions
 from nxd_memopt.training.config.moe import MoEOptions
 from nxd_memopt.training.config.nemo.model import translate
+from nxd_memopt.training.config.nemo.switches import knows, take_switches
 from nxd_memopt.training.config.train_config import (
     RECIPES,
     DataConfig,
@@ -42,50 +42,22 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
 }
 
-# NeMo's or Megatron's name, in any section -> (our section, our name). Options of ``parallel``, ``memory`` and
-# ``moe`` are accepted in any section too, because NeMo has them in its model section.
-ALIASES = {
-    "sequence_parallel": ("parallel", "sequence_parallel_enabled"),
-    "activations_checkpoint_granularity": ("memory", "recompute_granularity"),
-    "activations_checkpoint_method": ("memory", "recompute_method"),
-    "activations_checkpoint_num_layers": ("memory", "recompute_num_layers"),
-    "encoder_seq_length": ("data", "seq_length"),
-    "micro_batch_size": ("data", "micro_batch_size"),
-    "global_batch_size": ("data", "global_batch_size"),
-    "gradient_clip_val": ("optimizer", "clip_grad"),
-    "do_layer_norm_weight_decay": ("optimizer", "do_layer_norm_weight_decay"),
-    "native_amp_init_scale": ("optimizer", "initial_loss_scale"),
-    "native_amp_growth_interval": ("optimizer", "loss_scale_window"),
-    "hysteresis": ("optimizer", "hysteresis"),
-    "precision": ("trainer", "precision"),
-    "data_parallel_sharding_strategy": ("data_parallel", "sharding"),
-    "num_distributed_optimizer_instances": ("data_parallel", "num_distributed_optimizer_instances"),
-    "grad_reduce_in_fp32": ("data_parallel", "grad_reduce_in_fp32"),
-    "use_distributed_optimizer": ("optimizer", "zero1"),
-    "optimizer_cpu_offload": ("optimizer", "optimizer_cpu_offload"),
-    "optimizer_offload_fraction": ("optimizer", "optimizer_offload_fraction"),
-} | {
-    field.name: (section, field.name)
-    for section in ("parallel", "memory", "moe")
-    for field in dataclasses.fields(SECTIONS[section])
-}
 
-# How a value of a type is written in YAML.
-REMEDIES: dict[Any, str] = {
-    int: "a whole number without quotes",
-    float: "a number such as 1e-4",
-    bool: "true or false without quotes",
-    str: "a text, in quotes if it looks like a number",
-    tuple: "a list in brackets, such as [a, b]",
-    dict: "a mapping, such as {name: value}",
-}
+def _other_names() -> dict[str, tuple[str, str]]:
+    """Return the section and name of each option by the names that NeMo, Megatron and neuronx-distributed have."""
+    names: dict[str, tuple[str, str]] = {}
+    for section, cls in SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            # NeMo has the options of these three in its model section.
+            if section in ("parallel", "memory", "moe"):
+                names[field.name] = (section, field.name)
+            for name in declaration(field).nemo:
+                names[name] = (section, field.name)
+    return names
 
-# Options that are paths, in which a leading ~ is the home directory.
-PATHS = {
-    "model": ("pretrained", "tokenizer", "warm_start"),
-    "data": ("dataset", "validation_dataset", "chat_template"),
-    "trainer": ("output_dir", "resume_from"),
-}
+
+ALIASES = _other_names()
+"""Names that are accepted in any section -> section and name of the option."""
 
 # NeMo's options for what is not supported, with the only accepted value. Micro-batches per step follow from
 # data.global_batch_size.
@@ -94,6 +66,8 @@ NEUTRAL = {
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
     "accumulate_grad_batches": 1,
+    "native_amp_growth_interval": 1000,
+    "hysteresis": 2,
 }
 # Options of NeMo's trainer that say how many processes run, which the launcher decides, or repeat what the program
 # does anyway.
@@ -257,12 +231,12 @@ def _build(name: str, values: Mapping[str, Any], problems: list[str]) -> Any:
     """Return the unvalidated dataclass of section ``name``, with values of the fields' types."""
     with _collected(problems):
         _require_known(SECTIONS[name], values, name)
-    hints = typing.get_type_hints(SECTIONS[name])
+    hints = field_types(SECTIONS[name])
     fitted = {}
     for key, value in values.items():
         if key in hints:
             with _collected(problems):
-                fitted[key] = _fit(value, hints[key], f"{name}.{key}")
+                fitted[key] = fit(f"{name}.{key}", value, hints[key])
     return _unchecked(SECTIONS[name], fitted)
 
 
@@ -288,10 +262,8 @@ def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
     """Return an instance of the dataclass ``cls`` without a call of ``__post_init__``."""
     instance = object.__new__(cls)
     for field in dataclasses.fields(cls):
-        default: Any = field.default
-        if field.default_factory is not dataclasses.MISSING and field.name not in values:
-            default = field.default_factory()
-        object.__setattr__(instance, field.name, values.get(field.name, default))
+        value = values[field.name] if field.name in values else default_of(field)
+        object.__setattr__(instance, field.name, value)
     return instance
 
 
@@ -301,10 +273,11 @@ def _checked(config: TrainConfig) -> TrainConfig:
     for name in SECTIONS:
         section = getattr(config, name)
         # A shell expands ~ on the command line; nothing has expanded it in a file.
-        paths = {option: getattr(section, option) for option in PATHS.get(name, ())}
-        expanded: dict[str, Any] = {
-            option: _expanded(f"{name}.{option}", path) for option, path in paths.items() if path is not None
-        }
+        expanded: dict[str, Any] = {}
+        for field in dataclasses.fields(section):
+            path = getattr(section, field.name)
+            if declaration(field).is_path and path is not None:
+                expanded[field.name] = _expanded(f"{name}.{field.name}", path)
         if isinstance(section, DataConfig):
             expanded["mixture"] = {_expanded("data.mixture", path): weight for path, weight in section.mixture.items()}
         sections[name] = dataclasses.replace(section, **expanded)
@@ -332,31 +305,37 @@ def _expanded(option: str, path: str) -> str:
 def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
     """Return ``values`` with every option moved to its own section and renamed to its own name."""
     resolved: dict[str, dict[str, Any]] = {}
+    switches: dict[str, Any] = {}
     for section, options in values.items():
         if not isinstance(options, Mapping):
             problems.append(f"{section} must be a mapping of option names to values, got {type(options).__name__}")
             continue
         for name, value in options.items():
+            if knows(name):
+                switches[name] = value
+                continue
             with _collected(problems):
                 _resolve_alias(resolved, section, str(name), value)
+    take_switches(resolved, switches, problems)
     return resolved
 
 
 def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> None:
     """Store option ``section.name`` in ``resolved`` under its own section and name."""
+    fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
+    target, target_name = section, name
     # An option of the section itself takes precedence over an alias of the same name. Options of
     # unsupported dimensions are accepted and dropped if they have their neutral value.
-    is_own = name in {field.name for field in dataclasses.fields(SECTIONS[section])}
-    if not is_own and section == "trainer" and name in NEUTRAL_TRAINER:
-        return
-    if not is_own and name in NEUTRAL and name not in ALIASES:
-        if value != NEUTRAL[name]:
-            raise ValueError(f"{section}.{name} {value} is not supported: only {NEUTRAL[name]} is")
-        return
-    # A name that nobody knows stays in its section, where _build rejects it with a suggestion.
-    target, target_name = section, name
-    if not is_own:
+    if name not in fields:
+        if section == "trainer" and name in NEUTRAL_TRAINER:
+            return
+        if name in NEUTRAL:
+            if value != NEUTRAL[name]:
+                raise ValueError(f"{section}.{name} {value} is not supported: only {NEUTRAL[name]} is")
+            return
+        # A name that nobody knows stays in its section, where _build rejects it with a suggestion.
         target, target_name = ALIASES.get(name, (section, name))
+        value = _own_value(target, target_name, name, value)
     options = resolved.setdefault(target, {})
     # An alias and the name it stands for would otherwise overwrite each other in file order.
     if target_name in options:
@@ -368,54 +347,13 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
     options[target_name] = value
 
 
-def _fit(value: Any, hint: Any, name: str) -> Any:
-    """Return ``value`` converted to the type ``hint``.
-
-    YAML 1.1 reads ``1e-4`` as a string, because it has no decimal point, and tuples as lists.
-    """
-    # For a union the first type that fits is taken, in the order in which the union lists them.
-    alternatives = [hint]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        alternatives = list(typing.get_args(hint))
-    kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
-    # Of other unions the dataclasses check the words. tyro, which reads the command line before, has an error without
-    # the option's name for a default that is none of these.
-    is_null = value is None and types.NoneType in kinds
-    if set(kinds) <= {typing.Literal, types.NoneType} and not is_null:
-        require_one_of(name, value, tuple(choice for each in alternatives for choice in typing.get_args(each)))
-    for alternative in alternatives:
-        with contextlib.suppress(TypeError):
-            return _fit_one(value, alternative, name)
-    remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
-    remedy = f": write {' or '.join(remedies)}" if remedies else ""
-    raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
-
-
-def _fit_one(value: Any, hint: Any, name: str) -> Any:
-    """Return ``value`` converted to ``hint``, or raise ``TypeError``. ``hint`` is not a union."""
-    origin = typing.get_origin(hint) or hint
-    if origin is typing.Literal:
-        return value
-    # bool is a subclass of int: True for a float is an error, not 1.0.
-    if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_fit(item, typing.get_args(hint)[0], name) for item in value)
-    if origin is dict and isinstance(value, Mapping):
-        return dict(value)
-    # Exact types: an int option does not take True, and a str option does not take 3.
-    if origin in (str, int, bool, types.NoneType) and type(value) is origin:
-        return value
-    raise TypeError
-
-
-def _type_name(hint: Any) -> str:
-    """Return a type hint as an error message shows it."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(each) for each in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(repr(choice) for choice in typing.get_args(hint))
-    if isinstance(hint, type):
-        return "null" if hint is types.NoneType else hint.__name__
-    return str(hint).replace("typing.", "")
+def _own_value(section: str, name: str, alias: str, value: Any) -> Any:
+    """Return the value of ``section.name`` that the alias has under its name as ``value``."""
+    for field in dataclasses.fields(SECTIONS[section]):
+        values = declaration(field).nemo.get(alias)
+        if field.name != name or values is None:
+            continue
+        if value not in values:
+            raise ValueError(f"{alias} {value!r} is not one of {list(values)}")
+        return values[value]
+    return value

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nxd_memopt.config import (
-    COMPILE,
-    MemoryConfig,
-    ParallelConfig,
-    require_at_least,
-    require_divisible,
-    require_named,
-    require_one_of,
-)
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.options import Resume, check_options, option, require_one_of
+from nxd_memopt.training.config.combinations import conflict_with_graphs, require_compatible
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.config.data_parallel import (
-    SHARDS_GRADIENTS,
-    DataParallelConfig,
-    require_compatible,
-    require_expert_groups,
-    require_gradient_sums,
-    require_offloadable,
-    require_updates_in_backward,
-    resolve_sharding,
-)
-from nxd_memopt.training.config.lora import LoraOptions, require_trainable_adapters
+from nxd_memopt.training.config.data_parallel import DataParallelConfig
+from nxd_memopt.training.config.lora import LoraOptions
 from nxd_memopt.training.config.moe import MoEOptions
 from nxd_memopt.training.config.optimizer import OptimizerConfig
-from nxd_memopt.training.config.precision import resolve_precision
+from nxd_memopt.training.config.precision import PRECISIONS, precision_name
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-SCHEDULE_CHANGES = ("error", "stretch", "keep")
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
 
@@ -57,24 +39,20 @@ class ModelConfig:
         warm_start: a training checkpoint of this program, or the output directory of a run: its
             newest weights are the initial weights, of any dtype and parallel sizes. Optimizer,
             step and data start from the beginning. A run that has a checkpoint of its own continues from that.
-        dtype: dtype of parameters and activations; ``auto`` follows ``trainer.precision``, and is
-            ``float32`` without it. With ``bfloat16`` and ``float16`` the optimizer keeps fp32
-            master weights, with ``float16`` the loss is scaled too.
     """
 
-    pretrained: str | None = None
-    tokenizer: str | None = None
-    config_overrides: dict[str, Any] = field(default_factory=dict)
-    random_init: bool = False
-    resize_embedding: bool = False
-    warm_start: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # A checkpoint has the weights, so a pretrained directory stands for its configuration and its
+    # tokenizer only when a run resumes. Sizes and everything else in config.json are compared one by one.
+    pretrained: str | None = option(None, resume=Resume.SAME_CONFIG, is_path=True)
+    tokenizer: str | None = option(None, resume=Resume.SAME_CONTENT, is_path=True)
+    config_overrides: dict[str, Any] = option(factory=dict, resume=Resume.SPECIAL)
+    random_init: bool = option(False, resume=Resume.NOT_COMPARED)
+    # vocab_size, which follows from it, is compared.
+    resize_embedding: bool = option(False, resume=Resume.NOT_COMPARED)
+    warm_start: str | None = option(None, resume=Resume.NOT_COMPARED, is_path=True)
 
     def __post_init__(self) -> None:
-        require_one_of("model.dtype", self.dtype, DTYPES)
-        require_named("model.pretrained", self.pretrained)
-        require_named("model.tokenizer", self.tokenizer)
-        require_named("model.warm_start", self.warm_start)
+        check_options(self, "model")
         # Without a directory nothing else says which architecture to build, or which tokenizer
         # belongs to it.
         if self.pretrained is None and "model_type" not in self.config_overrides:
@@ -105,10 +83,6 @@ class TrainerConfig:
         allow_changes: options that change the results and may differ from those of the checkpoint
             that a run resumes from, such as ``optimizer.lr``. The error that refuses a change says
             whether it can be allowed.
-        on_schedule_change: what happens if ``max_steps`` differs from the checkpoint's and the
-            decay of the learning rate ends there (``optimizer.decay_steps`` is ``None``):
-            ``error``; ``keep``: the decay ends where it did, and the learning rate stays at its
-            minimum; ``stretch``: the schedule ends at the new ``max_steps`` from this step on.
         max_steps: total number of optimizer steps, including the steps before a resume.
         max_epochs: passes over the text instead of ``max_steps``, such as 3 or 0.5; the steps are
             rounded up. It needs text that ``nxd-memopt prepare`` has tokenized with the same options:
@@ -116,8 +90,8 @@ class TrainerConfig:
         seed: seed of the initial weights, of dropout and of the order of the data.
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only. ``auto`` saves by time,
-            so that a killed run loses less than 30 minutes (docs/training.md).
-        save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
+            so that a killed run loses less than 30 minutes (docs/training.md). ``never`` writes no
+            checkpoint at all, so the run cannot be resumed.
         async_save: write checkpoints in the background during training, one at a time; an error
             is reported at the next step. Needs host memory for everything that a rank writes
             (parameters, master weights, optimizer states); page-locked on GPUs.
@@ -126,8 +100,8 @@ class TrainerConfig:
             together, written to metrics.jsonl and checked to be finite; also the steps between
             progress lines. Each read makes the host wait for the device, so use 10 or more on
             Trainium.
-        export: write a Hugging Face directory at the end.
-        verify_export: rank 0 loads the export with transformers and compares the held-out loss.
+        export: write a Hugging Face directory at the end; with ``verify`` rank 0 loads it with transformers
+            and compares the held-out loss.
         enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA
             GPUs: one launch, so the host does not limit the speed if a rank has little work.
             ``auto`` does so unless the device, dropout or another option prevents it; the start
@@ -137,9 +111,12 @@ class TrainerConfig:
             the compiler's kernels and collectives replace this library's (docs/gpus.md). Not
             supported on backend xla, which already compiles full steps, nor with dropout for
             which each tensor-parallel rank draws different numbers.
-        precision: NeMo's name of the dtypes: ``32-true``, ``bf16-true``, ``bf16-mixed`` or
-            ``16-mixed``; ``32``, ``bf16`` and ``16`` are short for ``32-true``, ``bf16-mixed`` and
-            ``16-mixed``. ``None`` follows ``model.dtype`` and ``optimizer.master_weights``.
+        precision: NeMo's name of the dtypes of parameters, and of gradients and optimizer states: ``32-true``
+            is fp32; ``bf16-mixed`` keeps bf16 parameters and fp32 master weights, optimizer states and gradient
+            sums, 18 bytes per parameter; ``16-mixed`` the same with fp16 parameters and a scaled loss;
+            ``bf16-true`` keeps everything in bf16, 8 bytes per parameter, and loses updates smaller than a
+            weight's rounding step, unless the device rounds stochastically (on Trainium the launcher turns that
+            on). ``32``, ``bf16`` and ``16`` are short for ``32-true``, ``bf16-mixed`` and ``16-mixed``.
         allow_tf32: round the inputs of fp32 matmuls to TF32, which has 11 significant bits, on
             NVIDIA GPUs.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
@@ -149,55 +126,38 @@ class TrainerConfig:
             techniques that fit the device. ``memory: auto`` in a YAML file sets it.
     """
 
-    output_dir: str = "runs/train"
-    resume_from: str | None = None
-    allow_changes: tuple[str, ...] = ()
-    on_schedule_change: Literal["error", "stretch", "keep"] = "error"
-    max_steps: int = 100
-    max_epochs: float | None = None
-    seed: int = 1234
-    val_check_interval: int = 0
-    save_interval: int | Literal["auto"] = "auto"
-    save_checkpoints: bool = True
-    async_save: bool = False
-    keep_checkpoints: int = 2
-    log_every_n_steps: int = 1
-    export: bool = True
-    verify_export: bool = False
-    enable_cuda_graph: bool | Literal["auto"] = "auto"
-    compile: Literal["layer"] | None = None
-    precision: int | str | None = None
-    allow_tf32: bool = False
-    distributed_timeout_minutes: int = 30
-    wandb_project: str | None = None
-    auto_memory: bool = False
+    output_dir: str = option("runs/train", resume=Resume.NOT_COMPARED, is_path=True)
+    resume_from: str | None = option(None, resume=Resume.NOT_COMPARED, is_path=True)
+    allow_changes: tuple[str, ...] = option((), resume=Resume.NOT_COMPARED)
+    max_steps: int = option(100, resume=Resume.REPORTED, minimum=0)
+    max_epochs: float | None = option(None, resume=Resume.NOT_COMPARED, above=0)  # max_steps follows from it
+    seed: int = option(1234, resume=Resume.REFUSED, minimum=0, maximum=MAX_SEED)
+    val_check_interval: int = option(0, resume=Resume.REPORTED, minimum=0)
+    save_interval: int | Literal["auto", "never"] = option("auto", resume=Resume.REPORTED, minimum=0)
+    async_save: bool = option(False, resume=Resume.REPORTED)
+    keep_checkpoints: int = option(2, resume=Resume.REPORTED, minimum=1)
+    log_every_n_steps: int = option(1, resume=Resume.REPORTED, minimum=1)
+    export: bool | Literal["verify"] = option(True, resume=Resume.REPORTED)
+    enable_cuda_graph: bool | Literal["auto"] = option("auto", resume=Resume.REPORTED)
+    compile: Literal["layer"] | None = option(None, resume=Resume.REPORTED)
+    precision: str | int = option("32-true", resume=Resume.REFUSED, nemo=["precision"])
+    allow_tf32: bool = option(False, resume=Resume.WHEN_ASKED)
+    distributed_timeout_minutes: int = option(30, resume=Resume.NOT_COMPARED, minimum=1)
+    wandb_project: str | None = option(None, resume=Resume.NOT_COMPARED)
+    auto_memory: bool = option(False, resume=Resume.NOT_COMPARED)
 
     def __post_init__(self) -> None:
-        for name in ("output_dir", "resume_from", "wandb_project"):
-            require_named(f"trainer.{name}", getattr(self, name))
-        if self.seed > MAX_SEED:
-            raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")
-        self._check_epochs()
-        for name in ("max_steps", "seed", "val_check_interval"):
-            require_at_least(f"trainer.{name}", getattr(self, name), 0)
-        if self.save_interval != "auto":
-            if type(self.save_interval) is not int:
-                raise ValueError(f"trainer.save_interval must be auto or a number of steps, got {self.save_interval!r}")
-            require_at_least("trainer.save_interval", self.save_interval, 0)
-        for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
-            require_at_least(f"trainer.{name}", getattr(self, name), 1)
-        require_one_of("trainer.compile", self.compile, COMPILE)
-        require_one_of("trainer.on_schedule_change", self.on_schedule_change, SCHEDULE_CHANGES)
-        require_one_of("trainer.enable_cuda_graph", self.enable_cuda_graph, (True, False, "auto"))
-        if self.verify_export and not self.export:
-            raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
-
-    def _check_epochs(self) -> None:
-        """Replace -1 by None; raise ``ValueError`` for a number of epochs that is not positive and finite."""
+        # NeMo's and Lightning's way to say that steps end the run.
         if self.max_epochs == -1:
             object.__setattr__(self, "max_epochs", None)
-        if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
-            raise ValueError(f"trainer.max_epochs must be above 0 and finite, got {self.max_epochs:g}; -1 is none")
+        check_options(self, "trainer")
+        object.__setattr__(self, "precision", precision_name(self.precision))
+        require_one_of("trainer.precision", self.precision, tuple(PRECISIONS))
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.save_interval != "never"
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -232,11 +192,11 @@ class LaunchConfig:
             URL too.
     """
 
-    neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
-    compile_cache_dir: str | None = None
+    neuron_cc_flags: tuple[str, ...] = option(("--model-type=transformer",), resume=Resume.REPORTED)
+    compile_cache_dir: str | None = option(None, resume=Resume.NOT_COMPARED)
 
     def __post_init__(self) -> None:
-        require_named("launch.compile_cache_dir", self.compile_cache_dir)
+        check_options(self, "launch")
 
 
 def _require_free_memory_section(memory: MemoryConfig) -> None:
@@ -272,144 +232,58 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        # The options that state a precision or a ZeRO stage together are replaced by their common
-        # meaning, so that everything else reads plain values.
-        precision, dtype, masters = resolve_precision(
-            self.trainer.precision, self.model.dtype, self.optimizer.master_weights
-        )
-        object.__setattr__(self, "trainer", replace(self.trainer, precision=precision))
-        object.__setattr__(self, "model", replace(self.model, dtype=dtype))
-        stage = resolve_sharding(self.data_parallel.sharding, self.optimizer.zero1)
-        object.__setattr__(self, "data_parallel", replace(self.data_parallel, sharding=stage))
-        object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters, zero1=None))
+        # Each section has checked its own options.
         if self.trainer.auto_memory:
             _require_free_memory_section(self.memory)
-        require_compatible(
-            self.data_parallel,
-            overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
-            offloads_weights=self.memory.cpu_offloading_weights,
-        )
-        require_trainable_adapters(self.lora, self.memory, self.trainer.compile)
-        if self.lora.lora_rank is not None and self.model.resize_embedding:
-            raise ValueError(
-                f"model.resize_embedding adds rows to the embedding, which adapters (lora.lora_rank "
-                f"{self.lora.lora_rank}) neither train nor store: export the resized model with trainer.max_steps 0 "
-                "first, without lora_rank, and train adapters of the export"
-            )
-        require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
-        require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
-        if self.optimizer.optimizer_cpu_offload:
-            keeps_remainders = self.optimizer.store_param_remainders
-            require_offloadable(self.data_parallel.stage, precision, keeps_remainders=keeps_remainders)
-        # Checks between sections; each section has checked its own fields. Sequence parallelism
-        # gives each tensor-parallel rank S / T tokens.
+        require_compatible(self)
+        conflict = conflict_with_graphs(self)
+        if self.trainer.enable_cuda_graph is True and conflict is not None:
+            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
+        # Sequence parallelism gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
-        conflict = self.cuda_graph_conflict()
-        if self.trainer.enable_cuda_graph is True and conflict is not None:
-            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
-        if self.trainer.async_save and self.memory.cpu_offloading_weights:
-            raise ValueError(
-                "trainer.async_save copies weights during later steps, and memory.cpu_offloading_weights frees them: "
-                "set one of them to false"
-            )
-        if self.optimizer.optimizer_update_in_forward and self.memory.cpu_offloading_weights:
-            raise ValueError(
-                "optimizer.optimizer_update_in_forward updates weights on the device during forward, and "
-                "memory.cpu_offloading_weights keeps them on the host: set one of them to false"
-            )
         self._check_schedule()
-        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
-        if self.trainer.verify_export and not self.data.eval_sequences:
-            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
-        if self.trainer.resume_from is not None and self.model.warm_start is not None:
+        # The shards of part of the data-parallel ranks are of parameters that all of them have.
+        # "hosts" are counted when the run starts.
+        expert_ranks = self.parallel.expert_model_parallel_size
+        instances = self.data_parallel.num_distributed_optimizer_instances
+        if expert_ranks > 1 and instances not in (1, "hosts"):
             raise ValueError(
-                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
-                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
+                f"parallel.expert_model_parallel_size {expert_ranks} and "
+                f"data_parallel.num_distributed_optimizer_instances {instances}: the experts' ranks would be divided "
+                "too; leave the instances out, or set expert_model_parallel_size to 1"
             )
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of parameters and activations."""
+        return PRECISIONS[str(self.trainer.precision)].dtype
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer keeps fp32 weights, states and gradient sums."""
+        return PRECISIONS[str(self.trainer.precision)].master_weights
 
     def _check_schedule(self) -> None:
-        """Raise ``ValueError`` for a schedule longer than the run, and for epochs of several sources."""
-        if self.trainer.max_epochs is not None and self.data.mixture:
-            raise ValueError(
-                f"trainer.max_epochs {self.trainer.max_epochs:g} and data.mixture are both given, and its sources end "
-                "at different steps: set trainer.max_steps instead"
-            )
+        """Raise ``ValueError`` for a schedule that is longer than the run."""
         # A run of 0 steps, which evaluates and exports only, has no schedule; the steps of a
         # run of epochs are not known yet (``epochs.py``).
-        optimizer = self.optimizer
-        has_steps = self.trainer.max_steps and self.trainer.max_epochs is None
-        if has_steps and optimizer.constant_steps >= self.trainer.max_steps:
+        if not self.trainer.max_steps or self.trainer.max_epochs is not None:
+            return
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
+        if warmup + decay > self.decay_steps:
             raise ValueError(
-                f"optimizer.constant_steps {optimizer.constant_steps} leave none of trainer.max_steps "
-                f"{self.trainer.max_steps} for the decay: lower constant_steps, which a shorter run of the same file "
-                "needs too, or raise max_steps"
+                f"optimizer.warmup_steps {warmup} and wsd_decay_steps {decay} together exceed the schedule of "
+                f"{self.decay_steps} steps (optimizer.decay_steps, else trainer.max_steps): the learning rate would "
+                "never reach optimizer.lr; shorten one of them or set decay_steps"
             )
-        if has_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
-            if optimizer.wsd_decay_steps:
-                raise ValueError(
-                    f"optimizer.warmup_steps {optimizer.warmup_steps} and wsd_decay_steps {optimizer.wsd_decay_steps} "
-                    f"together exceed the schedule of {self.decay_steps} steps: shorten one of them"
-                )
-            raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
-                f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps without constant_steps): the "
-                "learning rate would never reach optimizer.lr; shorten warmup_steps or set decay_steps"
-            )
-
-    def cuda_graph_conflict(self) -> str | None:
-        """Return which option excludes CUDA graphs and how to change it, or None."""
-        # A graph replays forward and backward as one launch, without Python in between: nothing
-        # that runs Python code in backward (hooks, offloading) can be combined with it.
-        if self.optimizer.overlap_grad_reduce:
-            return (
-                "optimizer.overlap_grad_reduce is true, but a graph computes all gradients "
-                "before any is reduced: set overlap_grad_reduce to false"
-            )
-        stage = self.data_parallel.stage
-        if stage in SHARDS_GRADIENTS:
-            return (
-                f"data_parallel.sharding is {stage}, but it reduces and frees gradients between "
-                "kernels, and a graph has no host code: set data_parallel.sharding to zero1"
-            )
-        if self.optimizer.optimizer_update_in_forward:
-            return (
-                "optimizer.optimizer_update_in_forward is true, but the updates run between the "
-                "layers' kernels, and a graph has no host code: set optimizer_update_in_forward to false"
-            )
-        if self.optimizer.in_backward:
-            return (
-                "optimizer.in_backward is true, but a graph computes all gradients before any is "
-                "used: set in_backward to false"
-            )
-        if self.memory.cpu_offloading_activations or self.memory.cpu_offloading_num_layers:
-            name = "cpu_offloading_num_layers"
-            remedy = f"set {name} to 0"
-            if self.memory.cpu_offloading_activations:
-                name = "cpu_offloading_activations"
-                remedy = f"set {name} to false"
-            return (
-                f"memory.{name} is {getattr(self.memory, name)}, but the host starts the copies "
-                f"between kernels, and a graph has no host code: {remedy}"
-            )
-        if self.lora.lora_rank is not None:
-            return (
-                f"lora.lora_rank is {self.lora.lora_rank}, and graphs of adapters are not supported: set lora_rank to "
-                "null"
-            )
-        if self.trainer.compile:
-            return (
-                f"trainer.compile is {self.trainer.compile!r}, and graphs of compiled layers are "
-                "not supported: set compile to null"
-            )
-        return None
 
     @property
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its minimum."""
         if self.optimizer.decay_steps is None:
-            return self.trainer.max_steps - self.optimizer.constant_steps
+            return self.trainer.max_steps
         return self.optimizer.decay_steps
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -33,12 +33,12 @@ def utilization_per_token(config: TrainConfig, hf_config: PretrainedConfig) -> f
             ParallelConfig(),
             sequence_length=config.data.seq_length,
             micro_batch_size=1,
-            dtype=config.model.dtype,
+            dtype=config.dtype,
         )
     except ValueError:  # a model that the planner does not have, such as GPT-NeoX with experts
         return None
     flops = model_flops(sizes, attention=not config.data.isolate_documents) / config.data.seq_length
-    return flops / (device.matmul_flops[config.model.dtype] * world_size())
+    return flops / (device.matmul_flops[config.dtype] * world_size())
 
 
 def _device() -> Device | None:

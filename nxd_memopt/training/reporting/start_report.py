@@ -32,8 +32,8 @@ def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
 def bytes_per_parameter(config: TrainConfig) -> int:
     """Return the bytes of a trained parameter's weight, gradient and optimizer states without sharding and offload."""
     layout = StateLayout(
-        getattr(torch, config.model.dtype).itemsize,
-        master_weights=bool(config.optimizer.master_weights),
+        getattr(torch, config.dtype).itemsize,
+        master_weights=config.master_weights,
         in_backward=config.optimizer.in_backward,
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
     )

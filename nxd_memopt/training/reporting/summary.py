@@ -122,12 +122,12 @@ def require_verified(summary: Summary, config: TrainConfig) -> None:
     if difference is None or config.moe.moe_expert_capacity_factor is not None:
         return
     assert summary.transformers_held_out_loss is not None and summary.held_out_loss_after is not None
-    is_fp32 = config.model.dtype == "float32" and not config.trainer.allow_tf32
+    is_fp32 = config.dtype == "float32" and not config.trainer.allow_tf32
     bound = (1e-4 if is_fp32 else 2e-2) * max(1.0, summary.held_out_loss_after)
     # Not "greater": a loss may be NaN.
     if not difference <= bound:
         raise ValueError(
-            f"trainer.verify_export: transformers' held-out loss of {summary.export} is "
+            f"trainer.export verify: transformers' held-out loss of {summary.export} is "
             f"{summary.transformers_held_out_loss:.6f}, and {summary.held_out_loss_after:.6f} here, more than "
             f"{bound:.1e} apart: transformers computes something else with these weights; everything is saved, and "
             "training can continue, but do not use the export"

@@ -10,18 +10,14 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume, require_one_of
 from nxd_memopt.training.config.parsing import SECTIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.resume.rules import (
     ARCHITECTURE_SHAPE,
     ARCHITECTURE_WHEN_ASKED,
-    NEW_RUN,
     NOT_ARCHITECTURE,
     RULES,
-    WARM_START,
-    Change,
-    Rule,
     options_when_asked,
 )
 
@@ -54,7 +50,7 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     options: dict[str, Any] = dataclasses.asdict(config)
     for name, rule in RULES.items():
         section, _, option = name.partition(".")
-        if rule.change is Change.NOT_COMPARED:
+        if rule.resume is Resume.NOT_COMPARED:
             options[section].pop(option, None)
     options["optimizer"]["decay_steps"] = config.decay_steps
     # The sources of a mixture may move, like a single one, but not change their shares.
@@ -93,19 +89,19 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
     after = flat_config(current)
     changes = Changes()
     for name, rule in RULES.items():
-        if rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
+        if rule.resume in (Resume.NOT_COMPARED, Resume.SPECIAL):
             continue
         # An option that was added since does by default what runs did before.
         old = stored[name] if name in stored else _default(name)
         # Capacities and balancing losses are those of a micro-batch.
         if name == MICRO_BATCH and any(after.get(f"{ARCHITECTURE}{each}") for each in EXPERT_COUNTS):
-            rule = Rule(Change.WHEN_ASKED)
+            rule = Declaration(Resume.WHEN_ASKED)
         if old != after[name]:
             judge(changes, name, rule, (old, after[name]), allowed)
     for name, values in _architecture_differences(stored, after).items():
         option = name.removeprefix(OVERRIDES)
-        change = Change.WHEN_ASKED if option in ARCHITECTURE_WHEN_ASKED else Change.REFUSED
-        rule = Rule(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
+        change = Resume.WHEN_ASKED if option in ARCHITECTURE_WHEN_ASKED else Resume.REFUSED
+        rule = Declaration(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
         judge(changes, name, rule, values, allowed)
     return changes
 
@@ -116,7 +112,7 @@ def _default(name: str) -> Any:
     return getattr(SECTIONS[section](), option)
 
 
-def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allowed: Collection[str]) -> None:
+def judge(changes: Changes, name: str, rule: Declaration, values: tuple[Any, Any], allowed: Collection[str]) -> None:
     """Add the difference of one option to the notes or to the refusals of ``changes``.
 
     Args:
@@ -127,15 +123,15 @@ def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allo
         allowed: ``trainer.allow_changes``.
     """
     old, new = values
-    if rule.change is Change.REPORTED:
+    if rule.resume is Resume.REPORTED:
         changes.notes.append(f"{name}: {old} -> {new}")
-    elif rule.change is Change.SAME_CONFIG:
+    elif rule.resume is Resume.SAME_CONFIG:
         changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights are the checkpoint's")
-    elif rule.change is Change.SAME_CONTENT:
+    elif rule.resume is Resume.SAME_CONTENT:
         # Whether the allowed tokens are others is said where they are compared.
         content = "" if DATASET in allowed else ", with equal content"
         changes.notes.append(f"{name}: {old} -> {new}{content}")
-    elif rule.change is Change.REFUSED:
+    elif rule.resume is Resume.REFUSED:
         changes.refusals.append(f"{name} was {old!r} and is {new!r}: restore it, or {rule.remedy}")
     elif name in allowed:
         changes.notes.append(f"{name}: {old} -> {new}, from this step on")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,13 @@ from transformers import PretrainedConfig
 from nxd_memopt.checkpoint.sharded.index import INDEX
 from nxd_memopt.checkpoint.sharded.steps import find_latest
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun, read_stored_run
+from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.resume.changes import Changes, compare_options, judge, recorded_options, require_known
-from nxd_memopt.training.resume.rules import NEW_RUN, WARM_START, WHEN_ASKED
 from nxd_memopt.training.runtime.distributed import world_size
+
+DECAY_STEPS = "optimizer.decay_steps"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
         )
     allowed = config.trainer.allow_changes
     changes = compare_options(stored.config, recorded_options(config, hf_config), allowed)
-    config = _with_schedule(config, stored, changes)
+    _compare_schedules(config, stored, changes)
     if changes.refusals:
         raise ValueError(f"{stored.directory} was written by another configuration: {'; '.join(changes.refusals)}")
     if stored.step > config.trainer.max_steps:
@@ -141,26 +142,18 @@ def sequences_consumed(stored: StoredRun) -> int:
     return stored.shared["sequences"]
 
 
-def _with_schedule(config: TrainConfig, stored: StoredRun, changes: Changes) -> TrainConfig:
-    """Return ``config`` with the step at which the decay of the resumed run ends."""
+def _compare_schedules(config: TrainConfig, stored: StoredRun, changes: Changes) -> None:
+    """Compare the steps at which the decay of the learning rate ends."""
     old = stored.config["optimizer.decay_steps"]
     new = config.decay_steps
-    policy = config.trainer.on_schedule_change
     if new == old or not config.optimizer.has_end:
-        return config
-    if config.optimizer.decay_steps is not None:
-        # Named explicitly, so the change is one of an option like any other.
-        judge(changes, "optimizer.decay_steps", WHEN_ASKED, (old, new), config.trainer.allow_changes)
-    elif policy == "stretch":
-        changes.notes.append(f"schedule: the decay ends at step {new} instead of {old}, from this step on")
-    elif policy == "keep":
-        changes.notes.append(f"schedule: the decay ends at step {old} as before; then the learning rate is constant")
-        optimizer = dataclasses.replace(config.optimizer, decay_steps=old, constant_steps=0)
-        return dataclasses.replace(config, optimizer=optimizer)
-    else:
-        changes.refusals.append(
-            f"the decay of the learning rate ended at step {old} and would end at step {new}, trainer.max_steps "
-            "without optimizer.constant_steps: choose with --trainer.on-schedule-change keep (it still ends there, the "
-            f"learning rate then stays at its minimum) or stretch (it ends at step {new})"
-        )
-    return config
+        return
+    allowed = config.trainer.allow_changes
+    if config.optimizer.decay_steps is not None or DECAY_STEPS in allowed:
+        judge(changes, DECAY_STEPS, Declaration(Resume.WHEN_ASKED), (old, new), allowed)
+        return
+    changes.refusals.append(
+        f"the decay of the learning rate ended at step {old} and would end at step {new}, trainer.max_steps: set "
+        f"--optimizer.decay-steps {old} (it still ends there, the learning rate then stays at its minimum), or allow "
+        f"the change with --trainer.allow-changes {DECAY_STEPS} (it ends at step {new})"
+    )

@@ -99,7 +99,15 @@ def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections:
         elif name == "min_lr" and float(optim.get("lr") or 0) > 0:
             target.setdefault("min_lr_ratio", float(value) / float(optim["lr"]))
         elif name == "constant_steps":
-            target.setdefault("constant_steps", value)
+            # The last steps, which are at the minimum.
+            max_steps = sections.get("trainer", {}).get("max_steps")
+            if isinstance(max_steps, int) and isinstance(value, int) and max_steps > value:
+                target.setdefault("decay_steps", max_steps - value)
+            elif value:
+                problems.append(
+                    f"model.optim.sched.constant_steps {value!r} needs a larger trainer.max_steps, got {max_steps!r}: "
+                    "set it, or optimizer.decay_steps"
+                )
         else:
             problems.append(f"model.optim.sched.{name} {value!r} is not supported: set the schedule in optimizer")
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun
+from nxd_memopt.options import WARM_START
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.data.packed.log import Entry, TokenLog
 from nxd_memopt.training.resume.plan import ResumePlan
-from nxd_memopt.training.resume.rules import WARM_START
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
 CONTENT_VERSION = 4

@@ -1,0 +1,205 @@
+"""Says which options of the training program exclude each other, in one table, and refuses them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from nxd_memopt.options import default_of, field_types
+
+if TYPE_CHECKING:
+    from nxd_memopt.training.config.train_config import TrainConfig
+
+ANY: tuple[Any, ...] = ()
+"""Any value of an option but its default."""
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Values of two options that exclude each other.
+
+    Args:
+        option: dotted name of an option.
+        values: values of it that are excluded, or ``ANY``.
+        other: dotted name of another option.
+        other_values: values of that option with which they are excluded, or ``ANY``.
+        reason: what would be wrong, for the message.
+    """
+
+    option: str
+    values: tuple[Any, ...]
+    other: str
+    other_values: tuple[Any, ...]
+    reason: str
+
+    def conflict(self, config: TrainConfig) -> str | None:
+        """Return the values, the reason and a remedy if ``config`` has both values, or None."""
+        if not (_matches(config, self.option, self.values) and _matches(config, self.other, self.other_values)):
+            return None
+        first, second = (f"{name} is {yaml(value_of(config, name))}" for name in (self.option, self.other))
+        return (
+            f"{first} and {second}: {self.reason}; set {self.option} to {_allowed(self.option, self.values)}, or "
+            f"{self.other} to {_allowed(self.other, self.other_values)}"
+        )
+
+
+OFFLOAD = "optimizer.optimizer_offload_fraction"
+SHARDING = "data_parallel.sharding"
+INSTANCES = "data_parallel.num_distributed_optimizer_instances"
+PRECISION = "trainer.precision"
+OFFLOADED_WEIGHTS = "memory.cpu_offloading_weights"
+IN_BACKWARD = "optimizer.in_backward"
+IN_FORWARD = "optimizer.optimizer_update_in_forward"
+RANK = "lora.lora_rank"
+
+EXCLUDED = (
+    Excluded(
+        "optimizer.overlap_grad_reduce",
+        (True,),
+        SHARDING,
+        ("zero1", "zero2", "zero3"),
+        "the stage scatters gradients itself and would reduce them a second time",
+    ),
+    Excluded(INSTANCES, ANY, SHARDING, ("none", "zero1"), "only zero2 and zero3 have instances"),
+    Excluded(
+        "data_parallel.reshard_after_forward",
+        (False,),
+        SHARDING,
+        ("none", "zero1", "zero2"),
+        "the stage does not shard parameters",
+    ),
+    Excluded(OFFLOADED_WEIGHTS, (True,), SHARDING, ("zero3",), "gathered weights exist for one layer at a time"),
+    Excluded(
+        OFFLOADED_WEIGHTS, (True,), "trainer.async_save", (True,), "a save copies weights that the next steps free"
+    ),
+    Excluded(OFFLOADED_WEIGHTS, (True,), IN_FORWARD, (True,), "the update needs the weights on the device"),
+    Excluded(
+        "data_parallel.grad_reduce_in_fp32",
+        (True, False),
+        PRECISION,
+        ("32-true", "bf16-true"),
+        "gradients have one dtype, in which they are summed",
+    ),
+    Excluded("data_parallel.grad_reduce_in_fp32", (False,), PRECISION, ("16-mixed",), "sums exceed the range of fp16"),
+    Excluded(OFFLOAD, ANY, SHARDING, ("zero2", "zero3"), "the stage's optimizer keeps its states on the device"),
+    Excluded(OFFLOAD, ANY, PRECISION, ("16-mixed",), "gradients are unscaled before states move"),
+    Excluded(OFFLOAD, ANY, PRECISION, ("bf16-true",), "there are no fp32 master weights and states to offload"),
+    Excluded(
+        "optimizer.store_param_remainders",
+        (True,),
+        PRECISION,
+        ("32-true", "bf16-true", "16-mixed"),
+        "remainders are what fp32 master weights have beyond bf16 parameters",
+    ),
+    Excluded(
+        IN_BACKWARD,
+        (True,),
+        SHARDING,
+        ("zero1", "zero2", "zero3"),
+        "the stage reduces gradients in buckets of many parameters",
+    ),
+    Excluded(
+        IN_BACKWARD,
+        (True,),
+        PRECISION,
+        ("bf16-mixed", "16-mixed"),
+        "gradients are added up in fp32, and master weights are updated after backward",
+    ),
+    Excluded(RANK, ANY, "memory.mlp_tile_tokens", ANY, "tiles compute the MLP without adapters"),
+    Excluded(RANK, ANY, "memory.attention_head_groups", ANY, "groups compute attention without adapters"),
+    Excluded(RANK, ANY, OFFLOADED_WEIGHTS, (True,), "adapters read the weights outside their layers"),
+    Excluded(RANK, ANY, "trainer.compile", ANY, "compiled layers have no adapters"),
+    Excluded(
+        RANK,
+        ANY,
+        "model.resize_embedding",
+        (True,),
+        "adapters neither train nor store the new rows; first export the resized model with trainer.max_steps 0",
+    ),
+    Excluded("trainer.export", ("verify",), "data.eval_sequences", (0,), "the check compares held-out losses"),
+    Excluded(
+        "trainer.resume_from",
+        ANY,
+        "model.warm_start",
+        ANY,
+        "resume_from continues a run, warm_start takes its weights only",
+    ),
+    Excluded("trainer.max_epochs", ANY, "data.mixture", ANY, "the datasets of a mixture end at different steps"),
+)
+
+# A graph replays forward and backward as one launch, without Python in between: what runs Python
+# code between kernels (hooks, copies to the host) cannot be combined with it.
+EXCLUDED_BY_GRAPHS = (
+    ("optimizer.overlap_grad_reduce", (True,), "a graph computes all gradients before any is reduced"),
+    (SHARDING, ("zero2", "zero3"), "the host reduces and frees gradients between kernels"),
+    (IN_FORWARD, (True,), "the host starts the updates between the kernels of layers"),
+    (IN_BACKWARD, (True,), "a graph computes all gradients before any is used"),
+    ("memory.cpu_offloading_activations", (True,), "the host starts copies between kernels"),
+    ("memory.cpu_offloading_num_layers", ANY, "the host starts copies between kernels"),
+    (RANK, ANY, "graphs of adapters are not supported"),
+    ("trainer.compile", ANY, "graphs of compiled layers are not supported"),
+)
+
+
+def require_compatible(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for the first combination of ``EXCLUDED`` that ``config`` has."""
+    for excluded in EXCLUDED:
+        conflict = excluded.conflict(config)
+        if conflict is not None:
+            raise ValueError(conflict)
+
+
+def conflict_with_graphs(config: TrainConfig) -> str | None:
+    """Return which option excludes CUDA graphs and how to change it, or None."""
+    for option, values, reason in EXCLUDED_BY_GRAPHS:
+        if _matches(config, option, values):
+            return f"{option} is {yaml(value_of(config, option))}: {reason}; set it to {_allowed(option, values)}"
+    return None
+
+
+def value_of(config: TrainConfig, option: str) -> Any:
+    """Return the value of the option ``SECTION.NAME``."""
+    section, _, name = option.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def yaml(value: Any) -> str:
+    """Return a value of an option as a YAML file has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _matches(config: TrainConfig, option: str, values: tuple[Any, ...]) -> bool:
+    value = value_of(config, option)
+    if values:
+        # 1 and True are equal.
+        return any(value == each and type(value) is type(each) for each in values)
+    return value != _default(type(config), option)
+
+
+def _allowed(option: str, values: tuple[Any, ...]) -> str:
+    """Return the values of ``option`` that are not among ``values``, as a remedy."""
+    from nxd_memopt.training.config.train_config import TrainConfig
+
+    section, _, name = option.partition(".")
+    literals = list(_literals(field_types(field_types(TrainConfig)[section])[name]))
+    choices = [each for each in literals if each not in values]
+    if not values or not choices:
+        return yaml(_default(TrainConfig, option))
+    return " or ".join(yaml(each) for each in choices)
+
+
+def _literals(hint: Any) -> Iterator[Any]:
+    if typing.get_origin(hint) is typing.Literal:
+        yield from typing.get_args(hint)
+
+
+def _default(cls: type[TrainConfig], option: str) -> Any:
+    section, _, name = option.partition(".")
+    declared = {field.name: field for field in fields(field_types(cls)[section])}
+    return default_of(declared[name])
