@@ -113,7 +113,7 @@ def test_require_one_of_names_the_nearest(value, facts):
         ),
         (
             MemoryConfig,
-            {"recompute_granularity": "full", "recompute_keep_core_attn_num_layers": 2},
+            {"recompute_granularity": "full", "recompute_keep_core_attn": 2},
             ["recompute_keep_core_attn_num_layers 2", "recompute_keep_core_attn=True"],
         ),
         (
@@ -121,7 +121,7 @@ def test_require_one_of_names_the_nearest(value, facts):
             {
                 "recompute_granularity": "full",
                 "recompute_keep_core_attn": True,
-                "recompute_keep_core_attn_num_layers": 0,
+                "recompute_keep_core_attn": 0,
             },
             ["recompute_keep_core_attn_num_layers", "at least 1", "0"],
         ),
@@ -132,7 +132,7 @@ def test_require_one_of_names_the_nearest(value, facts):
                 "recompute_method": "uniform",
                 "recompute_num_layers": 2,
                 "recompute_keep_core_attn": True,
-                "recompute_keep_core_attn_num_layers": 1,
+                "recompute_keep_core_attn": 1,
             },
             ["recompute_keep_core_attn_num_layers 1", "one layer per checkpoint", "'uniform'"],
         ),

@@ -154,7 +154,7 @@ def chunks(method: str, layers: int, **options: Any) -> dict[str, Any]:
 
 def states_on_host(fraction: float, **options: Any) -> dict[str, Any]:
     """Return options that keep a part of the optimizer's states on the host."""
-    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, **options}
+    return {"optimizer_offload_fraction": fraction, **options}
 
 
 def _llama(name: str, tokens: int, layers: int = 32, **options: Any) -> Cell:
@@ -182,7 +182,7 @@ NAMED = (
     _llama("8k two rows full", 8192, micro_batch=2, memory=FULL),
     _llama("16k norm mlp", 16384, memory=selective("norm", "mlp")),
     _llama("16k kept", 16384, memory=KEPT),
-    _llama("16k some kept", 16384, memory={**KEPT, "recompute_keep_core_attn_num_layers": 10}),
+    _llama("16k some kept", 16384, memory={**KEPT, "recompute_keep_core_attn": 10}),
     _llama("32k full", 32768, memory=FULL),
     _llama("32k uniform", 32768, memory=chunks("uniform", 4)),
     _llama("16k block", 16384, memory=chunks("block", 20)),
@@ -355,7 +355,7 @@ def _techniques(generator: random.Random, layers: int, *, has_experts: bool) -> 
         {},
         FULL,
         KEPT,
-        {**KEPT, "recompute_keep_core_attn_num_layers": some},
+        {**KEPT, "recompute_keep_core_attn": some},
         STREAMED,
         {**STREAMED, "cpu_offloading_num_layers": some},
         {"cpu_offloading_num_layers": some},

@@ -109,7 +109,6 @@ def cell_of(choice: Choice, plan: Plan) -> Cell:
     optimizer: dict[str, Any] = {}
     if setting.optimizer_offload_fraction:
         optimizer = {
-            "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": setting.optimizer_offload_fraction,
             "optimizer_update_in_forward": setting.optimizer_update_in_forward,
             "store_param_remainders": setting.store_param_remainders,

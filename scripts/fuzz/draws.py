@@ -305,7 +305,6 @@ def draw_sharding(draw: Draw, common: dict[str, Spec], other: dict[str, Spec], r
         other["optimizer"]["overlap_grad_reduce"] = True
     if kind in ("offload", "in forward"):
         other["optimizer"] |= {
-            "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": draw.choice((0.3, 1.0)),
             "optimizer_update_in_forward": kind == "in forward",
         }

@@ -104,8 +104,8 @@ def run_single_process() -> int:
         *("--optimizer.warmup-steps", "0"),
         *("--data.eval-sequences", "0"),
         "--trainer.no-export",
-        "--trainer.no-verify-export",
-        "--trainer.no-save-checkpoints",
+        "--trainer.export", "true",
+        "--trainer.save-interval", "never",
     ]
     print("one process, for comparison", flush=True)
     return wait_for(command)

@@ -48,7 +48,7 @@ def losses(directory: Path) -> list[float]:
 
 
 def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: Path) -> None:
-    outcome = run_here(config(tmp_path, base, trainer={"verify_export": True, "max_steps": 6}))
+    outcome = run_here(config(tmp_path, base, trainer={"export": "verify", "max_steps": 6}))
     assert outcome.returncode == 0, outcome.stderr
     assert "LoRA: rank 4, scale 2, in 10 layers" in outcome.stdout
     found = summary(tmp_path / "run")
@@ -250,7 +250,7 @@ def test_a_run_starts_from_the_adapters_of_another(
     base: Path, tmp_path: Path, lora: dict[str, Any], ranks: int, says: str
 ) -> None:
     """The first loss is the last one of transformers with the other run's export."""
-    file = config(tmp_path, base, "first", trainer={"verify_export": True})
+    file = config(tmp_path, base, "first", trainer={"export": "verify"})
     assert run_here(file).returncode == 0
     model = {"warm_start": str(tmp_path / "first"), "random_init": True}
     sections = {"parallel": TENSOR_AND_SEQUENCE} if ranks == 2 else {}

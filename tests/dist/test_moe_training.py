@@ -48,7 +48,7 @@ def write_moe(directory: Path, **sections: Any) -> Path:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of an uninterrupted run on one process."""
     directory = tmp_path_factory.mktemp("moe")
-    output = succeed(run_here(write_moe(directory, trainer={"verify_export": True})))
+    output = succeed(run_here(write_moe(directory, trainer={"export": "verify"})))
     assert "experts: 4 in 2 of 2 layers, 2 for each token; all of them on every rank" in output
     assert "seq_aux_loss, coefficient 0.05; z-loss, coefficient 0.01" in output
     return directory / "run"
@@ -118,7 +118,7 @@ def test_every_layout_has_the_losses_of_one_process(
         data={"micro_batch_size": 1},
         data_parallel={"sharding": stage},
         moe={"moe_token_dispatcher_type": dispatcher, "moe_layer_recompute": dispatcher == "alltoall"},
-        trainer={"verify_export": True, "log_every_n_steps": 3},
+        trainer={"export": "verify", "log_every_n_steps": 3},
     )
     output = run(config, ranks=ranks)
     if "expert_model_parallel_size" in parallel:
@@ -189,7 +189,7 @@ def test_qwen3_from_a_directory_of_transformers(tmp_path: Path) -> None:
     file = write_config(
         tmp_path,
         model={"pretrained": str(tmp_path / "qwen"), "config_overrides": {}},
-        trainer={"verify_export": True, "max_steps": 2},
+        trainer={"export": "verify", "max_steps": 2},
         moe={"moe_per_layer_logging": True},
     )
     output = succeed(run_here(file))
@@ -228,7 +228,7 @@ def test_upcycling_starts_from_the_dense_model(
     """Also with a gated shared expert, which transformers' Qwen2-MoE has."""
     model = {"pretrained": str(dense / "export"), "tokenizer": None, "config_overrides": {}}
     moe = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, **shared}
-    trainer = {"max_steps": 2, "verify_export": True}
+    trainer = {"max_steps": 2, "export": "verify"}
     data = {"micro_batch_size": 1}
     config = write_config(tmp_path, model=model, moe=moe, parallel=parallel, data=data, trainer=trainer)
     output = run(config, ranks=ranks)

@@ -108,7 +108,7 @@ def test_any_range_of_rows_is_read() -> None:
 @pytest.mark.parametrize("sections", [{"parallel": TENSOR_AND_SEQUENCE}, {"data_parallel": {"sharding": "zero3"}}])
 def test_every_layout_trains_the_new_rows_and_exports_them(tmp_path: Path, sections: dict[str, Any]) -> None:
     base = base_model(tmp_path, LLAMA)
-    outcome = run_here(write_run(tmp_path, base, "one", trainer={"verify_export": True}))
+    outcome = run_here(write_run(tmp_path, base, "one", trainer={"export": "verify"}))
     assert outcome.returncode == 0, outcome.stderr
     # A checkpoint at step 2 is continued.
     data = {"micro_batch_size": 2}
@@ -136,7 +136,7 @@ def test_added_tokens_without_a_row_are_an_error_where_text_has_them(tmp_path: P
     assert outcome.returncode == 2
     assert "token id 25" in outcome.stderr and "model.resize_embedding" in outcome.stderr
     lines = write_jsonl(tmp_path / "lines.jsonl", LINES)
-    trainer = {"max_steps": 2, "verify_export": True}
+    trainer = {"max_steps": 2, "export": "verify"}
     outcome = run_here(write_run(tmp_path, base, "plain", resize=False, data={"dataset": lines}, trainer=trainer))
     assert outcome.returncode == 0, outcome.stderr
     assert "4 added tokens of the tokenizer, such as '<turn>', are outside" in outcome.stdout.replace("\n", " ")

@@ -57,7 +57,7 @@ def test_data_parallel_size_and_zero1_change(tmp_path: Path) -> None:
     """D=1, then D=2 with ZeRO-1, then T=2: masters, states and the position in the data go on."""
     config, expected = start(tmp_path, 6)
     assert run_here(config, "--trainer.max-steps", "2").returncode == 0
-    output = run_on_pool(config, "--trainer.max-steps", "4", "--optimizer.zero1", "True", ranks=2)
+    output = run_on_pool(config, "--trainer.max-steps", "4", "--data-parallel.sharding", "zero1", ranks=2)
     assert "data-parallel size: 1 -> 2" in output
     assert "data_parallel.sharding: none -> zero1" in output
     output = run_on_pool(config, "--parallel.tensor-model-parallel-size", "2", ranks=2)

@@ -39,7 +39,7 @@ def run(directory: Path, stage: str, *options: str, ranks: int = 4, **sections: 
         "parallel": TENSOR_AND_SEQUENCE,
         "data": BATCH,
         "optimizer": CLIP,
-        "trainer": {"max_steps": 6, "save_interval": 3, "val_check_interval": 2, "verify_export": True},
+        "trainer": {"max_steps": 6, "save_interval": 3, "val_check_interval": 2, "export": "verify"},
     }
     for name, values in sections.items():
         base[name] = base.get(name, {}) | values

@@ -87,7 +87,7 @@ def test_ranks_wait_longer_than_the_timeout_for_a_slow_tokenizer(tmp_path: Path)
     """Calls of 8 s, a timeout of one minute, and about two minutes until the first window: who waits says for what."""
     dataset = write_jsonl(tmp_path / "many.jsonl", [f"document {i} " + "abc xyz " * 6 for i in range(2000)])
     data = DATA | {"dataset": dataset, "micro_batch_size": 1}
-    trainer = {"max_steps": 2, "distributed_timeout_minutes": 1, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 2, "distributed_timeout_minutes": 1, "export": False, "save_interval": "never"}
     command = program(write_config(tmp_path, data=data, trainer=trainer), tmp_path / "calls", 8.0)
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -48,7 +48,7 @@ def require_user_error(outcome: Outcome, message: str) -> None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of an uninterrupted run on one process."""
     directory = tmp_path_factory.mktemp("reference")
-    succeed(run_here(write_config(directory, trainer={"verify_export": True, "val_check_interval": 4})))
+    succeed(run_here(write_config(directory, trainer={"export": "verify", "val_check_interval": 4})))
     return directory / "run"
 
 
@@ -80,7 +80,7 @@ def test_every_layout_has_the_losses_of_one_process(
     reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
 ) -> None:
     micro_batch = {"micro_batch_size": 2 if parallel else 1}
-    trainer = {"verify_export": True, "log_every_n_steps": 3}  # does not divide the 8 steps
+    trainer = {"export": "verify", "log_every_n_steps": 3}  # does not divide the 8 steps
     config = write_config(tmp_path, parallel=parallel, data=micro_batch, optimizer=optimizer, trainer=trainer)
     run(config, ranks=ranks)
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
@@ -116,7 +116,7 @@ def test_a_run_resumes_with_other_sizes(
         parallel=parallel,
         data={"micro_batch_size": 1, "dataset": str(tmp_path / "lines.jsonl")},
         optimizer=schedule | optimizer,
-        trainer={"async_save": True, "verify_export": True, "output_dir": str(directory)},
+        trainer={"async_save": True, "export": "verify", "output_dir": str(directory)},
     )
     output = run(second, ranks=ranks)
     assert "resuming after step 4" in output
@@ -136,7 +136,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_one_line(tmp_path: Path) -
 def test_gpt_neox_in_bfloat16_with_recompute(tmp_path: Path) -> None:
     sizes = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     model = {"config_overrides": sizes | {"model_type": "gpt_neox"}, "dtype": "bfloat16"}
-    config = write_config(tmp_path, model=model, trainer={"verify_export": True})
+    config = write_config(tmp_path, model=model, trainer={"export": "verify"})
     succeed(run_here(config, "--memory.recompute-granularity", "full"))
     result = summary(tmp_path / "run")
     assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]

@@ -35,7 +35,7 @@ def layout(name: str, **optimizer: Any) -> tuple[int, dict[str, dict[str, Any]]]
     sections = {
         "parallel": parallel,
         "optimizer": SCALE | own | optimizer,
-        "trainer": {"max_steps": STEPS, "export": False, "save_checkpoints": False, "precision": "16-mixed"},
+        "trainer": {"max_steps": STEPS, "export": False, "save_interval": "never", "precision": "16-mixed"},
     }
     if name.startswith("data2"):
         sections["data"] = {"micro_batch_size": 1}

@@ -288,7 +288,7 @@ VARIANTS = {
     "first three, two kept": {
         "cpu_offloading_num_layers": 3,
         "recompute_keep_core_attn": True,
-        "recompute_keep_core_attn_num_layers": 2,
+        "recompute_keep_core_attn": 2,
     },
 }
 NUM_CHECKPOINTS = {

@@ -223,7 +223,7 @@ def test_kept_attention_runs_once(config, chunk):
 def test_attention_is_kept_in_the_last_recomputed_layers(block):
     """The kernel runs again in the layers before them, and in no layer that is not recomputed."""
     chunk = {} if block is None else {"recompute_method": "block", "recompute_num_layers": block}
-    kept = {"recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": 2}
+    kept = {"recompute_keep_core_attn": 2}
     net = model(**FULL, **chunk, **kept, attention_backend="sdpa")
     with CountAttention() as attention:
         loss = net(**batch()).loss
@@ -236,7 +236,7 @@ def test_attention_is_kept_in_the_last_recomputed_layers(block):
     wrappers = [wrapper_of(layer, "traced_recompute") is not None for layer in net.decoder_layers()]
     last = block or LAYERS
     assert wrappers == [last - 2 <= i < last for i in range(LAYERS)]
-    memory = MemoryConfig(**FULL, **chunk, **kept | {"recompute_keep_core_attn_num_layers": last + 1})
+    memory = MemoryConfig(**FULL, **chunk, **kept | {"recompute_keep_core_attn": last + 1})
     message = error_message(lambda: apply_recompute(net, memory))
     assert_says(message, "recompute_keep_core_attn_num_layers", str(last + 1), str(last), "lower it")
 

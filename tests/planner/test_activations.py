@@ -89,7 +89,7 @@ def test_storages_of_every_technique(config, name, dtype, attention):
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_kept_attention(config, name, number):
-    kept = {"recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": number}
+    kept = {"recompute_keep_core_attn": number}
     options = TECHNIQUES[name] | kept
     check(config(num_hidden_layers=LAYERS), torch.bfloat16, "sdpa", options)
 

@@ -28,7 +28,7 @@ ROUTERS = {
     "fp64": {"moe_router_dtype": "fp64"},
     "jitter in fp32": {"moe_input_jitter_eps": 0.1, "moe_router_dtype": "fp32"},
     "sigmoid": {"moe_router_score_function": "sigmoid"},
-    "bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "bias": {"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "z-loss": {"moe_z_loss_coeff": 0.1},
     **{

@@ -118,7 +118,7 @@ def test_refusals_of_weights_on_the_host():
         {**STREAMED, "recompute_method": "nested", "recompute_num_layers": 4},
         {**STREAMED, "recompute_method": "block", "recompute_num_layers": 5},
         {**STREAMED, "recompute_keep_core_attn": True},
-        {**STREAMED, "recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": 2},
+        {**STREAMED, "recompute_keep_core_attn": 2},
     ],
 )
 def test_blocks_of_host_memory(techniques, monkeypatch):

@@ -170,7 +170,7 @@ def test_a_recipe_by_its_name_has_no_fixed_sizes(capsys):
 
 
 def test_staging_of_states_is_kept_where_states_are_offloaded(file, capsys):
-    write(file, {"optimizer": {"optimizer_cpu_offload": True, "optimizer_staging_gib": 0.5}})
+    write(file, {"optimizer": {"optimizer_offload_fraction": 1.0, "optimizer_staging_gib": 0.5}})
     source = read_source(str(file))
     asked = problem("llama-3-8b", "h200", DEVICES, 2048, offloads_optimizer=True)
     for setting in settings(asked, source.fixed):

@@ -143,8 +143,7 @@ def test_peaks_are_recorded_ones_but_for_small_tensors(step, options, recorded):
                 4608,
                 MemoryConfig(
                     recompute_granularity="full",
-                    recompute_keep_core_attn=True,
-                    recompute_keep_core_attn_num_layers=2,
+                    recompute_keep_core_attn=2,
                 ),
             ),
             {"sequences": 3},
@@ -366,8 +365,7 @@ RESERVED = [
             13056,
             MemoryConfig(
                 recompute_granularity="full",
-                recompute_keep_core_attn=True,
-                recompute_keep_core_attn_num_layers=5,
+                recompute_keep_core_attn=5,
             ),
         ),
         {},
@@ -438,7 +436,7 @@ def test_each_layers_gradients_leave_a_hole_before_the_embeddings():
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": 9},
+        {"recompute_keep_core_attn": 9},
         {"cpu_offloading_activations": True, "cpu_offloading_num_layers": 9},
     ],
 )

@@ -60,7 +60,7 @@ def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path, template: str
         tmp_path,
         template,
         data={"train_on_input": train_on_input, "micro_batch_size": 2},
-        trainer={"max_steps": 3, "verify_export": True},
+        trainer={"max_steps": 3, "export": "verify"},
     )
     outcome = run_here(config)
     assert outcome.returncode == 0, outcome.stderr

@@ -88,7 +88,7 @@ def test_a_pretrained_model_is_not_changed_by_an_unknown_name(tmp_path: Path) ->
 
 
 def test_an_earlier_export_of_the_run_is_replaced(tmp_path: Path) -> None:
-    config = write_config(tmp_path, trainer={"max_steps": 2, "save_checkpoints": False}, data={"eval_sequences": 0})
+    config = write_config(tmp_path, trainer={"max_steps": 2, "save_interval": "never"}, data={"eval_sequences": 0})
     assert run_here(config).returncode == 0
     first = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run_here(config, "--optimizer.lr", "0.02").returncode == 0

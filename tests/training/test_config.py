@@ -43,7 +43,7 @@ def test_the_command_line_takes_the_words_of_yaml(tmp_path: Path) -> None:
     trainer = config.trainer
     found = (trainer.async_save, trainer.export, trainer.enable_cuda_graph, trainer.resume_from, trainer.seed)
     assert found == (False, True, False, None, 6)
-    assert config.parallel.sequence_parallel_enabled and config.data_parallel.stage == "zero1"
+    assert config.parallel.sequence_parallel_enabled and config.data_parallel.sharding == "zero1"
     assert config.memory.mlp_tile_tokens is None
     # a word that is the value of an option of texts, and an option without its value
     assert parse_config(["--config", file, "--model.tokenizer", "true"]).model.tokenizer == "true"
@@ -183,7 +183,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
             "data_parallel.sharding 'zero4' is not one of .* did you mean 'zero",
         ),
         (
-            {"data_parallel": {"sharding": "zero3"}, "optimizer": {"zero1": True}},
+            {"data_parallel": {"sharding": "zero3"}, "data_parallel": {"sharding": "zero1"}},
             "optimizer.zero1 True means data_parallel.sharding zero1, and .* is zero3: remove one",
         ),
         (
@@ -252,7 +252,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"trainer": {"enable_cuda_graph": "yes please"}}, "trainer.enable_cuda_graph .*'yes please'"),
         ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
         ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
-        ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),
+        ({"trainer": {"export": "verify", "export": False}}, "verify_export needs trainer.export"),
         ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
         ({"model": {"config_overrides": {"hidden_size": 8}}}, "config_overrides has no model_type"),
         ({"model": {"config_overrides": {"model_type": "llama"}}}, "model.tokenizer is needed"),
@@ -334,17 +334,17 @@ def test_megatrons_names_of_sharding_and_offload(strategy: str, stage: str) -> N
     if stage in ("zero2", "zero3"):
         pasted["num_distributed_optimizer_instances"] = 2
     config = build(model=MODEL | pasted)
-    assert config.data_parallel.stage == stage
+    assert config.data_parallel.sharding == stage
     assert config.data_parallel.num_distributed_optimizer_instances == (2 if stage in ("zero2", "zero3") else 1)
     assert dataclasses.replace(config) == config  # resolved once, and again to the same
-    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    offload = {"optimizer_offload_fraction": 0.5}
     if stage in ("none", "zero1"):
         optimizer = build(model=MODEL | pasted, trainer=offload).optimizer
         assert (optimizer.optimizer_cpu_offload, optimizer.optimizer_offload_fraction) == (True, 0.5)
 
 
 def test_zero1_is_an_alias_that_may_agree() -> None:
-    assert build(optimizer={"zero1": True}).data_parallel.stage == "zero1"
-    assert build(optimizer={"zero1": True}, data_parallel={"sharding": "optim"}).data_parallel.stage == "zero1"
-    assert build(optimizer={"zero1": False}, data_parallel={"sharding": "none"}).data_parallel.stage == "none"
-    assert build(optimizer={"use_distributed_optimizer": True}).data_parallel.stage == "zero1"
+    assert build(data_parallel={"sharding": "zero1"}).data_parallel.sharding == "zero1"
+    assert build(data_parallel={"sharding": "zero1"}, data_parallel={"sharding": "optim"}).data_parallel.sharding == "zero1"
+    assert build(optimizer={"zero1": False}, data_parallel={"sharding": "none"}).data_parallel.sharding == "none"
+    assert build(optimizer={"use_distributed_optimizer": True}).data_parallel.sharding == "zero1"

@@ -228,7 +228,7 @@ def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the losses of a run that tokenizes in its own process, and epochs that are counted."""
-    trainer = {"max_steps": 8, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 8, "export": False, "save_interval": "never"}
     data = {"dataset": write_jsonl(tmp_path / "few.jsonl", LINES[:30]), "streaming": True}
     runs = []
     started: list[object] = []

@@ -16,7 +16,7 @@ from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.resume.plan import ResumePlan
 from tests.training.runs import exact, rows, run_here, write_config
 
-TRAINER = {"export": False, "save_checkpoints": False}
+TRAINER = {"export": False, "save_interval": "never"}
 
 
 @pytest.fixture(autouse=True)

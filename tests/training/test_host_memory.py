@@ -69,7 +69,7 @@ def test_a_host_that_is_too_small_is_an_error_with_both_sizes() -> None:
 def test_each_rank_of_a_host_may_use_an_equal_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**32)
     monkeypatch.setattr(host_memory, "ranks_per_host", lambda: 4)
-    for sections in ({"memory": OFFLOAD}, {"optimizer": {"optimizer_cpu_offload": True}}):
+    for sections in ({"memory": OFFLOAD}, {"optimizer": {"optimizer_offload_fraction": 1.0}}):
         pool = new_host_pool(build(**sections))
         assert pool is not None
         message = error_message(lambda pool=pool: pool.claim(2**30 + 1, "states"))

@@ -29,7 +29,7 @@ from tests.training.runs import (
 )
 
 PLAIN = {"clip_grad": 0, "decay_steps": 8}
-TRAINER = {"max_steps": 4, "save_checkpoints": False, "export": False}
+TRAINER = {"max_steps": 4, "save_interval": "never", "export": False}
 
 
 def config_of(directory: Path, *, in_backward: bool, **sections: dict[str, Any]) -> Path:
@@ -103,7 +103,7 @@ def test_ranks(ranks: int, parallel: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_run_resumes_with_either(tmp_path: Path) -> None:
     """Checkpoints are those of an update after backward: each half may run either way."""
-    trainer = {"max_steps": 8, "save_checkpoints": True, "save_interval": 4}
+    trainer = {"max_steps": 8, "save_interval": 4}
     after_backward = config_of(tmp_path / "after_backward", in_backward=False, trainer=trainer)
     assert run_here(after_backward).returncode == 0
     for first in (False, True):
@@ -158,7 +158,7 @@ def test_gradients_are_freed_and_not_planned(tmp_path: Path, capsys: pytest.Capt
     [
         ({"optimizer": {"clip_grad": 1.0}}, ("optimizer.clip_grad is 1.0", "set clip_grad to 0")),
         ({"optimizer": {"overlap_grad_reduce": True}}, ("optimizer.overlap_grad_reduce", "set one of them to false")),
-        ({"optimizer": {"optimizer_cpu_offload": True}}, ("optimizer.optimizer_cpu_offload", "set one of them")),
+        ({"optimizer": {"optimizer_offload_fraction": 1.0}}, ("optimizer.optimizer_cpu_offload", "set one of them")),
         ({"data_parallel": {"sharding": "zero1"}}, ("data_parallel.sharding is zero1", "sharding to none")),
         ({"data_parallel": {"sharding": "zero3"}}, ("data_parallel.sharding is zero3", "sharding to none")),
         ({"trainer": {"precision": "bf16-mixed"}}, ("precision is bf16-mixed", "master weights", "bf16-true")),

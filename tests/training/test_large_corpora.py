@@ -47,7 +47,7 @@ def write_corpus(path: Path, size: int) -> Path:
 def started(directory: Path, corpus: Path) -> Start:
     """Train two steps of a small model on ``corpus``."""
     directory.mkdir()
-    trainer = {"max_steps": 2, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 2, "export": False, "save_interval": "never"}
     data = {"dataset": str(corpus), "streaming": True, "seq_length": 64}
     config = write_config(directory, data=data, trainer=trainer)
     metrics = directory / "run" / "metrics.jsonl"

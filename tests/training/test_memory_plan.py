@@ -126,7 +126,7 @@ def test_compiled_layers_are_planned_where_the_compiler_chooses_nothing(tmp_path
 def test_the_staging_memory_of_offloaded_states_is_that_of_the_run(tmp_path, monkeypatch):
     plans = []
     for gib in (1.0, 3.0):
-        optimizer = {"optimizer_cpu_offload": True, "optimizer_staging_gib": gib}
+        optimizer = {"optimizer_offload_fraction": 1.0, "optimizer_staging_gib": gib}
         sizes = {**DEEP, "vocab_size": 8192, "hidden_size": 16384, "num_attention_heads": 2, "num_key_value_heads": 1}
         config = config_of(
             tmp_path, model={"config_overrides": sizes}, optimizer=optimizer, trainer={"precision": "bf16-mixed"}

@@ -18,7 +18,7 @@ from tests.launch.launching import planned as launched
 from tests.reference import assert_says, error_message
 
 LORA = {"lora_rank": 8}
-OFFLOADED = {"optimizer_cpu_offload": True}
+OFFLOADED = {"optimizer_offload_fraction": 1.0}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("norm",)}
 BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
 KEPT = {"recompute_keep_core_attn": True, "attention_backend": "flash4"}
@@ -34,7 +34,7 @@ PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "memory.recompute_num_layers": ({**BLOCK, "recompute_num_layers": 3}, BLOCK),
     "memory.recompute_modules": (SELECTIVE, {**SELECTIVE, "recompute_modules": ("mlp",)}),
     "memory.recompute_keep_core_attn": (KEPT, {}),
-    "memory.recompute_keep_core_attn_num_layers": ({**KEPT, "recompute_keep_core_attn_num_layers": 2}, KEPT),
+    "memory.recompute_keep_core_attn_num_layers": ({**KEPT, "recompute_keep_core_attn": 2}, KEPT),
     "memory.cpu_offloading": ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, {}),
     "memory.cpu_offloading_num_layers": ({"cpu_offloading_num_layers": 2}, {}),
     "memory.cpu_offloading_activations": ({"cpu_offloading_activations": True}, {}),
@@ -101,7 +101,7 @@ ELSEWHERE = {
     "data.isolate_documents": "test_isolated_documents_run_tiles_on_trainium",
     "optimizer.overlap_grad_reduce": "test_accumulation_and_averages_of_gradients",
     "optimizer.master_weights": "trainer.precision decides it",
-    "optimizer.zero1": "data_parallel.stage decides it",
+    "optimizer.zero1": "data_parallel.sharding decides it",
     "trainer.auto_memory": "tests/training/test_memory_plan.py",
 }
 

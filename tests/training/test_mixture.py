@@ -102,7 +102,7 @@ def test_a_run_resumes_exactly_and_counts_the_epochs_of_each_source(tmp_path: Pa
 def test_two_data_parallel_ranks_train_the_same_sequences(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    trainer = {"max_steps": 6, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 6, "export": False, "save_interval": "never"}
     succeeded(run_here(mixture_config(tmp_path / "a", trainer=trainer)))
     run_on_pool(mixture_config(tmp_path / "b", trainer=trainer), ranks=2)
     assert losses(tmp_path / "b" / "run") == pytest.approx(losses(tmp_path / "a" / "run"), rel=1e-5)
@@ -110,7 +110,7 @@ def test_two_data_parallel_ranks_train_the_same_sequences(tmp_path: Path) -> Non
 
 def test_held_out_sequences_have_the_same_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated = recorded_held_out(monkeypatch)
-    trainer = {"max_steps": 2, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 2, "export": False, "save_interval": "never"}
     succeeded(run_here(mixture_config(tmp_path, trainer=trainer)))
     known = byte_tokenizer()("abcdef")["input_ids"]
     letters = [bool(np.isin(row & ID_MASK, known).any()) for row in evaluated[0]]

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "moe_router_pre_softmax": ({"moe_router_pre_softmax": True}, "contradicts MixtralConfig"),
     "moe_router_enable_expert_bias": (
-        {"moe_router_enable_expert_bias": True},
+        {"moe_router_bias_update_rate": 1e-3},
         "'sigmoid'.*'aux_loss'",
     ),
     "moe_router_bias_update_rate": ({"moe_router_bias_update_rate": 0.1}, "leave the rate out"),
@@ -96,7 +96,7 @@ def test_every_option_is_tried() -> None:
 
 def first_step(directory: Path, moe: dict[str, Any]) -> dict[str, Any]:
     directory.mkdir()
-    trainer = {"max_steps": 1, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 1, "export": False, "save_interval": "never"}
     # Weights far from 0: the loss depends on the experts.
     model = {"config_overrides": MIXTRAL | {"initializer_range": 0.3}}
     succeed(

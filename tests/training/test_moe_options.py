@@ -172,7 +172,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sinkhorn": (MIXTRAL, {"moe": {"moe_router_load_balancing_type": "sinkhorn"}}, "trainer.export is true"),
     "bias": (
         MIXTRAL,
-        {"moe": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}},
+        {"moe": {"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}},
         "trainer.export is true",
     ),
     "recompute": (

@@ -198,7 +198,7 @@ def test_a_replay_copies_every_tensor_of_a_micro_batch(monkeypatch: pytest.Monke
     ],
 )
 def test_a_run_and_its_export_have_one_held_out_loss(options: tuple[str, ...], tmp_path: Path) -> None:
-    config = write_config(tmp_path, trainer={"verify_export": True, "max_steps": 3, "save_checkpoints": False})
+    config = write_config(tmp_path, trainer={"export": "verify", "max_steps": 3, "save_interval": "never"})
     outcome = run_here(config, *options)
     assert outcome.returncode == 0, outcome.stderr
     assert summary(tmp_path / "run")["transformers_difference"] < 1e-5  # fp32 sums in another order

@@ -30,7 +30,7 @@ def resolved(precision: object = None, dtype: object = None, masters: object = N
         if value is not None:
             sections[section][name] = value
     config = config_from_mapping(sections)
-    return config.trainer.precision, config.model.dtype, config.optimizer.master_weights
+    return config.trainer.precision, config.dtype, config.master_weights
 
 
 @pytest.mark.parametrize(

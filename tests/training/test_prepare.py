@@ -33,7 +33,7 @@ def train_files(run: Path) -> dict[str, bytes]:
 
 
 def test_a_run_reads_what_prepare_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"trainer": {"export": False, "save_checkpoints": False}, "data": {"streaming": True}}
+    options = {"trainer": {"export": False, "save_interval": "never"}, "data": {"streaming": True}}
     for name in ("without", "with"):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, **options)

@@ -277,7 +277,7 @@ def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     """An fp32 run that starts from a bf16 run has weights between bf16 numbers."""
     config = begin(tmp_path, model={"dtype": "bfloat16"})
     there = ("--trainer.output-dir", str(tmp_path / "next"), "--model.warm-start", str(tmp_path / "run"))
-    succeed(run_here(config, *there, "--model.dtype", "float32", "--trainer.max-steps", "0", "--trainer.export"))
+    succeed(run_here(config, *there, "--trainer.precision", "32-true", "--trainer.max-steps", "0", "--trainer.export"))
     weights = load_file(next((tmp_path / "next" / "export").glob("*.safetensors")))
     rounded = [bool(torch.equal(weight.bfloat16().float(), weight)) for weight in weights.values() if weight.dim() > 1]
     assert rounded and not any(rounded)

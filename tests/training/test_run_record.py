@@ -140,7 +140,7 @@ def test_utilization_counts_the_model_without_recompute(
     h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolates: bool
 ) -> None:
     config = config_of(
-        tmp_path, "--model.dtype", "bfloat16", "--data.seq-length", "8192", "--trainer.precision", "bf16-mixed"
+        tmp_path, "--data.seq-length", "8192", "--trainer.precision", "bf16-mixed"
     )
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, isolate_documents=isolates))
     shape = LlamaConfig(
@@ -157,7 +157,7 @@ def test_utilization_counts_the_model_without_recompute(
 
 
 def test_utilization_of_experts_counts_those_of_a_token(h200: None, tmp_path: Path) -> None:
-    config = config_of(tmp_path, "--model.dtype", "bfloat16", "--trainer.precision", "bf16-mixed")
+    config = config_of(tmp_path, "--trainer.precision", "bf16-mixed")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, isolate_documents=True))
     shape = MixtralConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,

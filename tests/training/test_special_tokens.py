@@ -102,7 +102,7 @@ def test_a_run_exports_the_ids_it_trained_with(tmp_path: Path) -> None:
     generation = {"eos_token_id": [OTHER], "temperature": 0.5, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     model = {"pretrained": str(source), "tokenizer": None, "config_overrides": {}}
-    trainer = {"max_steps": 1, "save_checkpoints": False, "verify_export": True}
+    trainer = {"max_steps": 1, "save_interval": "never", "export": "verify"}
     schedule = {"warmup_steps": 0}
     config = write_config(tmp_path, model=model, trainer=trainer, optimizer=schedule, data={"end_of_text": "<end>"})
     outcome = run_here(config)

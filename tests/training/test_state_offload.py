@@ -53,7 +53,6 @@ def write(directory: Path, **sections: dict[str, Any]) -> Path:
 
 def offload(fraction: float | None, *, in_forward: bool = False) -> dict[str, Any]:
     return {
-        "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
         "optimizer_staging_gib": 3 * 12 * 256 / 2**30,
         "optimizer_update_in_forward": in_forward,
@@ -103,7 +102,7 @@ def test_streamed_states_have_the_losses_of_the_ordinary_optimizer(tmp_path: Pat
     """On a CPU the ordinary one is torch's fused AdamW: fp32 rounding."""
     found = []
     for name, options in (("plain", {}), ("streamed", offload(1.0, in_forward=True))):
-        trainer = {"precision": "32-true", "verify_export": True}
+        trainer = {"precision": "32-true", "export": "verify"}
         succeed(run_here(write(tmp_path / name, optimizer=options, trainer=trainer)))
         found.append([row["loss"] for row in rows(tmp_path / name / "run")])
         assert summary(tmp_path / name / "run")["transformers_difference"] < 1e-5  # fp32 sums in another order
@@ -181,7 +180,7 @@ def test_updates_in_forward_of_any_group(tmp_path: Path, options: dict[str, Any]
     for in_forward in (False, True):
         directory = tmp_path / str(in_forward)
         data = {"eval_sequences": 0}
-        trainer = {"save_checkpoints": False, "max_steps": 2, "val_check_interval": 0}
+        trainer = {"save_interval": "never", "max_steps": 2, "val_check_interval": 0}
         optimizer = offload(1.0, in_forward=in_forward) | options
         model = {"config_overrides": {**LLAMA, "tie_word_embeddings": tied}}
         succeed(run_here(write(directory, optimizer=optimizer, data=data, trainer=trainer, model=model)))
@@ -205,7 +204,7 @@ def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path, monkeypatch: py
     for name, memory in (("device", {}), ("host", {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1})):
         options = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
         # No checkpoint: its writer takes a view of the CPU's weights that keeps them from being freed.
-        trainer = {"precision": "16-mixed", "max_steps": 4, "export": False, "save_checkpoints": False}
+        trainer = {"precision": "16-mixed", "max_steps": 4, "export": False, "save_interval": "never"}
         succeed(run_here(write(tmp_path / name, optimizer=options, trainer=trainer, memory=memory)))
         found.append([(row["loss"], row["skipped"]) for row in rows(tmp_path / name / "run")])
     assert found[0] == found[1]

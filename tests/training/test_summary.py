@@ -54,7 +54,7 @@ def test_an_export_of_which_transformers_makes_something_else_fails_the_run(eps,
             (directory / "config.json").write_text(json.dumps(content))
 
     monkeypatch.setattr(loop, "export", changed_export)
-    outcome = run_here(write_config(tmp_path, trainer={"verify_export": True, "max_steps": 2}))
+    outcome = run_here(write_config(tmp_path, trainer={"export": "verify", "max_steps": 2}))
     assert (outcome.returncode != 0) == (returncode != 0), outcome.stderr
     run = tmp_path / "run"
     assert summary(run)["transformers_held_out_loss"] and list(run.glob("checkpoints/step_*/index.json"))

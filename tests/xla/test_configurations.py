@@ -43,7 +43,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
         0,
     ),
     "expert bias": (
-        experts(**BLOCKS, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+        experts(**BLOCKS, moe_router_score_function="sigmoid", moe_router_bias_update_rate=1e-3)
         | {"trainer": {"export": False}},  # transformers' Mixtral has no sigmoid
         3,
         0,
@@ -76,7 +76,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Any:
         config = write_config(
             directory,
             data={"micro_batch_size": 1} | sections.pop("data", {}),
-            optimizer={"zero1": True},
+            data_parallel={"sharding": "zero1"},
             trainer=trainer | sections.pop("trainer", {}),
             **sections,
         )

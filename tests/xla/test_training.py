@@ -48,7 +48,7 @@ def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: P
     succeed(train(cpu, *FULL_RECOMPUTE, ranks=2))
     half = ("--trainer.max-steps", "2", "--optimizer.decay-steps", "4", "--trainer.no-export", "--trainer.async-save")
     succeed(train(simulated, *FULL_RECOMPUTE, *half, ranks=2, env=XLA))
-    rest = ("--optimizer.decay-steps", "4", "--trainer.verify-export")
+    rest = ("--optimizer.decay-steps", "4", "--trainer.export", "verify")
     resumed = succeed(train(simulated, *FULL_RECOMPUTE, *rest, ranks=2, env=XLA))
     assert "backend xla" in resumed.stdout and "resuming after step 2" in resumed.stdout
     require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
@@ -58,7 +58,7 @@ def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: P
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("disabled", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_data_parallel_losses_under_zero1_equal_the_cpus(disabled: str, tmp_path: Path) -> None:
-    sections = {"optimizer": {"zero1": True}, "data": {"micro_batch_size": 1}, "trainer": {"export": False}}
+    sections = {"data_parallel": {"sharding": "zero1"}, "data": {"micro_batch_size": 1}, "trainer": {"export": False}}
     cpu, simulated = (config_in(tmp_path / name, **sections) for name in ("cpu", "xla"))
     succeed(train(cpu, ranks=2))
     succeed(train(simulated, ranks=2, env=XLA | {"XLA_DISABLE_FUNCTIONALIZATION": disabled}))

@@ -74,7 +74,7 @@ REFUSALS = {
         ["moe_router_pre_softmax", "softmax", "sigmoid"],
     ),
     "bias with softmax": (
-        {"moe_router_enable_expert_bias": True},
+        {"moe_router_bias_update_rate": 1e-3},
         ["moe_router_enable_expert_bias", "sigmoid", "softmax"],
     ),
     "transformers' loss with sigmoid": (

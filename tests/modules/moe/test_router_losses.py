@@ -21,7 +21,7 @@ from tests.reference_models import batch, mixtral_config, parallel_model
 
 BIAS = torch.tensor([0.5, 0.0, 0.0, -0.5])
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
-BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
 
 
 def build(options: dict[str, Any], **memory: Any) -> MoECausalLM:

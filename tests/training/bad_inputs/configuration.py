@@ -162,7 +162,7 @@ VALUES = (
         "update_in_forward_of_weights_on_the_host",
         lambda directory: write_config(
             directory,
-            optimizer={"optimizer_cpu_offload": True, "optimizer_update_in_forward": True},
+            optimizer={"optimizer_offload_fraction": 1.0, "optimizer_update_in_forward": True},
             memory={"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
         ),
         ("optimizer.optimizer_update_in_forward", "memory.cpu_offloading_weights", "set one of them"),

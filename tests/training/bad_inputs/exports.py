@@ -123,7 +123,7 @@ def _export_is_a_file(directory: Path) -> Path:
 
 
 def _export_is_the_source(directory: Path) -> Path:
-    first = write_config(directory, trainer={"max_steps": 1, "save_checkpoints": False}, optimizer={"warmup_steps": 0})
+    first = write_config(directory, trainer={"max_steps": 1, "save_interval": "never"}, optimizer={"warmup_steps": 0})
     assert run_here(first).returncode == 0
     model = {"pretrained": str(directory / "run" / "export"), "tokenizer": None, "config_overrides": {}}
     return write_config(directory, model=model)

@@ -80,7 +80,7 @@ CASES: tuple[BadInput, ...] = (
         "overflow_at_the_smallest_scale",
         _config(
             optimizer={"min_loss_scale": 2.0**60, "initial_loss_scale": 2.0**60},
-            trainer={"precision": "16-mixed", "max_steps": 24, "save_checkpoints": False},
+            trainer={"precision": "16-mixed", "max_steps": 24, "save_interval": "never"},
         ),
         ("20 consecutive steps", "smallest loss scale 1.15", "use precision bf16-mixed"),
     ),
