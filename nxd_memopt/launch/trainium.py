@@ -180,7 +180,7 @@ def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
             with_optimization_level,
         )
     flags = f"{shlex.join(config.launch.neuron_cc_flags)} {environment_flags}".strip()
-    if config.memory.recompute_granularity is None and not config.trainer.auto_memory:
+    if config.memory.recompute_granularity is None and not config.auto_memory:
         return flags
     # The compiler takes the last level, so -O1 in front is a default: a level in the
     # configuration or in the environment still wins, and recompute_error rejects others.

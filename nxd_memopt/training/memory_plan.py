@@ -83,7 +83,7 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
     """
     before = _counted_before()
     _require_room_for_initialization(config, hf_config)
-    is_auto = config.trainer.auto_memory
+    is_auto = config.auto_memory
     try:
         problem, plan = planned(config, hf_config)
     except ValueError as error:
@@ -96,8 +96,8 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         if result.available_bytes is not None:
             _require_fit(plan)
         # The choice is made: from here on the run is one whose section names the techniques.
-        trainer = replace(config.trainer, auto_memory=False)
-        config = replace(config, memory=plan.setting.memory, trainer=trainer) if is_auto else config
+        if is_auto:
+            config = replace(config, memory=plan.setting.memory, auto_memory=False)
     if is_rank_zero():
         print("\n".join(result.lines), flush=True)
     return config, result
@@ -126,7 +126,7 @@ def planned(
     else:
         problem = _problem(config, hf_config, device, ranks or world_size(), host_gib=None)
     setting = setting_of(config, hf_config, device, ranks=ranks)
-    plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
+    plan = choose_memory(problem, setting) if config.auto_memory else evaluate(problem, setting)
     return problem, plan
 
 

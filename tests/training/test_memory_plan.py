@@ -146,12 +146,12 @@ def write_auto(tmp_path, memory="auto", **sections):
 
 def test_auto_takes_the_fastest_that_fits(tmp_path, monkeypatch, capsys):
     config = parse_config(["--config", str(write_auto(tmp_path)), "--memory.attention-backend", "tiled"])
-    assert config.trainer.auto_memory and config.memory.attention_backend == "tiled"
+    assert config.auto_memory and config.memory.attention_backend == "tiled"
     plain, most = plan_of(config, monkeypatch)
     assert plain.memory == MemoryConfig(attention_backend="tiled")
     assert "memory: auto chose attention_backend: tiled" in capsys.readouterr().out
     # What nested recompute needs is the least.
-    assert not plain.trainer.auto_memory
+    assert not plain.auto_memory
     memory = MemoryConfig(recompute_granularity="full", recompute_method="nested", attention_backend="tiled")
     full = dataclasses.replace(plain, memory=memory)
     _, least = plan_of(full, monkeypatch)
@@ -165,7 +165,7 @@ def test_auto_takes_the_fastest_that_fits(tmp_path, monkeypatch, capsys):
 
 def test_auto_contradicts_techniques_of_the_section(tmp_path):
     file = write_config(tmp_path, memory={"recompute_granularity": "full"})
-    message = error_message(lambda: parse_config(["--config", str(file), "--trainer.auto-memory"]))
+    message = error_message(lambda: parse_config(["--config", str(file), "--memory", "auto"]))
     assert_says(message, "memory: auto", "recompute_granularity", "remove one")
     assert_says(error_message(lambda: parse_config(["--config", str(write_auto(tmp_path, "automatic"))])), "memory")
 

@@ -102,7 +102,6 @@ ELSEWHERE = {
     "optimizer.overlap_grad_reduce": "test_accumulation_and_averages_of_gradients",
     "optimizer.master_weights": "trainer.precision decides it",
     "optimizer.zero1": "data_parallel.sharding decides it",
-    "trainer.auto_memory": "tests/training/test_memory_plan.py",
 }
 
 

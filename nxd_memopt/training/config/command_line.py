@@ -64,7 +64,7 @@ def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
         elif value in _WORDS and type(_WORDS[value]) in typing.get_args(hint):
             converted = [name, str(_WORDS[value])]
         elif (name, value) == ("--memory", "auto"):
-            converted = ["--trainer.auto-memory"]
+            converted = ["--auto-memory"]
         elif _is_list(hint) and name.replace("_", "-") != "--launch.neuron-cc-flags":
             # Flags of the compiler have commas of their own.
             values = [value] if separator else []

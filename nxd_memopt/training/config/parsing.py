@@ -176,13 +176,10 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     # A section without options is None in YAML. Every section exists in the result, with
     # defaults.
     options = {name: {} if section is None else section for name, section in values.items()}
-    # The one section that may be a word. Another place for the choice lets options of the section
-    # that it does not choose stay, such as the attention's implementation.
-    if options.get("memory") == "auto":
-        if options.get("trainer", {}).get("auto_memory") is False:
-            problems.append("memory: auto and trainer.auto_memory: false contradict each other: leave one out")
+    # The one section that may be a word.
+    auto_memory = options.get("memory") == "auto"
+    if auto_memory:
         options["memory"] = {}
-        options["trainer"] = {**options.get("trainer", {}), "auto_memory": True}
     sections = _resolve_aliases(options, problems)
     for section, replaced, option in REPLACED:
         given = sections.get(section, {})
@@ -193,10 +190,10 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
             del given[replaced]
         else:
             problems.append(_both_given(section, replaced, option))
-    built = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
+    built: dict[str, Any] = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
     if problems:
         raise ValueError(problems[0] if len(problems) == 1 else _listed(problems))
-    return _unchecked(TrainConfig, built)
+    return _unchecked(TrainConfig, {**built, "auto_memory": auto_memory})
 
 
 def _require_one_of_two(overrides: Sequence[str], config: TrainConfig) -> None:
@@ -281,7 +278,7 @@ def _checked(config: TrainConfig) -> TrainConfig:
         if isinstance(section, DataConfig):
             expanded["mixture"] = {_expanded("data.mixture", path): weight for path, weight in section.mixture.items()}
         sections[name] = dataclasses.replace(section, **expanded)
-    return TrainConfig(**sections)
+    return TrainConfig(**sections, auto_memory=config.auto_memory)
 
 
 def _expanded(option: str, path: str) -> str:

@@ -122,8 +122,6 @@ class TrainerConfig:
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
         wandb_project: project of Weights & Biases that receives options and metrics; ``None`` is
             none. ``WANDB_MODE=offline`` in the environment keeps them in ``output_dir``.
-        auto_memory: the planner chooses the memory section when the run starts: the fastest
-            techniques that fit the device. ``memory: auto`` in a YAML file sets it.
     """
 
     output_dir: str = option("runs/train", resume=Resume.NOT_COMPARED, is_path=True)
@@ -144,7 +142,6 @@ class TrainerConfig:
     allow_tf32: bool = option(False, resume=Resume.WHEN_ASKED)
     distributed_timeout_minutes: int = option(30, resume=Resume.NOT_COMPARED, minimum=1)
     wandb_project: str | None = option(None, resume=Resume.NOT_COMPARED)
-    auto_memory: bool = option(False, resume=Resume.NOT_COMPARED)
 
     def __post_init__(self) -> None:
         # NeMo's and Lightning's way to say that steps end the run.
@@ -207,8 +204,7 @@ def _require_free_memory_section(memory: MemoryConfig) -> None:
     given = {name: value for name, value in vars(memory).items() if value != getattr(allowed, name)}
     if given:
         raise ValueError(
-            f"memory: auto (trainer.auto_memory) chooses the techniques, and the memory section has {given}: remove "
-            "one of the two"
+            f"memory: auto chooses the techniques, and the memory section has {given}: remove one of the two"
         )
 
 
@@ -218,6 +214,10 @@ class TrainConfig:
 
     --config FILE.yaml sets any option below, by section; options on the command line come last
     and win.
+
+    Args:
+        auto_memory: the planner chooses the memory section when the run starts: the fastest techniques that fit the
+            device. ``memory: auto`` in a YAML file, and ``--memory auto`` on the command line, set it.
     """
 
     model: ModelConfig
@@ -230,10 +230,11 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    auto_memory: bool = False
 
     def __post_init__(self) -> None:
         # Each section has checked its own options.
-        if self.trainer.auto_memory:
+        if self.auto_memory:
             _require_free_memory_section(self.memory)
         require_compatible(self)
         conflict = conflict_with_graphs(self)

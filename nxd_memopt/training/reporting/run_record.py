@@ -39,7 +39,10 @@ VARIABLES = ("NEURON_", "NXD_MEMOPT_", "NCCL_", "PYTORCH_", "CUBLAS_", "CUDA_", 
 def options_of(config: TrainConfig) -> dict[str, Any]:
     """Return the options by section, as plain values that YAML and JSON have."""
     # Through JSON: tuples are lists in YAML too.
-    return json.loads(json.dumps(asdict(config)))
+    options = json.loads(json.dumps(asdict(config)))
+    if options.pop("auto_memory"):
+        options["memory"] = "auto"
+    return options
 
 
 def options_text(config: TrainConfig) -> str:

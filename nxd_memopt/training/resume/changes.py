@@ -48,6 +48,7 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     ``config`` may name only some.
     """
     options: dict[str, Any] = dataclasses.asdict(config)
+    del options["auto_memory"]  # the techniques that were chosen are recorded
     for name, rule in RULES.items():
         section, _, option = name.partition(".")
         if rule.resume is Resume.NOT_COMPARED:
