@@ -36,10 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = _parser().split(arguments)
     require_installed("nxd-memopt profile", "matplotlib", extra="train")
     mode = _mode(options, rest, command)
-    _require_read(options, mode)
-    for name, default in _DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    for name, reader in (("nproc", "run"), ("html", "compare")):
+        if getattr(options, name) is not None and mode != reader:
+            raise ValueError(f"--{name} {getattr(options, name)} is read with {_FLAGS[reader]} only")
     if mode in ("report", "compare"):
         return _show(options)
     output = Path(options.output)
@@ -50,19 +49,12 @@ def main(arguments: Sequence[str]) -> int:
     return _profile(options, command, output, stop=mode == "run")
 
 
-_OPTIONS = {
-    "report": (),
-    "compare": ("html",),
-    "run": ("output", "skip", "steps", "nproc"),
-    "command": ("output", "skip", "steps"),
-}
-"""What is done -> the options that it reads."""
 _FLAGS = {"report": "--report", "compare": "--compare", "run": "a run's options", "command": "-- COMMAND"}
-_DEFAULTS = {"output": "profile", "skip": 3, "steps": 3}
+"""What is done, and how a user asks for it."""
 
 
 def _mode(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> str:
-    """Return which of ``_OPTIONS`` the arguments ask for."""
+    """Return which of ``_FLAGS`` the arguments ask for."""
     given = {"report": options.report, "compare": options.compare, "run": rest, "command": command}
     asked = [name for name, value in given.items() if value]
     if not asked:
@@ -70,14 +62,6 @@ def _mode(options: argparse.Namespace, rest: Sequence[str], command: Sequence[st
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(_FLAGS[name] for name in asked)} are different things to do: pass one")
     return asked[0]
-
-
-def _require_read(options: argparse.Namespace, mode: str) -> None:
-    """Raise ``ValueError`` for an option that is given and that ``mode`` does not read."""
-    for name in ("html", "output", "skip", "steps", "nproc"):
-        if getattr(options, name) is not None and name not in _OPTIONS[mode]:
-            readers = [_FLAGS[each] for each, names in _OPTIONS.items() if name in names]
-            raise ValueError(f"--{name} {getattr(options, name)} is read with {' or '.join(readers)} only")
 
 
 def _parser() -> Parser:
@@ -89,12 +73,10 @@ def _parser() -> Parser:
         usage=USAGE,
     )
     parser.add_argument("--nproc", type=count, metavar="N", help="ranks of the run on this host")
-    parser.add_argument(
-        "--output", metavar="DIRECTORY", help=f"new directory of the files, by default {_DEFAULTS['output']}"
-    )
-    parser.add_argument("--skip", type=int, help=f"steps before the first profiled one, by default {_DEFAULTS['skip']}")
-    steps = f"steps whose time is profiled, by default {_DEFAULTS['steps']}; one more is for memory"
-    parser.add_argument("--steps", type=int, help=steps)
+    parser.add_argument("--output", metavar="DIRECTORY", default="profile", help="new directory of the files")
+    parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one; default: 3")
+    steps = "steps whose time is profiled, by default 3; one more is for memory"
+    parser.add_argument("--steps", type=int, default=3, help=steps)
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
