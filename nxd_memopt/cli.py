@@ -2,234 +2,93 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from nxd_memopt._optional import (
-    MissingDependencyError,
-    installed,
-    require_installed,
-    require_transformers,
-)
+from nxd_memopt._optional import MissingDependencyError, require_installed
+from nxd_memopt.config import require_one_of
 
 _SIGNALLED = 128  # greater statuses are those of processes that a signal has stopped
-_OPTIONAL = ("triton", "flash-attn-4")
-Command = Callable[[], int | None]
+COMMANDS = {
+    "train": "train or resume a run, with --nproc N on N ranks",
+    "prepare": "tokenize all text of a run before training",
+    "launch": "start training on a platform's ranks, or show how",
+    "plan": "show which settings fit a device, and how fast they are",
+    "profile": "show where memory and time of training steps go",
+    "certify": "show, without the hardware, that a step recomputes, communicates and fits as it should",
+    "convert": "convert weights between Hugging Face directories and neuronx-distributed's files",
+    "doctor": "show versions, the backend and why it was chosen, and the fast paths that run",
+}
+# Imported when the command runs: plan and every --help need neither torch nor a device.
+_MODULES = {
+    "prepare": "nxd_memopt.commands.prepare",
+    "launch": "nxd_memopt.launch.command",
+    "plan": "nxd_memopt.commands.plan.command",
+    "profile": "nxd_memopt.commands.profile",
+    "certify": "nxd_memopt.certify.command",
+    "doctor": "nxd_memopt.commands.doctor",
+}
 
 
-@dataclass(frozen=True)
-class Train:
-    """Train or resume, with ``--nproc N`` on N ranks; ``nxd-memopt train --help`` shows the options."""
-
-    arguments: tuple[str, ...] = ()
-
-    def __call__(self) -> int:
-        # The help is shown once, not by every rank.
-        names = {argument.partition("=")[0] for argument in self.arguments}
-        if "--nproc" in names and not names & {"-h", "--help"}:
-            from nxd_memopt.launch.agent import main as start_ranks
-
-            return start_ranks(self.arguments)
-        from nxd_memopt.training.__main__ import main
-
-        return main(self.arguments, program="nxd-memopt train")
+def _help() -> str:
+    """Return the list of commands."""
+    lines = [f"  {name:<8}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        ["usage: nxd-memopt COMMAND ...", "", *lines, "", "nxd-memopt COMMAND --help shows the options of a command."]
+    )
 
 
-@dataclass(frozen=True)
-class Prepare:
-    """Tokenize all text of a configuration before training; takes the options of ``nxd-memopt train``."""
+def _train(arguments: Sequence[str]) -> int:
+    """Train in this process, or on the ranks that ``--nproc`` starts."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    # The help is shown once, not by every rank.
+    if "--nproc" in names and not names & {"-h", "--help"}:
+        from nxd_memopt.launch.agent import main as start_ranks
 
-    arguments: tuple[str, ...] = ()
+        return start_ranks(arguments)
+    from nxd_memopt.training.__main__ import main
 
-    def __call__(self) -> int:
-        from nxd_memopt.commands.prepare import main
-
-        return main(self.arguments)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Start training on a platform's ranks, or show how; ``nxd-memopt launch --help`` shows the options."""
-
-    arguments: tuple[str, ...] = ()
-
-    def __call__(self) -> int:
-        from nxd_memopt.launch.__main__ import main
-
-        return main(self.arguments)
+    return main(arguments, program="nxd-memopt train")
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """Show which settings fit a device, and how fast they are; ``nxd-memopt plan --help`` shows the options."""
-
-    arguments: tuple[str, ...] = ()
-
-    def __call__(self) -> int:
-        from nxd_memopt.commands.plan.command import main
-
-        return main(self.arguments)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Show where memory and time of training steps go; ``nxd-memopt profile --help`` shows the options."""
-
-    arguments: tuple[str, ...] = ()
-
-    def __call__(self) -> int:
-        from nxd_memopt.commands.profile import main
-
-        return main(self.arguments)
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Show the versions, the backend and why it was chosen, the attention and the fused operations that run."""
-
-    def __call__(self) -> None:
-        # Imported here, so that the other commands and --help do not select a backend, which may
-        # open a device.
-        import torch
-
-        from nxd_memopt import __version__
-        from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-        from nxd_memopt.ops.describe import describe_attention, describe_fused
-
-        versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
-        versions += installed(*_OPTIONAL)
-        print(", ".join(versions))
-        print(f"models: {_describe_models()}")
-        print(f"backend {backend.name}: {BACKEND_REASON}")
-        for name, backend_class in BACKENDS.items():
-            print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
-        print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
-        print(f"tensor parallelism: {backend.describe_overlap()}")
-        print(f"data-parallel sharding: {_describe_sharding()}")
-        print(f"host memory: {_describe_host_memory()}")
-        for line in describe_fused():
-            print(f"  {line}")
-        for line in _describe_fused_paths():
-            print(line)
-
-
-def _describe_sharding() -> str:
-    """Return the ZeRO stages that the backend supports."""
-    from nxd_memopt.backends import backend
-
-    refusal = backend.gradient_sharding_refusal()
-    if refusal is None:
-        return "zero1, zero2, zero3"
-    return f"zero1; of gradients and parameters (zero2, zero3) it {refusal}"
-
-
-def _describe_host_memory() -> str:
-    """Return whether activations and optimizer states can be in host memory, and how much there is."""
-    from nxd_memopt.backends import backend
-    from nxd_memopt.memory.host_limits import available_host_bytes
-    from nxd_memopt.planner.hardware import GIB
-
-    transfers = backend.host_transfers()
-    if transfers is None:
-        return f"nothing is offloaded: the backend {backend.name} has no copies that overlap with its work"
-    available = available_host_bytes()
-    size = "an unknown size" if available is None else f"{available / GIB:.1f} GiB"
-    kind = "page-locked, " if transfers.needs_pinned_memory else ""
-    return f"activations and optimizer states can be offloaded ({kind}{size} available)"
-
-
-def _describe_fused_paths() -> list[str]:
-    """Return which fused paths of each architecture are on for this device; empty without transformers."""
-    try:
-        transformers = require_transformers("nxd_memopt.models")
-    except MissingDependencyError:
-        return []
-    from nxd_memopt.models import MODELS, model_class
-
-    lines: list[str] = []
-    for model_type in MODELS:
-        # One layer of small sizes on the meta device: the decisions do not depend on sizes.
-        config = transformers.AutoConfig.for_model(
-            model_type,
-            num_hidden_layers=1,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            vocab_size=256,
-        )
-        lines.append(f"fused paths of {model_type}:")
-        try:
-            model = model_class(model_type)(config, device="meta")
-        except ValueError as error:  # experts need options of their own where shapes are fixed
-            lines.append(f"  not with the default options: {error}")
-            continue
-        lines += [f"  {line}" for line in model.fusions.describe()]
-    return lines
-
-
-def _describe_models() -> str:
-    """Return whether the model classes can be used, which need transformers."""
-    try:
-        return f"available (transformers {require_transformers('nxd_memopt.models').__version__})"
-    except MissingDependencyError as error:
-        return f"not available: {error}"
-
-
-def _parse(arguments: Sequence[str]) -> Command:
-    """Return the command of the arguments, ready to be called."""
-    # train and launch parse their own options, which override a configuration file's. doctor runs
-    # without tyro and rich, because it reports which packages are missing.
-    if arguments[:1] == ["train"]:
-        return Train(tuple(arguments[1:]))
-    if arguments[:1] == ["prepare"]:
-        return Prepare(tuple(arguments[1:]))
-    if arguments[:1] == ["launch"]:
-        return Launch(tuple(arguments[1:]))
-    # plan needs no package but PyYAML, and starts without torch.
-    if arguments[:1] == ["plan"]:
-        return PlanSettings(tuple(arguments[1:]))
-    if arguments[:1] == ["profile"]:
-        return Profile(tuple(arguments[1:]))
-    if list(arguments) == ["doctor"]:
-        return Doctor()
-    # convert and certify: tyro builds their options from the fields of the dataclasses. train,
-    # launch, plan and profile are in the table for --help only.
-    require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
+def _convert(arguments: Sequence[str]) -> int:
+    """Run the command whose options tyro builds from the fields of a dataclass."""
+    require_installed("nxd-memopt convert", "tyro", "rich", extra="cli")
     import tyro
 
+    from nxd_memopt.commands.convert import Convert
+
+    tyro.cli(Convert, prog="nxd-memopt convert", args=list(arguments))()
+    return 0
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Run a command and return its exit status."""
+    require_one_of("command", name, tuple(COMMANDS))
+    if name == "train":
+        return _train(arguments)
+    if name not in ("convert", "certify"):
+        return importlib.import_module(_MODULES[name]).main(arguments)
     from nxd_memopt.training.runtime.distributed import host_only
 
     # Neither opens a device, which a run may have: convert works in host memory, and certify
     # measures in a process of its own.
     with host_only():
-        from nxd_memopt.certify.command import Certify
-        from nxd_memopt.commands.convert import Convert
-
-    commands: dict[
-        str, Callable[..., Train | Prepare | Launch | PlanSettings | Profile | Doctor | Convert | Certify]
-    ] = {
-        "train": Train,
-        "prepare": Prepare,
-        "launch": Launch,
-        "plan": PlanSettings,
-        "profile": Profile,
-        "certify": Certify,
-        "convert": Convert,
-        "doctor": Doctor,
-    }
-    return tyro.extras.subcommand_cli_from_dict(
-        commands, prog="nxd-memopt", description="Memory-lean LLM training.", args=arguments
-    )
+        if name == "convert":
+            return _convert(arguments)
+        return importlib.import_module(_MODULES[name]).main(arguments)
 
 
-def _status_of(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the command of the arguments, and return its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
     try:
-        return _parse(arguments)() or 0
+        return _run(arguments[0], arguments[1:])
     except SystemExit as stop:
         if stop.code:
             raise
@@ -247,7 +106,7 @@ def main() -> int:
     # every exception does.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
-        status = _status_of(sys.argv[1:])
+        status = run(sys.argv[1:])
         sys.stdout.flush()  # here, where an error of it is handled
     except (ValueError, OSError, MissingDependencyError) as error:
         from nxd_memopt.training.runtime.distributed import shows_tracebacks

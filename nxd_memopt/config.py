@@ -146,8 +146,8 @@ class MemoryConfig:
             ``mlp_act``, ``mlp``, ``moe`` (mixture-of-experts layers); default ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel
             (``[B, h/T, S, d]`` per layer, and its log-sum-exps) instead of recomputing them; at
-            long sequences the kernel takes most of a layer's time. A number keeps them for this many
-            last recomputed layers only, with one layer per checkpoint.
+            long sequences the kernel takes most of a layer's time. ``True`` or ``"all"`` keeps them for all
+            recomputed layers, a number for this many last ones, with one layer per checkpoint.
         cpu_offloading_num_layers: this many first layers keep their activations in host memory
             between forward and backward; ``"full"`` recompute then applies to the layers after
             them, unless ``cpu_offloading_activations`` is set. Needs an NVIDIA GPU.
@@ -191,7 +191,7 @@ class MemoryConfig:
     )
     recompute_num_layers: int | None = option(None, resume=Resume.REPORTED, nemo=["activations_checkpoint_num_layers"])
     recompute_modules: tuple[str, ...] | None = option(None, resume=Resume.REPORTED)
-    recompute_keep_core_attn: bool | int = option(False, resume=Resume.REPORTED, minimum=1)
+    recompute_keep_core_attn: bool | int | Literal["all"] = option(False, resume=Resume.REPORTED, minimum=1)
     cpu_offloading_num_layers: int = option(0, resume=Resume.REPORTED, minimum=0)
     cpu_offloading_activations: bool = option(False, resume=Resume.REPORTED)
     cpu_offloading_weights: bool = option(False, resume=Resume.REPORTED)
@@ -204,6 +204,9 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        # True equals 1, which keeps the results of one layer: dictionaries and caches could not tell them apart.
+        if self.recompute_keep_core_attn is True:
+            object.__setattr__(self, "recompute_keep_core_attn", "all")
         self._check_recompute_modules()
         self._check_recompute()
         self._check_kept_attention()
@@ -234,7 +237,7 @@ class MemoryConfig:
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
             stop = min(stop, first + self.recompute_num_layers)
         number = self.recompute_keep_core_attn
-        if number is True:
+        if number == "all":
             return range(first, stop)
         if number > stop - first:
             raise ValueError(
@@ -308,19 +311,19 @@ class MemoryConfig:
             return
         if self.recompute_granularity != "full":
             raise ValueError(
-                f"recompute_keep_core_attn={kept} needs recompute_granularity 'full', got "
+                f"recompute_keep_core_attn={kept!r} needs recompute_granularity 'full', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
         # The results of all layers would be kept, each as large as the inputs that nesting drops.
         if self.recompute_method == "nested":
             raise ValueError(
-                f"recompute_keep_core_attn={kept} keeps a tensor of every layer, and recompute_method 'nested' "
+                f"recompute_keep_core_attn={kept!r} keeps a tensor of every layer, and recompute_method 'nested' "
                 "only the input of every n-th: use recompute_method 'uniform', or leave one out"
             )
         # A checkpoint of several layers keeps the results of all of them or of none.
-        if kept is not True and self.recompute_method == "uniform" and self.recompute_num_layers != 1:
+        if kept != "all" and self.recompute_method == "uniform" and self.recompute_num_layers != 1:
             raise ValueError(
-                f"recompute_keep_core_attn={kept} needs one layer per checkpoint, got recompute_method "
+                f"recompute_keep_core_attn={kept!r} needs one layer per checkpoint, got recompute_method "
                 f"'uniform' with {self.recompute_num_layers}: leave the method out, or use 'block'"
             )
 

@@ -14,6 +14,7 @@ import transformers
 
 from nxd_memopt import cli
 from nxd_memopt.backends import backend
+from nxd_memopt.commands import doctor
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -93,16 +94,39 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_parse", interrupted)
+    monkeypatch.setattr(cli, "run", interrupted)
     assert run(monkeypatch, "convert") == 130
     assert capsys.readouterr().err == "nxd-memopt: stopped by SIGINT\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["convert"]])
-def test_usage_errors_exit_with_2(monkeypatch, arguments):
+def test_usage_errors_exit_with_2(monkeypatch, capsys):
+    assert run(monkeypatch) == 2 and "certify" in capsys.readouterr().out
+    for words, message in (
+        (["trian"], "command 'trian' is not one of"),
+        (["plan", "--modell", "x", "--device", "h100"], "unknown option --modell: did you mean --model?; nxd-memopt plan --help shows"),
+        (["plan", "--model", "x"], "--device; nxd-memopt plan --help"),
+        (["certify", "--tensor-model-parallel-size", "8"], "did you mean --parallel.tensor-model-parallel-size?"),
+        (["profile", "--global-batch", "8"], "did you mean --data.global-batch-size?"),
+        (["prepare", "--workers", "0"], "--workers: must be at least 1, got '0'"),
+        (["launch", "--processes-per-node", "8"], "did you mean --nproc?"),
+    ):
+        assert run(monkeypatch, *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("nxd-memopt: error: ") and message in line
     with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, *arguments)
+        run(monkeypatch, "convert")
     assert stopped.value.code == 2
+
+
+def test_help_of_each_command_needs_no_package():
+    """And no command but certify and convert imports torch for it."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tyro', 'yaml', 'rich'])); "
+        "from nxd_memopt.cli import run\nfor name in ('plan', 'launch', 'prepare', 'profile'): "
+        "assert run([name, '--help']) == 0\nrun(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count("--SECTION.OPTION VALUE") == 4, done.stderr
 
 
 @pytest.mark.parametrize("command", ["convert", "certify"])
@@ -173,6 +197,6 @@ def test_another_broken_pipe_is_an_error(monkeypatch, capfd):  # whose standard 
     def fail(self) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(cli.Doctor, "__call__", fail)
+    monkeypatch.setattr(doctor, "main", fail)
     assert run(monkeypatch, "doctor") == 2
     assert "Broken pipe" in capfd.readouterr().err

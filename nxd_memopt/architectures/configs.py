@@ -1,91 +1,19 @@
-"""Hugging Face configs without transformers: known models, files, and the defaults of missing options."""
+"""Hugging Face configs without transformers: files, names, and the defaults of missing options."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
 from nxd_memopt.architectures.parameters import moe_layers, num_kv_heads, rope_options, shared_expert_width
+from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name
 from nxd_memopt.config import require_one_of
 from nxd_memopt.lora_config import require_no_adapters
-
-NAMED_CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt-neox-20b": {
-        "model_type": "gpt_neox",
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "vocab_size": 50432,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-    },
-    "llama-2-7b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-    },
-}
-"""Published model configurations, with the keys of the models' ``config.json``."""
-
 
 _QWEN: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -301,38 +229,20 @@ def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
+def load_model_config(model: str) -> dict[str, Any]:
     """Return a Hugging Face model configuration as a dictionary.
 
     Args:
-        model: name from ``NAMED_CONFIGS``, path of a ``config.json``, or a directory with one.
-        overrides: changes ``KEY=VALUE``; a value is parsed as JSON, or taken as text otherwise.
+        model: spelling of a name from ``NAMED_CONFIGS``, path of a ``config.json``, or a directory with one.
 
     Raises:
-        ValueError: the name is unknown, or an override has no ``=``.
+        ValueError: the name is unknown, or the file is no configuration.
     """
-    if model in NAMED_CONFIGS:
-        # A copy, because the overrides must not change the table.
-        config = dict(NAMED_CONFIGS[model])
-    else:
-        config = _read_config(model)
-    return config | key_values("--override", overrides, example="num_hidden_layers=4")
-
-
-def key_values(option: str, pairs: Sequence[str], *, example: str) -> dict[str, Any]:
-    """Return the pairs ``KEY=VALUE`` of a command line option; a value is parsed as JSON, or taken as text otherwise.
-
-    Raises:
-        ValueError: a pair has no ``=``.
-    """
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{option} {pair!r} is not KEY=VALUE, such as {example}")
-        # JSON first, so that numbers, true and null have their types; a bare word is text.
-        values[key] = _value(value)
-    return values
+    name = published_name(model)
+    # A file wins: a directory may be called as a published model is.
+    if name is not None and not Path(model).exists():
+        return dict(NAMED_CONFIGS[name])
+    return _read_config(model)
 
 
 def _read_config(model: str) -> dict[str, Any]:
@@ -353,11 +263,3 @@ def _read_config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(f"{file} has no model_type: pass the config.json of a Hugging Face model")
     return config
-
-
-def _value(text: str) -> Any:
-    """Return ``text`` parsed as JSON, or ``text`` itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

@@ -2,309 +2,236 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.architectures.configs import (
-    NAMED_CONFIGS,
-    key_values,
-    load_model_config,
-    require_known_keys,
-    require_sizes,
-    with_defaults,
-    with_experts,
-)
-from nxd_memopt.architectures.parameters import require_supported_values
+from nxd_memopt.certify.request import Request, request_of
 from nxd_memopt.child_process import run_child
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
+from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run
+from nxd_memopt.config import require_one_of
 from nxd_memopt.files import write_text
+from nxd_memopt.planner.hardware import RESERVE_GIB
 from nxd_memopt.planner.search.problem import require_memory, require_size
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.memory_terms import OptimizerState
     from nxd_memopt.certify.report.verdict import Certificate
-    from nxd_memopt.certify.request import Answer, Request
-    from nxd_memopt.moe_config import MoEConfig
+    from nxd_memopt.certify.request import Answer
 
-EXPERT_MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_neox_moe")
+BACKENDS = ("auto", "xla", "cpu", "cuda", "compiled")
 _WORKER = "nxd_memopt.certify.worker"
 
 
 @dataclass(frozen=True)
-class Certify:
-    """Show, without the hardware, that a step recomputes, communicates and fits as it should.
+class Asked:
+    """What is to be certified.
 
-    One step is forward, backward and the sequence-parallel gradient hook.
-    Exit status 0: every check passed; 1: one failed; 2: wrong arguments.
+    Args:
+        options: the command's own flags.
+        run: the run.
+        device: name of the device; ``cuda`` and ``cpu`` have no memory of their own.
+        capacity_gib: memory of one rank's device.
+        optimizer: memory of the optimizer.
+        request: what to measure.
     """
 
-    model: str
-    """``gpt-neox-20b``, ``llama-3-8b``, ``llama-2-7b``, a config.json, or a directory that has one."""
-    backend: Literal["auto", "xla", "cpu", "cuda", "compiled"] = "auto"
-    """xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile;
-    auto: xla if torch_xla is installed, else cpu."""
-    tensor_model_parallel_size: int = 1
-    sequence_parallel_enabled: bool = False
-    expert_model_parallel_size: int = 1
-    """Data-parallel ranks over which experts are divided."""
-    reduce_dtype: Literal["float32"] | None = None
-    """Reduce the linear layers' partial sums in fp32."""
-    seq_length: int = 2048
-    micro_batch_size: int = 1
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    recompute_granularity: Literal["selective", "full"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] | None = None
-    recompute_keep_core_attn: bool = False
-    attention_backend: str = "auto"
-    isolate_documents: bool = False
-    """Several documents in a row, which do not attend to each other."""
-    moe: tuple[str, ...] = ()
-    """Options of a model with experts, KEY=VALUE, such as moe_expert_block_size=128."""
-    override: tuple[str, ...] = ()
-    """Changes of the model's config, KEY=VALUE, such as num_hidden_layers=4."""
-    measure_layers: tuple[int, int] = (2, 4)
-    """Two depths that are measured; the line through them is drawn to the model's own."""
-    max_temp_ratio: float | None = None
-    """Fail if the step with recomputation keeps more than this fraction of the bytes that it keeps
-    without recomputation.
+    options: argparse.Namespace
+    run: Run
+    capacity_gib: float
+    optimizer: OptimizerState
+    request: Request
 
-    Default: any saving passes."""
-    device: Literal["trn1", "trn1n", "trn1-2xlarge", "trn2", "trn2-lnc1", "trn3", "trn3-lnc1"] = "trn1"
-    device_memory_gib: float | None = None
-    """Memory of one device, instead of that of ``device``."""
-    reserve_gib: float = 1.25
-    """GiB of the device's memory that tensors cannot use."""
-    master_weights: bool = False
-    """fp32 copies of narrower parameters, and fp32 gradients."""
-    zero1: bool = False
-    """Shard the optimizer's state over the data-parallel ranks."""
-    data_parallel_size: int = 1
-    json: Path | None = None
-    """Write all figures there."""
 
-    def __post_init__(self) -> None:
-        if self.backend == "auto":
-            # The dataclass is frozen: chosen once, so that everything else reads what is measured.
-            object.__setattr__(self, "backend", "xla" if is_importable("torch_xla") else "cpu")
+def main(arguments: Sequence[str]) -> int:
+    """Measure, judge and print the certificate.
 
-    def __call__(self) -> int:
-        """Measure, judge and print the certificate; return the exit status."""
-        from nxd_memopt.certify.report.render import show
+    Returns:
+        0: every check passed; 1: one failed.
 
-        request = self.request()
-        # Checked here too, so that a missing package is reported before minutes of measuring.
-        require_transformers("nxd-memopt certify")
-        certificate = self.certificate(request, run_worker(request))
-        show(certificate, self._title(request))
-        if self.json is not None:
-            document = {"request": dataclasses.asdict(request), **certificate.to_json()}
-            write_text(self.json, json.dumps(document, indent=1) + "\n")
-        if certificate.passed:
-            return 0
-        return 1
+    Raises:
+        ValueError: arguments contradict each other or the model's configuration.
+    """
+    asked = read(arguments)
+    # Checked here too, so that a missing package is reported before minutes of measuring.
+    require_transformers("nxd-memopt certify")
+    from nxd_memopt.certify.report.render import show
 
-    def request(self) -> Request:
-        """Return what to measure.
+    found = certificate(asked, run_worker(asked.request))
+    show(found, _title(asked))
+    if asked.options.json is not None:
+        document = {"request": dataclasses.asdict(asked.request), **found.to_json()}
+        write_text(asked.options.json, json.dumps(document, indent=1) + "\n")
+    if found.passed:
+        return 0
+    return 1
 
-        Raises:
-            ValueError: arguments contradict each other or the model's configuration.
-        """
-        from nxd_memopt.certify.request import Request
 
-        if self.backend == "compiled" and self.tensor_model_parallel_size > 1:
-            raise ValueError(
-                "backend compiled measures one process, got tensor_model_parallel_size "
-                f"{self.tensor_model_parallel_size}: leave it out, or use backend cpu"
-            )
-        if self.isolate_documents and self.backend not in ("xla", "compiled"):
-            raise ValueError(
-                f"isolate_documents with backend {self.backend}: eager kernels read the bounds of documents, and this "
-                "measurement has no values: use backend xla or compiled"
-            )
-        few, many = self.measure_layers
-        self._require_valid_options()
-        given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
-        config = load_model_config(self.model, self.override)
-        changed = key_values("--override", self.override, example="num_hidden_layers=4")
-        require_known_keys("--override", changed, of_file=load_model_config(self.model, ()))
-        if "num_moe_experts" in given or "moe_shared_expert_intermediate_size" in given:
-            config = with_experts(with_defaults(config), given)
-        model_types = {*(named["model_type"] for named in NAMED_CONFIGS.values()), *EXPERT_MODELS}
-        require_one_of("model_type", config.get("model_type"), tuple(model_types))
-        require_sizes(with_defaults(config))
-        require_supported_values(with_defaults(config), "--override")
-        depth = config["num_hidden_layers"]
-        if depth < many:
-            raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")
-        # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
-        # and stays fp16.
-        dtype = self.dtype
-        if self.backend == "xla" and dtype == "bfloat16":
-            dtype = "float16"
-        parallel = ParallelConfig(
-            self.tensor_model_parallel_size,
-            self.sequence_parallel_enabled,
-            self.reduce_dtype,
-            expert_model_parallel_size=self.expert_model_parallel_size,
+def _parser() -> Parser:
+    parser = Parser(
+        "certify",
+        "Show, without the hardware, that a step recomputes, communicates and fits as it should. One step is forward, "
+        "backward and the sequence-parallel gradient hook. Exit status 0: every check passed; 1: one failed; 2: wrong "
+        "arguments.",
+        models=True,
+    )
+    parser.add_argument("--device", default="trn1", help="a device of nxd-memopt plan, cuda or cpu; default: trn1")
+    parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: those of one host")
+    backends = (
+        "xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile; "
+        "auto: xla for trn1 if torch_xla is installed, else cpu"
+    )
+    parser.add_argument("--backend", default="auto", help=backends)
+    parser.add_argument("--device-memory-gib", type=float, help="memory of one device, instead of the device's")
+    reserve = f"GiB of the memory that tensors cannot use; default: {RESERVE_GIB}"
+    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help=reserve)
+    depths = "two depths that are measured, by default 2 and 4; the line through them is drawn to the model's own"
+    parser.add_argument("--measure-layers", type=int, nargs=2, metavar=("FEW", "MANY"), help=depths)
+    ratio = "fail if the step with recomputation keeps more than this fraction of the bytes that it keeps without"
+    parser.add_argument("--max-temp-ratio", type=float, help=ratio)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    return parser
+
+
+def read(arguments: Sequence[str]) -> Asked:
+    """Return what the arguments of the command ask for.
+
+    Raises:
+        ValueError: arguments contradict each other or the model's configuration.
+    """
+    options, overrides = _parser().split(arguments)
+    require_one_of("--backend", options.backend, BACKENDS)
+    _require_valid_numbers(options)
+    run = read_run(options, overrides)
+    require_size("data.seq_length", run.config.data.seq_length, is_length=True)
+    if options.max_temp_ratio is not None and run.config.memory.recompute_granularity is None:
+        raise ValueError(
+            f"--max-temp-ratio {options.max_temp_ratio} needs recomputation: set memory.recompute_granularity, or "
+            "leave it out"
         )
-        memory = self._memory()
-        moe = self._experts(config, given)
-        if moe is not None and moe.moe_layer_recompute:
-            # The same recomputation, named in the memory's options, which the formulas read.
-            from nxd_memopt.modules.moe.causal_lm import moe_memory
+    device, capacity_gib, devices = _device(options, run)
+    layers = options.measure_layers
+    request = request_of(
+        run.config,
+        _model_config(run),
+        backend=_backend(options.backend, device),
+        device=device,
+        layer_counts=None if layers is None else (layers[0], layers[1]),
+    )
+    return Asked(options, run, capacity_gib, _optimizer(run, devices), request)
 
-            memory |= dataclasses.asdict(moe_memory(MemoryConfig(**memory), moe))
-            moe = dataclasses.replace(moe, moe_layer_recompute=False)
-        return Request(
-            config=config,
-            parallel=dataclasses.asdict(parallel),
-            memory=memory,
-            sequence_length=self.seq_length,
-            micro_batch_size=self.micro_batch_size,
-            dtype=dtype,
-            backend=self.backend,
-            layer_counts=self.measure_layers,
-            isolate_documents=self.isolate_documents,
-            moe=None if moe is None else dataclasses.asdict(moe),
-        )
 
-    def _require_valid_options(self) -> None:
-        """Raise ``ValueError`` for numbers without a meaning, unusable depths, or a missing directory."""
-        require_size("--seq-length", self.seq_length, is_length=True)
-        for option in (
-            "micro_batch_size",
-            "tensor_model_parallel_size",
-            "expert_model_parallel_size",
-            "data_parallel_size",
-        ):
-            require_size(f"--{option.replace('_', '-')}", getattr(self, option))
-        require_memory("--device-memory-gib", self.device_memory_gib)
-        if not 0 <= self.reserve_gib < math.inf:
-            raise ValueError(f"--reserve-gib must be at least 0 and finite, got {self.reserve_gib}")
-        # A line through two depths gives the bytes per layer. One layer is not representative: its
-        # peak may be in the embedding or in the loss.
-        few, many = self.measure_layers
-        if not 2 <= few < many:
-            raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
-        # Every measured model has the layers that are recomputed together or alone (block).
-        number = self.recompute_num_layers
-        if number is not None and number > few:
+def _require_valid_numbers(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for numbers without a meaning, or a file that cannot be written."""
+    require_memory("--device-memory-gib", options.device_memory_gib)
+    for name in ("reserve_gib", "max_temp_ratio"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0 and finite, got {value}")
+    # Before minutes of measuring.
+    file = options.json
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ValueError(f"--json {file}: {file.absolute().parent} is no directory: create it")
+    if file is not None and file.is_dir():
+        raise ValueError(f"--json {file} is a directory: name a file")
+
+
+def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
+    """Return the device's name, its memory in GiB, and the number of ranks."""
+    parallel = run.config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
+    if options.device in ("cuda", "cpu"):
+        if options.device_memory_gib is None:
             raise ValueError(
-                f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
-                f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
+                f"--device {options.device} has devices of many sizes: pass --device-memory-gib for one rank's"
             )
-        if self.max_temp_ratio is not None:
-            if not 0 <= self.max_temp_ratio < math.inf:
-                raise ValueError(f"--max-temp-ratio must be at least 0 and finite, got {self.max_temp_ratio}")
-            if self.recompute_granularity is None:
-                raise ValueError(
-                    f"--max-temp-ratio {self.max_temp_ratio} needs recomputation: pass --recompute-granularity, or "
-                    "leave it out"
-                )
-        self._optimizer()  # has checks of its own
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {self.json}: {self.json.absolute().parent} is no directory: create it")
-        if self.json is not None and self.json.is_dir():
-            raise ValueError(f"--json {self.json} is a directory: name a file")
+        return options.device, options.device_memory_gib, options.devices or ranks
+    device, host_ranks = device_and_ranks(options.device)
+    capacity_gib = options.device_memory_gib or device.memory_gib
+    return device.name, capacity_gib, options.devices or max(ranks, host_ranks)
 
-    def _experts(self, config: dict[str, Any], given: dict[str, Any]) -> MoEConfig | None:
-        """Return the options of a model with experts, None for a dense model.
 
-        Raises:
-            ValueError: the options contradict the config, or certify measures no such model.
-        """
-        if config["model_type"] not in EXPERT_MODELS:
-            if self.expert_model_parallel_size > 1:
-                raise ValueError(
-                    f"expert_model_parallel_size {self.expert_model_parallel_size} needs a model with experts, and "
-                    f"model_type is {config['model_type']}: leave it out"
-                )
-            if given:
-                raise ValueError(
-                    f"--moe {self.moe[0]} needs a model with experts, and model_type is {config['model_type']}: "
-                    "leave it out"
-                )
-            return None
-        # Imports torch, which certificates of dense models do without in this process.
-        from nxd_memopt.training.config.moe import MoEOptions, resolve_options
+def _backend(chosen: str, device: str) -> str:
+    """Return the backend that measures: trn1 runs graphs of torch_xla, all other devices run eagerly."""
+    if chosen != "auto":
+        return chosen
+    if device.startswith("trn1") and is_importable("torch_xla"):
+        return "xla"
+    return "cpu"
 
-        require_transformers("nxd-memopt certify")
-        from nxd_memopt.modules.moe.gpt_neox_config import config_of
 
-        hf_config = config_of(config)
-        moe = resolve_options(from_mapping(MoEOptions, given, section="--moe"), hf_config)
-        assert moe is not None
-        if not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
-            raise ValueError(
-                "certify measures shapes without values, and the rows of an expert depend on the routing: pass --moe "
-                "moe_expert_block_size=128, or moe_expert_capacity_factor=1.25 moe_pad_expert_input_to_capacity=true"
-            )
-        if moe.moe_layer_freq != 1:
-            raise ValueError(
-                f"moe_layer_freq {moe.moe_layer_freq} mixes dense layers and layers with experts, which need "
-                "different memory: certify measures models whose layers all have experts"
-            )
-        return moe
+def _model_config(run: Run) -> dict[str, object]:
+    """Return the model's complete config."""
+    if not run.config.model.resize_embedding:
+        return run.model_config()
+    # The number of rows is the tokenizer's, and in no file yet.
+    from nxd_memopt.training.model import load_hf_config
 
-    def _memory(self) -> dict[str, Any]:
-        """Return the command's options that are fields of ``MemoryConfig``."""
-        # MemoryConfig may have fields without an option of the command; they keep their defaults.
-        names = [field.name for field in dataclasses.fields(MemoryConfig)]
-        memory: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        MemoryConfig(**memory)  # constructed for its checks, before a process is started
-        return memory
+    content = load_hf_config(run.config.model, run.config.moe).to_dict()
+    return json.loads(json.dumps(content, default=str))
 
-    def certificate(self, request: Request, answer: Answer) -> Certificate:
-        """Return the checks of the measurements for the chosen device and optimizer."""
-        from nxd_memopt.certify.report.judge import Device, judge
-        from nxd_memopt.planner.hardware import DEVICE_GIB
 
-        # stands_for is the user's dtype: backend xla measures fp16 instead of bf16 (see request).
-        capacity_gib = self.device_memory_gib
-        if capacity_gib is None:
-            capacity_gib = DEVICE_GIB[self.device]
-        return judge(
-            request,
-            answer,
-            device=Device(capacity_gib, self.reserve_gib),
-            optimizer=self._optimizer(),
-            max_temp_ratio=self.max_temp_ratio,
-            stands_for=self.dtype,
-            compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
-        )
+def _optimizer(run: Run, devices: int) -> OptimizerState:
+    """Return the memory of the run's optimizer.
 
-    def _optimizer(self) -> OptimizerState:
-        """Return the memory of the chosen optimizer."""
-        from nxd_memopt.certify.memory_terms import OptimizerState
+    Raises:
+        ValueError: the parallel sizes do not divide the number of ranks.
+    """
+    from nxd_memopt.certify.memory_terms import OptimizerState
 
-        return OptimizerState(self.master_weights, self.zero1, self.data_parallel_size, self.expert_model_parallel_size)
+    config = run.config
+    # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards states.
+    has_masters = config.dtype != "float32" and config.master_weights
+    replicas = config.data_parallel_size(devices)
+    config.require_expert_ranks(devices)
+    experts = config.parallel.expert_model_parallel_size
+    if config.data_parallel.sharding != "zero1":
+        return OptimizerState(has_masters, expert_ranks=experts)
+    return OptimizerState(has_masters, True, replicas, experts)
 
-    def _title(self, request: Request) -> str:
-        """Return one line that names the model and the configuration."""
-        parallel = request.parallel_config()
-        sequence = ""
-        if parallel.sequence_parallel_enabled:
-            sequence = " with sequence parallelism"
-        experts = ""
-        if parallel.expert_model_parallel_size > 1:
-            experts = f", EP={parallel.expert_model_parallel_size}"
-        return (
-            f"{self.model}: {request.config['num_hidden_layers']} layers, "
-            f"T={parallel.tensor_model_parallel_size}{sequence}{experts}, "
-            f"S={self.seq_length}, B={self.micro_batch_size}, {self.dtype}, "
-            f"recompute {self.recompute_granularity}, "
-            f"backend {self.backend}"
-        )
+
+def certificate(asked: Asked, answer: Answer) -> Certificate:
+    """Return the checks of the measurements."""
+    from nxd_memopt.certify.report.judge import Device, judge
+
+    # stands_for is the run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
+    return judge(
+        asked.request,
+        answer,
+        device=Device(asked.capacity_gib, asked.options.reserve_gib),
+        optimizer=asked.optimizer,
+        max_temp_ratio=asked.options.max_temp_ratio,
+        stands_for=asked.run.config.dtype,
+        compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
+    )
+
+
+def _title(asked: Asked) -> str:
+    """Return one line that names the model and the configuration."""
+    config = asked.run.config
+    parallel = config.parallel
+    sequence = ""
+    if parallel.sequence_parallel_enabled:
+        sequence = " with sequence parallelism"
+    experts = ""
+    if parallel.expert_model_parallel_size > 1:
+        experts = f", EP={parallel.expert_model_parallel_size}"
+    return (
+        f"{asked.run.name}: {asked.request.config['num_hidden_layers']} layers, "
+        f"T={parallel.tensor_model_parallel_size}{sequence}{experts}, "
+        f"S={config.data.seq_length}, B={config.data.micro_batch_size}, {config.dtype}, "
+        f"recompute {config.memory.recompute_granularity}, "
+        f"backend {asked.request.backend}"
+    )
 
 
 def run_worker(request: Request) -> Answer:

@@ -1,14 +1,38 @@
-"""Request and answer of the measuring process, exchanged as JSON files."""
+"""Request and answer of the measuring process, exchanged as JSON files; ``request_of`` makes one of a run's options."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.hardware import DEVICE_GIB
+
+if TYPE_CHECKING:
+    from nxd_memopt.training.config.train_config import TrainConfig
+
+MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("trainer", "compile"): (None,),
+    ("optimizer", "optimizer_offload_fraction"): (0.0,),
+    ("optimizer", "overlap_grad_reduce"): (False,),
+    ("optimizer", "in_backward"): (False,),
+    ("data_parallel", "sharding"): ("none", "zero1"),
+    ("data_parallel", "grad_reduce_in_fp32"): (None, True),
+    ("lora", "lora_rank"): (None,),
+    ("memory", "recompute_method"): (None, "block", "uniform"),
+    ("memory", "cpu_offloading_num_layers"): (0,),
+    ("memory", "cpu_offloading_activations"): (False,),
+    ("memory", "cpu_offloading_weights"): (False,),
+    ("memory", "mlp_tile_tokens"): (None,),
+    ("memory", "attention_head_groups"): (None,),
+    ("memory", "fused_linear_cross_entropy"): (True,),
+    ("memory", "recompute_keep_core_attn"): (False, "all"),
+}
+"""Options that change a step's memory or collectives -> values with which the step is the measured one."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,150 @@ class Request:
     def from_json(cls, data: dict[str, Any]) -> Request:
         """Return the request of plain data from ``dataclasses.asdict``."""
         return cls(**{**data, "layer_counts": tuple(data["layer_counts"])})
+
+
+def request_of(
+    config: TrainConfig,
+    model: dict[str, Any],
+    *,
+    backend: str,
+    device: str,
+    layer_counts: tuple[int, int] | None,
+) -> Request:
+    """Return what to measure for one micro-batch of a run on one rank.
+
+    Args:
+        config: options of the run.
+        model: its model's complete config.
+        backend: see ``Request``.
+        device: name of the device that the certificate is for.
+        layer_counts: the depths that are measured; None chooses them.
+
+    Raises:
+        ValueError: an option would change the step without changing the certificate, or contradicts another one.
+    """
+    if config.auto_memory:
+        raise ValueError(
+            "memory: auto is chosen on the device when the run starts: nxd-memopt plan --write FILE chooses it now, "
+            "for a certificate"
+        )
+    for (section, name), measured in MEASURED.items():
+        value = getattr(getattr(config, section), name)
+        if value not in measured:
+            shown = str(measured[-1]).lower().replace("none", "null")
+            raise ValueError(
+                f"certify measures no step with {section}.{name} {value}: set it to {shown} for the certificate"
+            )
+    size = config.parallel.tensor_model_parallel_size
+    if backend == "compiled" and size > 1:
+        raise ValueError(
+            f"backend compiled measures one process, got parallel.tensor_model_parallel_size {size}: set it to 1, or "
+            "use backend cpu"
+        )
+    memory, moe = config.memory, _experts(config, model)
+    # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
+    # and stays fp16.
+    dtype = config.dtype
+    if backend == "xla" and dtype == "bfloat16":
+        dtype = "float16"
+    return Request(
+        config=model,
+        parallel=dataclasses.asdict(config.parallel),
+        memory=dataclasses.asdict(memory),
+        sequence_length=config.data.seq_length,
+        micro_batch_size=config.data.micro_batch_size,
+        dtype=dtype,
+        backend=backend,
+        layer_counts=_depths(memory, model["num_hidden_layers"], layer_counts),
+        isolate_documents=_isolates(config, backend, device),
+        moe=None if moe is None else dataclasses.asdict(moe),
+    )
+
+
+def _experts(config: TrainConfig, model: dict[str, Any]) -> MoEConfig | None:
+    """Return the options of a model with experts, None for a dense model.
+
+    Raises:
+        ValueError: the options contradict the model, or certify measures no such model.
+    """
+    from nxd_memopt.architectures.parameters import moe_layers
+
+    if not any(moe_layers(model)):
+        size, given = config.parallel.expert_model_parallel_size, config.moe.given()
+        if size > 1 or given:
+            stated = f"moe.{next(iter(given))}" if given else f"parallel.expert_model_parallel_size {size}"
+            raise ValueError(
+                f"{stated} needs a model with experts, and model_type is {model['model_type']}: leave it out"
+            )
+        return None
+    # Imports torch, which certificates of dense models do without in this process.
+    from nxd_memopt.modules.moe.gpt_neox_config import config_of
+    from nxd_memopt.training.config.moe import resolve_options
+
+    moe = resolve_options(config.moe, config_of(model))
+    assert moe is not None
+    if not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
+        raise ValueError(
+            "certify measures shapes without values, and the rows of an expert depend on the routing: set "
+            "moe.moe_expert_block_size to 128, or moe.moe_expert_capacity_factor to 1.25 and "
+            "moe.moe_pad_expert_input_to_capacity to true"
+        )
+    if moe.moe_layer_freq != 1:
+        raise ValueError(
+            f"moe_layer_freq {moe.moe_layer_freq} mixes dense layers and layers with experts, which need "
+            "different memory: certify measures models whose layers all have experts"
+        )
+    return moe
+
+
+def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the two depths that are measured, 2 and 4 unless the model or its recomputed layers demand others.
+
+    Raises:
+        ValueError: the model has too few layers, or the given depths are of no use.
+    """
+    # A line through two depths gives the bytes per layer. One layer is not representative: its
+    # peak may be in the embedding or in the loss. Every measured model has the layers that are
+    # recomputed together or alone (block): with chunks of n layers, models of n and of 2n layers.
+    number = memory.recompute_num_layers or 1
+    if given is not None:
+        few, many = given
+        if not max(2, number) <= few < many <= depth:
+            raise ValueError(
+                f"--measure-layers {few} {many} must be two depths, the first at least {max(2, number)} (2, or "
+                f"memory.recompute_num_layers) and the second at most {depth}, the model's: change them"
+            )
+        return few, many
+    few, many = max(2, number), 4
+    if number > 2:
+        many = 2 * number if memory.recompute_method == "uniform" else number + 1
+    if memory.recompute_method != "uniform" or number == 1:
+        many = max(few + 1, min(many, depth))
+    if many > depth:
+        remedy = "certify a model of more layers"
+        if number > 2 and depth > 2:
+            remedy = f"set memory.recompute_num_layers {number} to 1 with recompute_method uniform, or {remedy}"
+        raise ValueError(f"certify measures models of {few} and {many} layers, and this one has {depth}: {remedy}")
+    return few, many
+
+
+def _isolates(config: TrainConfig, backend: str, device: str) -> bool:
+    """Return whether the measured step isolates documents.
+
+    Raises:
+        ValueError: isolation selects another attention on the device than in the measurement.
+    """
+    # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
+    # On Trainium isolation selects tiled attention, and an eager measurement has no values to take
+    # the bounds from.
+    if not config.data.isolate_documents or backend in ("xla", "compiled"):
+        return config.data.isolate_documents
+    if device in DEVICE_GIB:
+        raise ValueError(
+            f"data.isolate_documents on {device} cannot be measured with backend {backend}: set it to false for the "
+            "certificate, or use backend xla or compiled"
+        )
+    return False
 
 
 @dataclass(frozen=True)

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt._optional import require_installed, require_transformers
+from nxd_memopt.command_line import Parser, count
 from nxd_memopt.training.runtime.distributed import available_cores, use_host_only
-from nxd_memopt.training.runtime.errors import user_errors
 from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_status
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
 
+PROGRAM = "nxd-memopt prepare"
 PROGRESS_S = 10.0
 STOPPED = "while it tokenized: start the same command to go on after the last complete window"
 
 
-def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> int:
-    """Tokenize the text of ``--config FILE`` to its end; return the exit status.
+def main(arguments: Sequence[str]) -> int:
+    """Tokenize the text of a run to its end; return the exit status.
 
-    Takes the options of ``nxd-memopt train``, and ``--workers N``: processes that tokenize, by
-    default one for each core. The tokens are in the directory in which the run with the same options
-    looks for them, and do not depend on ``N``.
+    The tokens are in the directory in which the run with the same options looks for them, and do not depend on
+    the number of processes.
     """
     interrupts = Interrupts()
     interrupts.message = STOPPED
     try:
-        with interrupts.handled(), user_errors():
-            _prepare(arguments, program)
+        with interrupts.handled():
+            _prepare(arguments)
     except Interrupted as stop:
         print(stop.line(), flush=True)
         return exit_status(stop.number)
     return 0
 
 
-def _prepare(arguments: Sequence[str], program: str) -> None:
+def _prepare(arguments: Sequence[str]) -> None:
     """Check the packages and the options, and tokenize."""
-    require_installed(program, "tyro", "yaml", "rich", extra="train")
-    require_transformers(program, extra="train")
+    cores = available_cores()
+    parser = Parser("prepare", "Tokenize all text of a run before training, which then only reads it.")
+    workers = f"processes that tokenize (default: {cores}, a core each)"
+    parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
+    options, train_arguments = parser.split(arguments)
+    require_installed(PROGRAM, "tyro", "yaml", "rich", extra="train")
+    require_transformers(PROGRAM, extra="train")
     use_host_only()
     from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.data.mixture import Blend
@@ -50,8 +54,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.runtime.run_lock import locked_output_directory
 
-    workers, arguments = _workers(arguments, program)
-    config = parse_config(arguments, program=program)
+    config = parse_config(train_arguments, program=PROGRAM)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))
@@ -61,28 +64,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     # A run that trains writes to the same directory.
     with locked_output_directory(config.trainer.output_dir):
         for name, share, sequences in zip(blend.names, blend.shares, held_out, strict=True):
-            _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=workers)
-
-
-def _workers(arguments: Sequence[str], program: str) -> tuple[int, list[str]]:
-    """Return the value of ``--workers``, and the other arguments; with ``--help`` print the help of ``--workers``."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, usage=f"{program} [--workers N] [options of nxd-memopt train, below]"
-    )
-    cores = available_cores()
-    parser.add_argument(
-        "--workers",
-        nargs="?",
-        default=str(cores),
-        metavar="N",
-        help=f"processes that tokenize (default: {cores}, a core each)",
-    )
-    known, rest = parser.parse_known_args(arguments)
-    if known.workers is None or not known.workers.isdecimal() or int(known.workers) < 1:
-        raise ValueError(f"--workers must be a number of processes, at least 1, got {known.workers!r}")
-    if "--help" in rest or "-h" in rest:
-        parser.print_help()
-    return int(known.workers), rest
+            _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=options.workers)
 
 
 def _prepare_source(

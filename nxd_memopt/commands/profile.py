@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
+from nxd_memopt.command_line import Parser, count
 from nxd_memopt.files import require_new
 from nxd_memopt.training.runtime.distributed import PROFILE_VARIABLE
 
@@ -18,13 +18,6 @@ USAGE = """nxd-memopt profile [options] -- COMMAND ...
        nxd-memopt profile [options] --config FILE [--nproc N] [options of nxd-memopt train]
        nxd-memopt profile --report DIRECTORY
        nxd-memopt profile --compare A B [--html FILE]"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are the command's: one line, exit status 2."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; nxd-memopt profile --help shows the options")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,91 +33,54 @@ def main(arguments: Sequence[str]) -> int:
         arguments, command = arguments[:start], arguments[start + 1 :]
         if not command:
             raise ValueError("-- has no COMMAND after it: write nxd-memopt profile -- nxd-memopt train --config FILE")
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = _parser().split(arguments)
     require_installed("nxd-memopt profile", "matplotlib", extra="train")
-    mode = _mode(options, command)
-    _require_read(options, mode)
-    for name, default in _DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    mode = _mode(options, rest, command)
+    for name, reader in (("nproc", "run"), ("html", "compare")):
+        if getattr(options, name) is not None and mode != reader:
+            raise ValueError(f"--{name} {getattr(options, name)} is read with {_FLAGS[reader]} only")
     if mode in ("report", "compare"):
-        _refuse(rest, command)
         return _show(options)
     output = Path(options.output)
-    if mode == "command":
-        _refuse(rest, [])
-    else:
+    if mode == "run":
         if any(word.partition("=")[0].replace("_", "-") == "--trainer.output-dir" for word in rest):
             raise ValueError("--trainer.output-dir is that of the profiled run, in --output: leave it out")
         command = _training_command(options, rest, output)
-    return _profile(options, command, output)
+    return _profile(options, command, output, stop=mode == "run")
 
 
-_OPTIONS = {
-    "report": (),
-    "compare": ("html",),
-    "config": ("output", "skip", "steps", "nproc"),
-    "recipe": ("output", "skip", "steps", "nproc"),
-    "command": ("output", "skip", "steps"),
-}
-"""What is done -> the options that it reads."""
-_DEFAULTS = {"output": "profile", "skip": 3, "steps": 3}
+_FLAGS = {"report": "--report", "compare": "--compare", "run": "a run's options", "command": "-- COMMAND"}
+"""What is done, and how a user asks for it."""
 
 
-def _mode(options: argparse.Namespace, command: Sequence[str]) -> str:
-    """Return which of ``_OPTIONS`` the arguments ask for."""
-    asked = [name for name in _OPTIONS if getattr(options, name, None)]
-    if command:
-        asked.append("command")
+def _mode(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> str:
+    """Return which of ``_FLAGS`` the arguments ask for."""
+    given = {"report": options.report, "compare": options.compare, "run": rest, "command": command}
+    asked = [name for name, value in given.items() if value]
     if not asked:
         raise ValueError("nothing to profile: pass -- COMMAND, --config, --report or --compare")
     if len(asked) > 1:
-        raise ValueError(f"{' and '.join(map(_flag, asked))} are different things to do: pass one")
+        raise ValueError(f"{' and '.join(_FLAGS[name] for name in asked)} are different things to do: pass one")
     return asked[0]
 
 
-def _require_read(options: argparse.Namespace, mode: str) -> None:
-    """Raise ``ValueError`` for an option that is given and that ``mode`` does not read."""
-    for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
-        if getattr(options, name) is not None and name not in _OPTIONS[mode]:
-            readers = [_flag(each) for each, names in _OPTIONS.items() if name in names]
-            raise ValueError(f"{_flag(name)} {getattr(options, name)} is read with {' or '.join(readers)} only")
-
-
-def _flag(name: str) -> str:
-    """Return an option of the parser, or a mode, as users write it."""
-    return "-- COMMAND" if name == "command" else f"--{name.replace('_', '-')}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="nxd-memopt profile",
+def _parser() -> Parser:
+    parser = Parser(
+        "profile",
+        "Profile a few steps of a training run, in a directory of its own: time and memory by module, on every "
+        "backend. The ranks that COMMAND starts run the training program, or a loop with "
+        "nxd_memopt.profiling.StepProfiler.",
         usage=USAGE,
-        allow_abbrev=False,
-        description="Profile a few steps of a training run: time and memory by module, on every backend. The ranks "
-        "that COMMAND starts run the training program, or a loop with nxd_memopt.profiling.StepProfiler.",
     )
-    parser.add_argument("--config", metavar="FILE", help="profile this run, in a directory of its own, and stop")
-    parser.add_argument("--recipe", metavar="NAME", help="the same with a recipe")
-    parser.add_argument("--nproc", type=int, help="ranks of --config on this host")
-    parser.add_argument(
-        "--output", metavar="DIRECTORY", help=f"new directory of the files, by default {_DEFAULTS['output']}"
-    )
-    parser.add_argument("--skip", type=int, help=f"steps before the first profiled one, by default {_DEFAULTS['skip']}")
-    steps = f"steps whose time is profiled, by default {_DEFAULTS['steps']}; one more is for memory"
-    parser.add_argument("--steps", type=int, help=steps)
+    parser.add_argument("--nproc", type=count, metavar="N", help="ranks of the run on this host")
+    parser.add_argument("--output", metavar="DIRECTORY", default="profile", help="new directory of the files")
+    parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one; default: 3")
+    steps = "steps whose time is profiled, by default 3; one more is for memory"
+    parser.add_argument("--steps", type=int, default=3, help=steps)
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
     return parser
-
-
-def _refuse(rest: Sequence[str], command: Sequence[str]) -> None:
-    """Raise ``ValueError`` for arguments that would be ignored."""
-    if rest:
-        raise ValueError(f"unknown option {rest[0]}; nxd-memopt profile --help shows the options")
-    if command:
-        raise ValueError(f"-- {command[0]} is not run: leave it out")
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -145,21 +101,17 @@ def _training_command(options: argparse.Namespace, rest: Sequence[str], output: 
     command = [sys.executable, "-m", "nxd_memopt.cli", "train"]
     if options.nproc is not None:
         command += ["--nproc", str(options.nproc)]
-    for name in ("config", "recipe"):
-        if getattr(options, name) is not None:
-            command += [f"--{name}", getattr(options, name)]
     # Last, so that no step of the profile becomes a part of the real run.
     return [*command, *rest, "--trainer.output-dir", str(output / "run")]
 
 
-def _profile(options: argparse.Namespace, command: Sequence[str], output: Path) -> int:
+def _profile(options: argparse.Namespace, command: Sequence[str], output: Path, *, stop: bool) -> int:
     """Run the command with the request in its environment, and show the report."""
     from nxd_memopt.profiling import ProfileRequest
     from nxd_memopt.profiling.report import write_report
 
     require_new("--output", output)
-    is_own = options.config is not None or options.recipe is not None
-    request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=is_own)
+    request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=stop)
     environment = os.environ | {PROFILE_VARIABLE: request.to_json()}
     try:
         status = run_child(command, environment).returncode

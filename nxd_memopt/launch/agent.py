@@ -10,7 +10,6 @@ ranks have the time that their last save took, twice, and at least ``STOP_S``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nxd_memopt.child_process import death_signal
+from nxd_memopt.command_line import Parser, count
 from nxd_memopt.training.runtime.errors import USAGE_ERROR, user_errors
 from nxd_memopt.training.runtime.signals import SECOND_AFTER_S, SIGNALS, exit_status, final_status
 
@@ -234,18 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: ``--nproc N`` and the arguments of the training program; defaults to the command
             line's.
     """
-    parser = argparse.ArgumentParser(prog="nxd-memopt train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc", nargs="?", default="")
+    parser = Parser("train", "Train on the ranks of this host.")
+    parser.add_argument("--nproc", type=count, required=True, metavar="N", help="number of ranks")
     with user_errors():
-        options, rest = parser.parse_known_args(arguments)
-        if not options.nproc or not options.nproc.isdecimal() or int(options.nproc) < 1:
-            raise ValueError(f"--nproc must be a number of ranks, at least 1, got {options.nproc!r}")
+        options, train_arguments = parser.split(sys.argv[1:] if arguments is None else arguments)
         if "RANK" in os.environ:
             raise ValueError(
                 f"--nproc {options.nproc} starts the ranks, but RANK is {os.environ['RANK']}: torchrun has started "
                 "them already, so omit --nproc or torchrun"
             )
-        return Agent([*PROGRAM, *rest], int(options.nproc), os.environ).run()
+        return Agent([*PROGRAM, *train_arguments], options.nproc, os.environ).run()
 
 
 if __name__ == "__main__":

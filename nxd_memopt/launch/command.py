@@ -2,9 +2,9 @@
 
     nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
 
-Options that the launcher does not know go to the training program. The launcher replaces its own
-process with the command that it starts, so signals and the exit status are the command's. The exit
-status of ``--dry-run`` is that of ``nxd-memopt certify``; a user error has 2.
+The launcher replaces its own process with the command that it starts, so signals and the exit status
+are the command's. ``--dry-run`` runs ``nxd-memopt certify`` with the same options, and has its exit
+status.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
-from nxd_memopt.launch.certificate import DEVICES, certify_command
+from nxd_memopt.command_line import Parser, count
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import OPEN_FILES, Machine, set_open_files
-from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
+from nxd_memopt.launch.platforms import PLATFORMS, TORCH_XLA_PACKAGE, Platform, platform_named
 from nxd_memopt.launch.variables import Run, Variable, merged
-from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.config.train_config import TrainConfig
-from nxd_memopt.training.runtime.errors import user_errors
 
 
 @dataclass(frozen=True)
@@ -36,22 +33,24 @@ class Launch:
 
     Args:
         config: configuration of the run.
-        platform: name of the platform.
+        platform: the platform.
         world_size: number of ranks on all hosts.
         variables: environment variables with their reasons.
         environment: values that the ranks get in addition to the present environment.
         command: program and arguments.
+        train_arguments: the arguments that describe the run.
         open_files: soft limit of open files to set before the start; ``None`` leaves it
             unchanged.
         notes: advice that does not stop the launch.
     """
 
     config: TrainConfig
-    platform: str
+    platform: Platform
     world_size: int
     variables: list[Variable]
     environment: dict[str, str]
     command: list[str]
+    train_arguments: list[str]
     open_files: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -71,100 +70,79 @@ class Launch:
         return "\n".join([*lines, shlex.join(self.command)])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Replace this process with the run, or show it with ``--dry-run``; return the exit status.
 
     Args:
-        arguments: options of the launcher and of the training program; defaults to the command
-            line's.
+        arguments: flags of the launcher and options of the training program.
+
+    Raises:
+        ValueError: options, configuration, platform and hosts do not fit together.
     """
-    options, train_options = parser().parse_known_args(arguments)
-    with user_errors():
-        launch = plan(options, train_options, os.environ)
-        for note in launch.notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
-        if options.dry_run:
-            print(launch.text(), flush=True)
-            # The package is needed only if the step is certified with torch_xla. Certificates of
-            # other platforms are measured on the CPU backend, on any host.
-            backend, _ = DEVICES.get(options.platform, ("cpu", None))
-            if backend == "xla":
-                PLATFORMS[options.platform].require_package()
-            return dry_run(launch, options.device_memory_gib)
-        PLATFORMS[options.platform].require_package()
-        if shutil.which(launch.command[0]) is None:
-            raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
-        if launch.open_files is not None:
-            set_open_files(launch.open_files)
-        # exec instead of a subprocess: the command gets the signals, and its exit status is ours.
-        os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
+    options, train_arguments = parser().split(arguments)
+    require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
+    launch = plan(options, train_arguments, os.environ)
+    for note in launch.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    if options.dry_run:
+        print(launch.text(), flush=True)
+        # The package is needed only if the step is certified with torch_xla. Certificates of
+        # other platforms are measured on the CPU backend, on any host.
+        if launch.platform.package == TORCH_XLA_PACKAGE:
+            launch.platform.require_package()
+        return dry_run(launch, options.device_memory_gib)
+    launch.platform.require_package()
+    if shutil.which(launch.command[0]) is None:
+        raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
+    if launch.open_files is not None:
+        set_open_files(launch.open_files)
+    # exec instead of a subprocess: the command gets the signals, and its exit status is ours.
+    os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the launcher's options; other options go to the training program."""
-    parser = argparse.ArgumentParser(prog="nxd-memopt launch", description=__doc__, allow_abbrev=False)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help="YAML file of the training program")
-    source.add_argument("--recipe", help="name of an installed configuration")
-    parser.add_argument(
-        "--platform",
-        type=lambda name: INSTANCES.get(name, name),
-        choices=sorted(PLATFORMS),
-        default="trn1",
-        help="default: trn1; names of instances, such as trn1.32xlarge, are understood too",
-    )
-    parser.add_argument(
-        "--processes-per-node",
-        type=int,
-        help="default: every logical core of Trainium's host, elsewhere T",
-    )
+def parser() -> Parser:
+    """Return the parser of the launcher's flags; other options are the training program's."""
+    parser = Parser("launch", "Start training on a platform's ranks, with their environment, or show how.")
+    platforms = f"{', '.join(PLATFORMS)}, or an AWS instance such as trn1.32xlarge; default: trn1"
+    parser.add_argument("--platform", default="trn1", metavar="NAME", help=platforms)
+    ranks = "ranks of each host; default: every logical core of Trainium's host, elsewhere T"
+    parser.add_argument("--nproc", type=count, metavar="N", help=ranks)
     parser.add_argument("--nodes", type=int, help="hosts; default: SLURM's, else 1")
     parser.add_argument("--node-rank", type=int, help="this host's number; default: SLURM's, else 0")
     parser.add_argument("--master-addr", help="host 0 of several; default: MASTER_ADDR")
     parser.add_argument("--master-port", type=int, help="on host 0 of several; default: MASTER_PORT, else 29500")
-    parser.add_argument(
-        "--root-comm-port",
-        type=int,
-        help="on host 0, for the Neuron runtime; default: 62182 on trn1, a free one elsewhere",
-    )
+    port = "on host 0, for the Neuron runtime; default: 62182 on trn1, a free one elsewhere"
+    parser.add_argument("--root-comm-port", type=int, help=port)
     parser.add_argument("--compile", action="store_true", help="compile every graph with neuron_parallel_compile")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show environment and command, and certify the step",
-    )
-    parser.add_argument(
-        "--device-memory-gib",
-        type=float,
-        help="with --dry-run: one rank's; default: the platform's",
-    )
+    parser.add_argument("--dry-run", action="store_true", help="show environment and command, and certify the step")
+    memory = "with --dry-run: one rank's; default: the platform's"
+    parser.add_argument("--device-memory-gib", type=float, help=memory)
     return parser
 
 
 def plan(
     options: argparse.Namespace,
-    train_options: Sequence[str],
+    train_arguments: Sequence[str],
     environ: Mapping[str, str],
     machine: Machine | None = None,
 ) -> Launch:
     """Check the configuration against the platform and the hosts, and return what to start.
 
     Args:
-        options: options of the launcher.
-        train_options: options of the training program.
+        options: the launcher's flags.
+        train_arguments: options of the training program.
         environ: present environment variables.
         machine: this host by default; tests pass another.
 
     Raises:
         ValueError: options, configuration, platform and hosts do not fit together.
     """
+    from nxd_memopt.training.config.parsing import parse_config
+
     machine = machine or Machine.here()
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
-    source = ["--config", options.config]
-    if options.recipe is not None:
-        source = ["--recipe", options.recipe]
-    config = parse_config([*source, *train_options])
+    config = parse_config(train_arguments)
     hosts = find_hosts(
         environ,
         nodes=options.nodes,
@@ -174,10 +152,10 @@ def plan(
     )
     # From here on: what the platform supports, how many ranks a host has, whether the batch fits
     # the number of ranks, and the environment. Nothing is started by this function.
-    platform = PLATFORMS[options.platform]
+    platform = platform_named(options.platform)
     _require_support(options, config, platform, hosts)
     size = config.parallel.tensor_model_parallel_size
-    processes = platform.processes_per_host(options.processes_per_node, size, machine)
+    processes = platform.processes_per_host(options.nproc, size, machine)
     config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
     run = Run(config, processes, hosts, environ, machine, options.root_comm_port)
     variables = platform.variables(run)
@@ -187,7 +165,7 @@ def plan(
     starter = ["nxd_memopt.launch.agent", "--nproc", str(processes)]
     if hosts.count > 1:
         starter = ["torch.distributed.run", *hosts.torchrun_options(processes), "-m", "nxd_memopt.training"]
-    command = [sys.executable, "-m", *starter, *source, *train_options]
+    command = [sys.executable, "-m", *starter, *train_arguments]
     # neuron_parallel_compile runs the command, records its graphs instead of executing them, and
     # compiles them in parallel into the cache that the next run reads.
     if options.compile:
@@ -198,11 +176,12 @@ def plan(
         open_files = machine.raised_open_files()
     return Launch(
         config,
-        platform.name,
+        platform,
         processes * hosts.count,
         variables,
         merged(variables, environ),
         command,
+        list(train_arguments),
         open_files,
         (*platform.notes(run), *_limit_note(platform, machine)),
     )
@@ -250,17 +229,19 @@ def _limit_note(platform: Platform, machine: Machine) -> list[str]:
     ]
 
 
+def certify_arguments(launch: Launch, device_memory_gib: float | None) -> list[str]:
+    """Return the arguments of ``nxd-memopt certify`` for one micro-batch of the run on one rank."""
+    arguments = [*launch.train_arguments, "--device", launch.platform.certified_as or launch.platform.name]
+    arguments += ["--devices", str(launch.world_size)]
+    if device_memory_gib is not None:
+        arguments += ["--device-memory-gib", str(device_memory_gib)]
+    return arguments
+
+
 def dry_run(launch: Launch, device_memory_gib: float | None) -> int:
     """Run ``nxd-memopt certify``, which needs no hardware; return its exit status."""
-    with tempfile.TemporaryDirectory(prefix="nxd-memopt-launch-") as directory:
-        command = certify_command(
-            launch.config,
-            launch.platform,
-            world_size=launch.world_size,
-            device_memory_gib=device_memory_gib,
-            directory=Path(directory),
-        )
-        print(shlex.join(command), flush=True)
-        # Of the ranks' environment, certify checks only the compiler's flags.
-        flags = {name: value for name, value in launch.environment.items() if name == "NEURON_CC_FLAGS"}
-        return run_child(command, os.environ | flags).returncode
+    command = [sys.executable, "-m", "nxd_memopt.cli", "certify", *certify_arguments(launch, device_memory_gib)]
+    print(shlex.join(command), flush=True)
+    # Of the ranks' environment, certify checks only the compiler's flags.
+    flags = {name: value for name, value in launch.environment.items() if name == "NEURON_CC_FLAGS"}
+    return run_child(command, os.environ | flags).returncode

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from nxd_memopt.command_line import INSTANCES
+from nxd_memopt.config import require_one_of
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.trainium import (
     TRN1_2XLARGE_GROUP_SIZES,
@@ -23,6 +25,7 @@ from nxd_memopt.launch.variables import Run, Variable
 
 ROOT_COMM_PORT = 62182  # the Neuron runtime's default with torch_xla
 TORCH_NEURON_PACKAGE = "torch_neuronx"
+TORCH_XLA_PACKAGE = "torch_xla"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Platform:
         package: module of the platform's PyTorch integration, which ranks import.
         root_comm_port: port on host 0 of the Neuron runtime's collectives, unless
             ``--root-comm-port`` is given; ``None`` takes a free port.
+        certified_as: device of ``nxd-memopt certify``, if its name is another one.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Platform:
     compiles: bool = False
     package: str | None = None
     root_comm_port: int | None = None
+    certified_as: str | None = None
 
     def require_package(self) -> None:
         """Raise ``ValueError`` if the platform's package is not installed."""
@@ -66,7 +71,7 @@ class Platform:
         """Return the number of ranks per host.
 
         Args:
-            requested: value of ``--processes-per-node``, or None.
+            requested: value of ``--nproc``, or None.
             tensor_model_parallel_size: T, the default on platforms without Trainium chips.
             machine: this host.
 
@@ -87,18 +92,16 @@ class Platform:
         if machine.chips() == 0:
             raise ValueError(
                 f"--platform {self.name} has hosts of several sizes, and this one has no "
-                f"/dev/neuron*: pass --processes-per-node, {self.chip_processes} for each chip "
+                f"/dev/neuron*: pass --nproc, {self.chip_processes} for each chip "
                 "of a host"
             )
         return machine.chips() * self.chip_processes
 
     def _checked(self, requested: int) -> int:
         """Return ``requested``, or raise ``ValueError`` if a host of the platform cannot have it."""
-        if requested < 1:
-            raise ValueError(f"--processes-per-node must be at least 1, got {requested}")
         if self.processes is not None and requested > self.processes:
             raise ValueError(
-                f"--processes-per-node {requested} exceeds the {self.processes} logical "
+                f"--nproc {requested} exceeds the {self.processes} logical "
                 f"NeuronCores that a host of --platform {self.name} has, one for each process: "
                 "lower it, or name this instance's platform"
             )
@@ -188,68 +191,59 @@ def _lnc2(run: Run) -> list[Variable]:
     return torch_neuron(run, logical_nc_config=2)
 
 
+def _trn1_platform(name: str, variables: Callable[[Run], list[Variable]], processes: int) -> Platform:
+    """Return a platform whose ranks run graphs of torch_xla."""
+    return Platform(
+        name,
+        variables,
+        processes,
+        is_trainium=True,
+        compiles=True,
+        package=TORCH_XLA_PACKAGE,
+        root_comm_port=ROOT_COMM_PORT,
+    )
+
+
+def _trn2_platform(
+    name: str, variables: Callable[[Run], list[Variable]], processes: int | None, chip_processes: int
+) -> Platform:
+    """Return a platform whose ranks run TorchNeuron."""
+    package = TORCH_NEURON_PACKAGE
+    return Platform(name, variables, processes, chip_processes, is_trainium=True, package=package)
+
+
 PLATFORMS = {
     platform.name: platform
     for platform in (
         # trn1.32xlarge: 16 chips x 2 cores = 32 ranks. Tensor-parallel groups of 8 and 32 span
         # chips by design, so there is no chip_processes and no advice to stay within a chip.
-        Platform(
-            "trn1",
-            trn1,
-            processes=32,
-            is_trainium=True,
-            compiles=True,
-            package="torch_xla",
-            root_comm_port=ROOT_COMM_PORT,
-        ),
+        _trn1_platform("trn1", trn1, 32),
         # The cheapest instance with Trainium: one chip, 2 cores, 32 GiB of host memory.
-        Platform(
-            "trn1-2xlarge",
-            _trn1_2xlarge,
-            processes=2,
-            is_trainium=True,
-            compiles=True,
-            package="torch_xla",
-            root_comm_port=ROOT_COMM_PORT,
-        ),
+        _trn1_platform("trn1-2xlarge", _trn1_2xlarge, 2),
         # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge
         # has 16 chips, trn2.3xlarge one.
-        Platform(
-            "trn2",
-            _lnc2,
-            processes=64,
-            chip_processes=4,
-            is_trainium=True,
-            package=TORCH_NEURON_PACKAGE,
-        ),
-        Platform(
-            "trn2-lnc1",
-            _lnc1,
-            processes=128,
-            chip_processes=8,
-            is_trainium=True,
-            package=TORCH_NEURON_PACKAGE,
-        ),
-        Platform(
-            "trn2-3xlarge",
-            _lnc2,
-            processes=4,
-            chip_processes=4,
-            is_trainium=True,
-            package=TORCH_NEURON_PACKAGE,
-        ),
+        _trn2_platform("trn2", _lnc2, 64, 4),
+        _trn2_platform("trn2-lnc1", _lnc1, 128, 8),
+        _trn2_platform("trn2-3xlarge", _lnc2, 4, 4),
         # Servers of an UltraServer have 4 or 16 Trainium3 chips of 8 physical cores each, so the
         # number of ranks depends on the host.
-        Platform("trn3", _lnc2, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
+        _trn2_platform("trn3", _lnc2, None, 4),
         Platform("cuda", _cuda),
         Platform("cpu", _cpu),
-        Platform("xla_cpu", _xla_cpu, package="torch_xla"),
+        Platform("xla_cpu", _xla_cpu, package=TORCH_XLA_PACKAGE, certified_as="trn1"),
     )
 }
 
-INSTANCES = {"trn1n": "trn1", "trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1"} | {
-    "trn1.2xlarge": "trn1-2xlarge",
-    "trn2.48xlarge": "trn2",
-    "trn2.3xlarge": "trn2-3xlarge",
-}
-"""AWS instance type -> platform name."""
+
+def platform_named(name: str) -> Platform:
+    """Return the platform of a name, which may be an AWS instance's.
+
+    Raises:
+        ValueError: there is no such platform.
+    """
+    name = INSTANCES.get(name, name)
+    # The same ranks with faster links.
+    if name == "trn1n":
+        name = "trn1"
+    require_one_of("--platform", name, tuple(PLATFORMS))
+    return PLATFORMS[name]

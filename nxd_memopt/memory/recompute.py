@@ -256,7 +256,7 @@ def recomputes_parts(memory: MemoryConfig) -> bool:
     Recompute is then part of the compiled graph.
     """
     if memory.recompute_granularity == "full":
-        return memory.recompute_keep_core_attn
+        return bool(memory.recompute_keep_core_attn)
     return memory.recompute_granularity == "selective"
 
 

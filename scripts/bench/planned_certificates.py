@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 
 from nxd_memopt.certify.memory_terms import SPILLS, UPDATED
-from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.training.config.parsing import parse_config
@@ -36,16 +35,16 @@ def plan_of(config: TrainConfig, ranks: int) -> Plan:
     return planned(config, hf_config, device_named(PLATFORM), ranks=ranks)[1]
 
 
-def certified_bytes(config: TrainConfig, ranks: int) -> int:
+def certified_bytes(recipe: str, ranks: int) -> int:
     """Return what ``certify`` finds for a rank, without its reserve.
 
     Raises:
         ValueError: the command fails.
     """
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        command = certify_command(config, PLATFORM, world_size=ranks, device_memory_gib=None, directory=directory)
-        figures = directory / "figures.json"
+        figures = Path(name) / "figures.json"
+        command = [sys.executable, "-m", "nxd_memopt.cli", "certify", "--recipe", recipe]
+        command += ["--device", PLATFORM, "--devices", str(ranks), "--backend", "xla"]
         result = subprocess.run([*command, "--json", str(figures)], check=False, capture_output=True, text=True)
         if not figures.exists():
             raise ValueError(f"certify failed: {(result.stderr or result.stdout).strip().splitlines()[-1]}")
@@ -63,7 +62,7 @@ def main() -> None:
         config = parse_config(["--recipe", recipe, "--model.tokenizer", "none"])
         planned_bytes = plan_of(config, RANKS[recipe]).memory.forward_backward_bytes
         try:
-            certified = certified_bytes(config, RANKS[recipe])
+            certified = certified_bytes(recipe, RANKS[recipe])
         except ValueError as error:
             sys.exit(f"{recipe}: {error}")
         print(

@@ -4,4 +4,4 @@
 #   scripts/launch/gpt_neox_20b.sh --compile --model.tokenizer DIRECTORY   # compiles every graph beforehand
 #   scripts/launch/gpt_neox_20b.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
-exec "${PYTHON:-python3}" -m nxd_memopt.launch --recipe gpt_neox_20b "$@"
+exec "${PYTHON:-python3}" -m nxd_memopt.cli launch --recipe gpt_neox_20b "$@"

@@ -4,4 +4,4 @@
 #   scripts/launch/llama2_7b.sh --compile --model.tokenizer DIRECTORY   # compiles every graph beforehand
 #   scripts/launch/llama2_7b.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
-exec "${PYTHON:-python3}" -m nxd_memopt.launch --recipe llama2_7b "$@"
+exec "${PYTHON:-python3}" -m nxd_memopt.cli launch --recipe llama2_7b "$@"

@@ -3,4 +3,4 @@
 #   scripts/launch/llama3_8b_trn2.sh --dry-run --model.tokenizer DIRECTORY   # shows what would run, and certifies its memory
 #   scripts/launch/llama3_8b_trn2.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
-exec "${PYTHON:-python3}" -m nxd_memopt.launch --platform trn2 --recipe llama3_8b_trn2 "$@"
+exec "${PYTHON:-python3}" -m nxd_memopt.cli launch --platform trn2 --recipe llama3_8b_trn2 "$@"

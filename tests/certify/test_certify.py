@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from nxd_memopt import cli
 from nxd_memopt.backends import backend
 from nxd_memopt.certify import assert_recompute_survives, without_recompute, worker
-from nxd_memopt.certify.command import Certify
+from nxd_memopt.certify.command import read
 from nxd_memopt.certify.measure.eager import measure_eager
 from nxd_memopt.certify.memory_terms import OptimizerState, extrapolate, memory_terms
 from nxd_memopt.certify.report.judge import Device, judge
@@ -145,8 +144,8 @@ def test_the_cost_of_isolated_documents_is_named():
 
 
 def test_isolated_documents_need_a_backend_with_values():
-    command = Certify("llama-2-7b", backend="cpu", isolate_documents=True)
-    assert_says(error_message(command.request), "isolate_documents with backend cpu", "use backend xla or compiled")
+    arguments = ["--model", "llama-2-7b", "--backend", "cpu", "--data.isolate-documents"]
+    assert_says(error_message(lambda: read(arguments)), "data.isolate_documents on trn1", "backend xla or compiled")
 
 
 @pytest.mark.slow
@@ -248,23 +247,24 @@ def test_an_all_reduce_for_an_all_gather_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"micro_batch_size": 0}, ("--micro-batch-size", "0")),
-        ({"seq_length": 1}, ("--seq-length", "1")),
-        ({"data_parallel_size": 0}, ("--data-parallel-size", "0")),
-        ({"data_parallel_size": 8}, ("data_parallel_size 8", "zero1")),
-        ({"max_temp_ratio": float("nan"), "recompute_granularity": "full"}, ("--max-temp-ratio", "nan")),
-        ({"max_temp_ratio": 0.5}, ("--max-temp-ratio 0.5 needs recomputation",)),
-        ({"device_memory_gib": -1.0}, ("--device-memory-gib", "-1")),
-        ({"reserve_gib": float("nan")}, ("--reserve-gib", "nan")),
-        ({"override": ("num_hidden_layers=x",)}, ("num_hidden_layers", "'x'")),
-        ({"override": ("num_hiden_layers=3",)}, ("unknown key 'num_hiden_layers'", "did you mean 'num_hidden_layers'")),
-        ({"override": ("foo=3",)}, ("unknown key 'foo' in --override",)),
-        ({"json": Path("absent") / "a.json"}, ("--json absent/a.json", "is no directory")),
-        ({"json": Path("/tmp")}, ("--json /tmp is a directory",)),
+        ("--data.micro-batch-size 0", ("data.micro_batch_size", "0")),
+        ("--seq-length 1", ("data.seq_length", "1")),
+        ("--devices 0", ("--devices", "'0'")),
+        ("--devices 3 --parallel.tensor-model-parallel-size 2", ("world size 3", "tensor_model_parallel_size 2")),
+        ("--max-temp-ratio nan", ("--max-temp-ratio", "nan")),
+        ("--max-temp-ratio 0.5", ("--max-temp-ratio 0.5 needs recomputation",)),
+        ("--device-memory-gib -1", ("--device-memory-gib", "-1")),
+        ("--reserve-gib nan", ("--reserve-gib", "nan")),
+        ("--model.config-overrides.num_hidden_layers x", ("num_hidden_layers", "'x'")),
+        ("--model.config-overrides.num_hiden_layers 3", ("'num_hiden_layers'", "did you mean 'num_hidden_layers'")),
+        ("--json absent/a.json", ("--json absent/a.json", "is no directory")),
+        ("--json /tmp", ("--json /tmp is a directory",)),
+        ("--device cuda", ("--device cuda", "pass --device-memory-gib")),
+        ("--recipe llama3_8b", ("--model and --recipe both name a run",)),
     ],
 )
 def test_arguments_without_a_meaning_are_refused(options, words):
-    assert_says(error_message(Certify(model="llama-3-8b", **options).request), *words)
+    assert_says(error_message(lambda: read(["--model", "llama-3-8b", *options.split()])), *words)
 
 
 def test_a_graph_per_rank_is_refused():
@@ -346,17 +346,19 @@ def test_extrapolation_meets_what_a_deeper_model_holds(memory):
 
 
 def certify(monkeypatch, *arguments) -> int:
-    sizes = ("hidden_size=64", "intermediate_size=96", "num_attention_heads=4", "num_key_value_heads=2")
-    options = ("--model", "llama-3-8b", "--backend", "cpu", "--seq-length", "64", "--measure-layers", "2", "3")
-    overrides = ("--override", *sizes, "vocab_size=61", "num_hidden_layers=6")
-    monkeypatch.setattr(sys, "argv", ["nxd-memopt", "certify", *options, *overrides, *map(str, arguments)])
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 61, "num_hidden_layers": 6}
+    options = ["--model", "llama-3-8b", "--backend", "cpu", "--seq-length", "64", "--measure-layers", "2", "3"]
+    options += [f"--model.config-overrides.{name}={value}" for name, value in sizes.items()]
+    options += ["--trainer.precision", "bf16-true", *map(str, arguments)]
+    monkeypatch.setattr(sys, "argv", ["nxd-memopt", "certify", *options])
     return cli.main()
 
 
 def test_command_certifies(monkeypatch, capsys, tmp_path):
     file = tmp_path / "certificate.json"
-    split = ("--tensor-model-parallel-size", 2, "--sequence-parallel-enabled")
-    assert certify(monkeypatch, *split, "--recompute-granularity", "full", "--json", file) == 0
+    split = ("--parallel.tensor-model-parallel-size", 2, "--parallel.sequence-parallel-enabled")
+    assert certify(monkeypatch, *split, "--memory.recompute-granularity", "full", "--json", file) == 0
     assert "certified" in capsys.readouterr().out
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["passed"] and written["request"]["config"]["num_hidden_layers"] == 6
@@ -377,21 +379,27 @@ def test_command_fails_a_step_that_does_not_fit(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["--measure-layers", 3, 3], ["measure_layers 3 3"]),
-        (["--measure-layers", 4, 8], ["measure_layers 4 8", "6 layers"]),
-        (["--backend", "compiled", "--tensor-model-parallel-size", 2], ["compiled", "tensor_model_parallel_size 2"]),
+        (["--measure-layers", 3, 3], ["--measure-layers 3 3"]),
+        (["--measure-layers", 4, 8], ["--measure-layers 4 8", "at most 6, the model's"]),
+        (
+            ["--backend", "compiled", "--parallel.tensor-model-parallel-size", 2],
+            ["compiled", "tensor_model_parallel_size 2"],
+        ),
         (
             [
-                *("--recompute-granularity", "selective", "--recompute-method", "block"),
-                *("--recompute-num-layers", 3),
+                *("--memory.recompute-granularity", "selective", "--memory.recompute-method", "block"),
+                *("--memory.recompute-num-layers", 3),
             ],
-            ["recompute_num_layers 3", "measured 2 layers", "--measure-layers 3"],
+            ["--measure-layers 2 3", "the first at least 3"],
         ),
         (["--model", "llama-3-9b"], ["'llama-3-9b'", "did you mean 'llama-3-8b'"]),
-        (["--override", "num_hidden_layers"], ["KEY=VALUE", "'num_hidden_layers'"]),
-        (["--sequence-parallel-enabled"], ["tensor_model_parallel_size"]),
-        (["--recompute-granularity", "selective", "--recompute-modules", "atn"], ["'atn'", "did you mean 'attn'"]),
-        (["--tensor-model-parallel-size", 3], ["num_attention_heads", "3"]),
+        (["--override", "num_hidden_layers=3"], ["--override", "--model.config-overrides.KEY VALUE"]),
+        (["--parallel.sequence-parallel-enabled"], ["tensor_model_parallel_size"]),
+        (
+            ["--memory.recompute-granularity", "selective", "--memory.recompute-modules", "atn"],
+            ["'atn'", "did you mean 'attn'"],
+        ),
+        (["--parallel.tensor-model-parallel-size", 3, "--devices", 3], ["num_attention_heads", "3"]),
     ],
 )
 def test_command_refuses(monkeypatch, capsys, arguments, facts):
@@ -408,6 +416,5 @@ def test_formulas_at_one_rank_are_empty():
 @pytest.mark.parametrize(("is_installed", "chosen"), [(True, "xla"), (False, "cpu")])
 def test_the_backend_that_is_chosen_is_one_that_works(is_installed, chosen, monkeypatch):
     monkeypatch.setattr("nxd_memopt.certify.command.is_importable", lambda module: is_installed)
-    assert Certify("gpt-neox-20b").backend == chosen
-    assert Certify("gpt-neox-20b").request().backend == chosen
-    assert Certify("gpt-neox-20b", backend="compiled").backend == "compiled"
+    for arguments, expected in (([], chosen), (["--device", "trn2"], "cpu"), (["--backend", "compiled"], "compiled")):
+        assert read(["--model", "gpt-neox-20b", *arguments]).request.backend == expected

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nxd_memopt.certify import worker
-from nxd_memopt.certify.command import Certify
+from nxd_memopt.certify.command import read
 from nxd_memopt.certify.memory_terms import OptimizerState, memory_terms
 from nxd_memopt.certify.request import Request
 from nxd_memopt.parallel_layers import parallel_state
@@ -113,12 +113,34 @@ STEPS |= {
 }
 
 
-def asked(tmp_path, config, moe, **options) -> Request:
+SECTIONS = {
+    "sequence_parallel_enabled": "parallel",
+    "tensor_model_parallel_size": "parallel",
+    "expert_model_parallel_size": "parallel",
+    "reduce_dtype": "parallel",
+    "attention_backend": "memory",
+    "recompute_granularity": "memory",
+    "recompute_method": "memory",
+    "recompute_num_layers": "memory",
+    "recompute_modules": "memory",
+    "dtype": "model",
+}
+
+
+def asked(tmp_path, config, moe, *, backend="cpu", **options) -> Request:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
-    changes = {"backend": "cpu", "seq_length": 32, "micro_batch_size": 2, "dtype": "float32", "measure_layers": (2, 3)}
-    changes |= {"tensor_model_parallel_size": 2, "attention_backend": "math", "moe": moe}
-    return Certify(model=str(file), **{**changes, **options}).request()
+    options = {"tensor_model_parallel_size": 2, "attention_backend": "math", "dtype": "float32"} | options
+    arguments = ["--model", str(file), "--backend", backend, "--seq-length", "32", "--measure-layers", "2", "3"]
+    arguments += ["--data.micro-batch-size", "2"]
+    arguments += [f"--trainer.precision={'32-true' if options['dtype'] == 'float32' else 'bf16-true'}"]
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
+        arguments += [f"--{SECTIONS[name]}.{name.replace('_', '-')}", *map(str, values)]
+    for pair in moe:
+        name, _, value = pair.partition("=")
+        arguments += [f"--moe.{name.replace('_', '-')}", value]
+    return read(arguments).request
 
 
 # Together they have both static forms, expert parallelism, a shared expert and recomputation.
@@ -172,10 +194,8 @@ def test_the_saving_of_recomputed_experts_is_seen(moe, least, tmp_path):
     ("config", "moe", "facts"),
     [
         (MIXTRAL, (), ["depend on the routing", "moe_expert_block_size", "moe_pad_expert_input_to_capacity"]),
-        (MIXTRAL, ("moe_expert_block_size",), ["--moe 'moe_expert_block_size' is not KEY=VALUE"]),
-        (MIXTRAL, ("moe_block_size=4",), ["unknown key 'moe_block_size'"]),
         (MIXTRAL, (*BLOCKS, "num_moe_experts=8"), ["num_moe_experts 8", "MixtralConfig", "4"]),
-        (SIZES | {"model_type": "llama"}, BLOCKS, ["--moe moe_expert_block_size=16", "llama", "leave it out"]),
+        (SIZES | {"model_type": "llama"}, BLOCKS, ["moe.moe_expert_block_size", "llama", "leave it out"]),
         (QWEN3 | {"decoder_sparse_step": 2}, BLOCKS, ["moe_layer_freq", "all have experts"]),
     ],
 )
@@ -199,8 +219,7 @@ def test_every_rank_is_traced(tmp_path, monkeypatch):
 
 
 def test_states_of_experts_are_sharded_over_the_ranks_that_have_them(tmp_path):
-    options = {**EXPERT_PARALLEL, "tensor_model_parallel_size": 1, "zero1": True}
-    request = asked(tmp_path, MIXTRAL, BLOCKS, **options, data_parallel_size=4)
+    request = asked(tmp_path, MIXTRAL, BLOCKS, **EXPERT_PARALLEL, tensor_model_parallel_size=1)
     total, experts = worker.count_parameters(request)
     layers = SIZES["num_hidden_layers"]
     assert experts == layers * 2 * 3 * 64 * 96  # two of four experts with gate, up and down

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from nxd_memopt.certify.command import _model_config
 from nxd_memopt.checkpoint.huggingface import importing
-from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.command_line import Run
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import rows_for
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
@@ -75,10 +76,8 @@ def test_new_rows_are_those_of_transformers(
     config = TrainConfig(model=ModelConfig(pretrained=str(base), resize_embedding=True))
     hf_config = load_hf_config(config.model)
     assert hf_config.vocab_size == 261 and load_vocabulary(config.model, hf_config).size == 261
-    # The launcher certifies the model with its new rows.
-    command = certify_command(config, "trn1", world_size=1, device_memory_gib=None, directory=tmp_path)
-    content = Path(command[command.index("--model") + 1]).read_text(encoding="utf-8")
-    assert json.loads(content)["vocab_size"] == 261
+    # The model is certified with its new rows.
+    assert _model_config(Run("", config, frozenset(), is_bare=False))["vocab_size"] == 261
     monkeypatch.setattr(importing, "MEAN_ROWS", 100)  # the table is read in parts
     model = build_model(config, hf_config)
     ids = torch.tensor([[257, 5, 6, 258, 7, 8, 259, 9, 260, 1]])

@@ -41,5 +41,5 @@ UBUNTU = Machine(Path("/nonexistent"), soft_limit=1024, hard_limit=1048576)  # n
 def planned(
     recipe: str, *arguments: str, environ: Mapping[str, str] | None = None, machine: Machine = UBUNTU
 ) -> Launch:
-    options, others = command.parser().parse_known_args(["--recipe", recipe, *arguments])
-    return plan(options, [*TOKENIZER, *others], environ or {}, machine)
+    options, train_arguments = command.parser().split(["--recipe", recipe, *TOKENIZER, *arguments])
+    return plan(options, train_arguments, environ or {}, machine)

@@ -1,24 +1,27 @@
-"""A dry run certifies the step that runs: each option is passed on, refused, or none of the step's."""
+"""A certificate is of the step that runs: each option changes it, is refused, or is none of the step's."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.certify.command import _optimizer
+from nxd_memopt.certify.request import request_of
+from nxd_memopt.command_line import Run
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.training.config.parsing import SECTIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from tests.launch.launching import planned
 from tests.reference import assert_says, error_message
 
+BLOCKS = {"moe_expert_block_size": 128, "moe_token_dispatcher_type": "allgather"}
 BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
-# Option -> the changes of its section, of which the command must have a trace.
+# Option -> the changes of its section, of which the request or the optimizer must have a trace.
 PASSED: dict[str, dict[str, Any]] = {
-    "model.pretrained": {"pretrained": "some/model"},
-    "model.config_overrides": {"config_overrides": {"model_type": "llama", "num_hidden_layers": 8}},
+    "model.pretrained": {"pretrained": "llama-2-7b", "config_overrides": {}},
+    "model.config_overrides": {"config_overrides": {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8}},
     "model.dtype": {"dtype": "float32"},
     "parallel.tensor_model_parallel_size": {"tensor_model_parallel_size": 4},
     "parallel.sequence_parallel_enabled": {"sequence_parallel_enabled": False},
@@ -38,10 +41,10 @@ PASSED: dict[str, dict[str, Any]] = {
     "data.isolate_documents": {"isolate_documents": True},
     "data_parallel.sharding": {"sharding": "none"},
     "optimizer.master_weights": {"master_weights": False},
-    "parallel.expert_model_parallel_size": {"expert_model_parallel_size": 2},
-    "moe.num_moe_experts": {"num_moe_experts": 4},
+    "moe.num_moe_experts": {"num_moe_experts": 4, **BLOCKS},
     "moe.moe_shared_expert_intermediate_size": {
         "num_moe_experts": 4,
+        **BLOCKS,
         "moe_shared_expert_intermediate_size": 512,
     },
 }
@@ -90,8 +93,11 @@ NOT_OF_THE_STEP = {
 }
 
 
-def command(config: TrainConfig, directory: Path) -> list[str]:
-    return certify_command(config, "trn1", world_size=32, device_memory_gib=None, directory=directory)
+def certified(config: TrainConfig) -> object:
+    """Everything that a certificate depends on."""
+    run = Run("", config, frozenset(), is_bare=False)
+    request = request_of(config, run.model_config(), backend="xla", device="trn1", layer_counts=None)
+    return request, _optimizer(run, 32)
 
 
 def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:
@@ -113,27 +119,26 @@ def test_every_option_has_been_thought_of():
     known = {f"{name}.{field.name}" for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     # All options of experts are passed in one, and all of adapters need the one that is refused.
     known -= {option for option in known if option.startswith(("moe.", "lora."))} - REFUSED.keys() - PASSED.keys()
-    others = {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
+    others = {"parallel.expert_model_parallel_size"}
+    others |= {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
     assert known == PASSED.keys() | REFUSED.keys() | others
     assert not (PASSED.keys() & REFUSED.keys() or (PASSED.keys() | REFUSED.keys()) & others)
 
 
 @pytest.mark.parametrize("option", PASSED)
-def test_options_that_change_the_certified_step(option, config, tmp_path):
-    base, other = tmp_path / "base", tmp_path / "other"
-    base.mkdir()
-    other.mkdir()
-    words = command(config, base)
-    found = command(changed(config, option, PASSED[option]), other)
+def test_options_that_change_the_certified_step(option, config):
+    base = config
     if option == "memory.recompute_num_layers":
-        words = command(changed(config, option, BLOCK), base)
-    read = [
-        [Path(word).read_text() if word.endswith("config.json") else word for word in each] for each in (words, found)
-    ]
-    assert read[0] != read[1]
+        base = changed(config, option, BLOCK)
+    assert certified(base) != certified(changed(config, option, PASSED[option]))
+
+
+def test_experts_of_other_ranks_change_the_certified_step(config):
+    base = changed(config, "moe", {"num_moe_experts": 4, **BLOCKS})
+    assert certified(base) != certified(changed(base, "parallel", {"expert_model_parallel_size": 2}))
 
 
 @pytest.mark.parametrize("option", REFUSED)
-def test_options_that_are_refused(option, config, tmp_path):
-    message = error_message(lambda: command(changed(config, option, REFUSED[option]), tmp_path))
+def test_options_that_are_refused(option, config):
+    message = error_message(lambda: certified(changed(config, option, REFUSED[option])))
     assert_says(message, "certif")

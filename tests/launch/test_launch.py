@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.certify.command import Asked, read
+from nxd_memopt.certify.memory_terms import OptimizerState
+from nxd_memopt.certify.request import Request
+from nxd_memopt.launch.command import Launch, certify_arguments
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.platforms import PLATFORMS
 from tests.launch.launching import EFA, FOUR_HOSTS, RECIPES, ROOT, TOKENIZER, TRN1, planned
 from tests.training.runs import LLAMA, rows, write_config
 
-LAUNCHER = (sys.executable, "-m", "nxd_memopt.launch")
+LAUNCHER = (sys.executable, "-m", "nxd_memopt.cli", "launch")
 FRONT_ENDS = (*RECIPES, "llama3_8b_trn2")
 GPT_NEOX = TRN1 | {"NEURON_CC_FLAGS": "--model-type=transformer --enable-saturate-infinity -O1"}
 BACKENDS = {"trn1": "xla", "trn2": "neuron", "trn3": "neuron", "cuda": "cuda", "cpu": "cpu", "xla_cpu": "xla"}
@@ -95,10 +97,10 @@ def test_without_recompute_the_level_is_the_users() -> None:
         ((), {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "NEURON_RT_STOCHASTIC_ROUNDING_EN is '1'"),
         ((), {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16=1 makes every fp32 tensor bf16"),
         (("--parallel.tensor-model-parallel-size", "16"), {}, "tensor_model_parallel_size 16 is not one of"),
-        (("--processes-per-node", "12"), {}, "world size 12 is not divisible by tensor_model_parallel_size 8"),
+        (("--nproc", "12"), {}, "world size 12 is not divisible by tensor_model_parallel_size 8"),
         (("--compile", "--platform", "cpu"), {}, "--compile is for trn1's ahead-of-time compiler"),
         (("--trainer.enable-cuda-graph", "True"), {}, "--platform trn1 has no CUDA graphs: set it to auto"),
-        (("--processes-per-node", "0"), {}, "--processes-per-node must be at least 1, got 0"),
+        (("--nproc", "0"), {}, "--nproc: must be at least 1, got '0'"),
         (("--nodes", "0"), {}, "a run needs at least 1 host, got 0"),
         (("--master-port", "0"), {}, r"master port 0 is outside \[1, 65535\]"),
         ((), FOUR_HOSTS | {"MASTER_PORT": "99999"}, "master port 99999 is outside"),
@@ -130,7 +132,7 @@ def test_hosts_from_options_win_over_slurms() -> None:
 def test_one_recipe_runs_on_every_platform(recipe: str, platform: str) -> None:
     processes = min(32, PLATFORMS[platform].processes or 32)
     size = ("--parallel.tensor-model-parallel-size", str(processes)) if processes <= 4 else ()
-    found = planned(recipe, "--platform", platform, "--processes-per-node", str(processes), *size)
+    found = planned(recipe, "--platform", platform, "--nproc", str(processes), *size)
     assert found.environment["NXD_MEMOPT_BACKEND"] == BACKENDS[platform.split("-")[0]]
 
 
@@ -163,7 +165,7 @@ def test_the_shown_text_is_shell_that_sets_the_environment() -> None:
 def test_front_ends_pass_their_options_on(recipe: str) -> None:
     front_end = str(ROOT / "scripts" / "launch" / f"{recipe}.sh")
     done = run([front_end, "--nodes", "2", *TOKENIZER], PYTHON=sys.executable)
-    message = "error: 2 hosts need this one's number: start the launcher by srun, or pass --node-rank\n"
+    message = "nxd-memopt: error: 2 hosts need this one's number: start the launcher by srun, or pass --node-rank\n"
     assert (done.returncode, done.stderr) == (2, message)
 
 
@@ -176,71 +178,64 @@ def test_the_launcher_trains(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-CERTIFIED = {
-    "gpt_neox_20b": "--backend xla --device trn1 --tensor-model-parallel-size 32 --sequence-parallel-enabled "
-    "--seq-length 2048 --micro-batch-size 1 --dtype bfloat16 --recompute-granularity full --attention-backend auto "
-    "--master-weights --zero1 --data-parallel-size 4",
-    "llama2_7b": "--backend xla --device trn1 --tensor-model-parallel-size 8 --sequence-parallel-enabled "
-    "--seq-length 4096 --micro-batch-size 1 --dtype bfloat16 --recompute-granularity selective "
-    "--attention-backend auto --recompute-modules core_attn mlp_act --master-weights --zero1 --data-parallel-size 16",
-}
+def certified(launch: Launch, memory_gib: float | None = None) -> Asked:
+    """What the dry run certifies; on trn1 as where torch_xla is installed."""
+    backend = ("--backend", "xla") if launch.platform.package == "torch_xla" else ()
+    return read([*certify_arguments(launch, memory_gib), *backend])
 
 
-@pytest.mark.parametrize("recipe", CERTIFIED)
-def test_what_a_dry_run_certifies(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["gpt_neox_20b", "llama2_7b"])
+def test_what_a_dry_run_certifies(recipe: str) -> None:
     found = planned(recipe, environ=FOUR_HOSTS)
-    command = certify_command(
-        found.config, "trn1", world_size=found.world_size, device_memory_gib=None, directory=tmp_path
-    )
-    assert command[1:3] == ["certify", "--model"]
-    assert json.loads(Path(command[3]).read_text(encoding="utf-8")) == found.config.model.config_overrides
-    assert " ".join(command[4:]) == CERTIFIED[recipe]
+    asked = certified(found)
+    config, request = found.config, asked.request
+    assert config.model.config_overrides.items() <= request.config.items()
+    assert request.parallel_config() == config.parallel and request.memory_config() == config.memory
+    assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
+    assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
+    replicas = 128 // config.parallel.tensor_model_parallel_size
+    assert asked.optimizer == OptimizerState(master_weights=True, zero1=True, data_parallel_size=replicas)
+    assert asked.capacity_gib == 16.0 and asked.options.reserve_gib == 1.25
 
 
-def test_isolated_documents_are_certified_where_the_graph_is_traced(tmp_path: Path) -> None:
-    found = planned("llama3_8b", "--data.isolate-documents", environ=FOUR_HOSTS)
-    commands = {
-        platform: certify_command(
-            found.config, platform, world_size=found.world_size, device_memory_gib=80, directory=tmp_path
-        )
-        for platform in ("trn1", "cuda")
-    }
-    assert [platform for platform, words in commands.items() if "--isolate-documents" in words] == ["trn1"]
+def test_isolated_documents_are_certified_where_the_graph_is_traced() -> None:
+    found = {}
+    for platform in ("trn1", "cuda"):
+        launch = planned("llama3_8b", "--data.isolate-documents", "--platform", platform, environ=FOUR_HOSTS)
+        found[platform] = certified(launch, 80).request.isolate_documents
+    assert found == {"trn1": True, "cuda": False}
 
 
 def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
-    found = planned("llama2_7b", "--model.pretrained", "some/model", "--data-parallel.sharding", "none")
-    command = certify_command(found.config, "trn2", world_size=32, device_memory_gib=23.5, directory=tmp_path)
-    first = command.index("--override")
-    assert command[1:first] == ["certify", "--model", "some/model"]
-    assert {'model_type="llama"', "hidden_size=4096"} < set(command[first:])
-    assert "--device trn2 --device-memory-gib 23.5" in " ".join(command) and "--zero1" not in command
-    assert list(tmp_path.iterdir()) == []
+    model = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 9, "vocab_size": 61}))
+    options = ("--model.pretrained", str(tmp_path), "--data-parallel.sharding", "none")
+    launch = planned("fine_tune", *options, "--model.config-overrides.num-hidden-layers", "6", "--platform", "cpu")
+    asked = certified(launch, 23.5)
+    assert (asked.request.config["num_hidden_layers"], asked.request.config["hidden_size"]) == (6, 64)
+    assert asked.capacity_gib == 23.5 and not asked.optimizer.zero1
 
 
-def test_techniques_that_certify_cannot_measure_are_refused(tmp_path: Path) -> None:
-    def command(*options: str) -> list[str]:
-        config = planned("llama3_8b", *options).config
-        return certify_command(config, "trn2", world_size=32, device_memory_gib=None, directory=tmp_path)
+def test_techniques_that_certify_cannot_measure_are_refused() -> None:
+    def request(*options: str) -> Request:
+        return certified(planned("llama3_8b", *options, "--platform", "trn2")).request
 
-    assert "--recompute-keep-core-attn" in command("--memory.recompute-keep-core-attn")
-    assert "--isolate-documents" not in command()
+    assert request("--memory.recompute-keep-core-attn").memory_config().recompute_keep_core_attn
+    assert not request().isolate_documents
     block = ("--memory.recompute-method", "block", "--memory.recompute-num-layers")
     selective = ("--memory.recompute-granularity", "selective", "--memory.recompute-modules", "norm")
-    assert "--measure-layers" not in command(*block, "2")
-    words = " ".join(command(*selective, *block, "6"))
-    assert "--recompute-granularity selective --recompute-method block --recompute-num-layers 6" in words
-    assert words.count("--measure-layers 6 7 ") == 1 and "--recompute-modules norm" in words
+    assert request(*block, "2").layer_counts == (2, 4)
+    assert request(*selective, *block, "6").layer_counts == (6, 7)
     with pytest.raises(ValueError, match="pass --device-memory-gib"):
-        certify_command(planned("llama3_8b").config, "cuda", world_size=8, device_memory_gib=None, directory=tmp_path)
+        certified(planned("llama3_8b", "--platform", "cuda"))
     for option, message in (
-        (("--data.isolate-documents",), "data.isolate_documents on platform trn2: set it to false"),
-        (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set 0"),
-        (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set True"),
-        (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2.*set zero1"),
+        (("--data.isolate-documents",), "data.isolate_documents on trn2 cannot be measured .*: set it to false"),
+        (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set it to 0"),
+        (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set it to true"),
+        (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2: set it to zero1"),
     ):
         with pytest.raises(ValueError, match=message):
-            command(*option)
+            request(*option)
 
 
 @pytest.mark.parametrize(
@@ -304,27 +299,22 @@ def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("depth", "options", "measured"),
     [
-        (32, (), None),
-        (3, (), "2 3"),
-        (4, ("block", "3"), "3 4"),
-        (4, ("uniform", "2"), None),
+        (32, (), (2, 4)),
+        (3, (), (2, 3)),
+        (4, ("block", "3"), (3, 4)),
+        (4, ("uniform", "2"), (2, 4)),
         (2, (), "certify measures models of 2 and 3 layers, and this one has 2"),
         (4, ("block", "4"), "certify measures models of 4 and 5 layers, and this one has 4"),
         (5, ("uniform", "3"), "certify measures models of 3 and 6 layers, and this one has 5"),
     ],
 )
-def test_measured_depths_are_within_the_model(depth, options, measured, tmp_path: Path) -> None:
-    chosen = ("--memory.recompute-method", options[0], "--memory.recompute-num-layers", options[1]) if options else ()
-    config = planned("llama3_8b", *chosen).config
-    overrides = {**config.model.config_overrides, "num_hidden_layers": depth}
-    config = replace(config, model=replace(config.model, config_overrides=overrides))
-
-    def command() -> str:
-        words = certify_command(config, "trn2", world_size=32, device_memory_gib=None, directory=tmp_path)
-        return " ".join(words)
-
-    if measured and measured.startswith("certify"):
-        with pytest.raises(ValueError, match=measured):
-            command()
+def test_measured_depths_are_within_the_model(depth, options, measured) -> None:
+    words = ["--platform", "trn2", "--model.config-overrides.num-hidden-layers", str(depth)]
+    if options:
+        words += ["--memory.recompute-method", options[0], "--memory.recompute-num-layers", options[1]]
+    launch = planned("llama3_8b", *words)
+    if isinstance(measured, tuple):
+        assert certified(launch).request.layer_counts == measured
     else:
-        assert (f"--measure-layers {measured}" in command()) if measured else "--measure-layers" not in command()
+        with pytest.raises(ValueError, match=measured):
+            certified(launch)

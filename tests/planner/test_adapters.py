@@ -172,7 +172,7 @@ def test_the_section_is_planned_and_written(tmp_path, capsys):
     sizes = {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 4}
     lora = {"lora_rank": 4, "target_modules": ["o_proj", "down_proj"], "lora_dropout": 0.1}
     file = tmp_path / "run.yaml"
-    arguments = ["--model", str(file), "--device", "h200", "--devices", "2", "--seq-length", "65536", "--json"]
+    arguments = ["--config", str(file), "--device", "h200", "--devices", "2", "--seq-length", "65536", "--json"]
 
     def planned_of(**sections):
         file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, **sections}))

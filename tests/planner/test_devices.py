@@ -108,7 +108,7 @@ def test_a_calibrated_device_is_not_called_uncalibrated(tmp_path, capsys):
     assert plan_command.main(arguments) == 0
     shown = capsys.readouterr().out
     assert_says(shown, "come from measured rates", "in MiB", "weights")
-    arguments += ["--devices", "2", "--tensor-model-parallel-size", "2"]
+    arguments += ["--devices", "2", "--parallel.tensor-model-parallel-size", "2"]
     message = error_message(lambda: plan_command.main(arguments))
     assert_says(message, "tensor_model_parallel_size 2", "calibrated with 1", "torchrun")
 

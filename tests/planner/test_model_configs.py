@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.parameters import num_kv_heads
-from nxd_memopt.certify.command import Certify
+from nxd_memopt.certify.command import read
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import HIDDEN_ACTS
 from nxd_memopt.ops.activation import ACTIVATIONS
@@ -32,10 +32,10 @@ def test_files_that_are_no_model_are_refused(tmp_path):
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
     assert_says(message, f"{tmp_path} has no config.json", "directory of a Hugging Face model")
     (tmp_path / "a.yaml").write_text("data: {seq_length: 8}")
-    message = error_message(lambda: plan_command.main(["--model", str(tmp_path / "a.yaml"), "--device", "h200"]))
-    assert_says(message, "section model")
+    message = error_message(lambda: plan_command.main(["--config", str(tmp_path / "a.yaml"), "--device", "h200"]))
+    assert_says(message, "model.pretrained is not set")
     (tmp_path / "a.yaml").write_text("model: {config_overrides: {model_type: llama, hidden_sise: 64}, tokenizer: d}")
-    message = error_message(lambda: plan_command.main(["--model", str(tmp_path / "a.yaml"), "--device", "h200"]))
+    message = error_message(lambda: plan_command.main(["--config", str(tmp_path / "a.yaml"), "--device", "h200"]))
     assert_says(message, "unknown key 'hidden_sise'", "model.config_overrides", "'hidden_size'")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 512, "num_attention_heads": 7}')
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
@@ -62,7 +62,7 @@ def test_values_that_models_refuse_are_not_planned_and_not_certified(name, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | values))
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
     assert_says(message, *words)
-    message = error_message(lambda: Certify(model=str(tmp_path), backend="cpu").request())
+    message = error_message(lambda: read(["--model", str(tmp_path), "--backend", "cpu"]))
     assert_says(message, *words)
 
 

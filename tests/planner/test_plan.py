@@ -15,8 +15,8 @@ import yaml
 
 from nxd_memopt.architectures.configs import DEFAULTS, NAMED_CONFIGS, with_defaults
 from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.command_line import Parser, Run, read_run
 from nxd_memopt.commands.plan import command as plan_command
-from nxd_memopt.commands.plan.model_source import read_source
 from nxd_memopt.commands.plan.yaml_writer import configuration
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
@@ -44,11 +44,15 @@ def problem(model="llama-3-8b", device="h200", devices=8, length=8192, **options
     return Problem(with_defaults(NAMED_CONFIGS[model]), device_named(device), devices, length, **options)
 
 
+def run_of(*arguments: str) -> Run:
+    return read_run(*Parser("plan", "", models=True).split(arguments))
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_it_runs_without_torch(precision):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from nxd_memopt.cli import main; "
-        f"sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048 --precision {precision}'.split(); "
+        f"sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048 --trainer.precision {precision}'.split(); "
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -64,12 +68,12 @@ def test_it_runs_without_torch(precision):
         ("--model llama-3-8b --device h20", ("h20", "did you mean 'h200'")),
         ("--model lama-3-8b --device h200", ("lama-3-8b", "llama-3-8b")),
         ("--model llama-3-8b --device h200 --devices 0", ("--devices", "0")),
-        ("--model llama-3-8b --device h200 --tensor-model-parallel-size 3", ("parallel_size 3", "[1, 2, 4, 8]")),
-        ("--model llama-3-8b --device h200 --tensor-model-parallel-size 0", ("--tensor-model-parallel-size", "0")),
-        ("--model meta-llama/Meta-Llama-3-8B --device h200", ("meta-llama/Meta-Llama-3-8B", "hf download")),
+        ("--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 3", ("parallel_size 3", "[1, 2, 4, 8]")),
+        ("--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 0", ("tensor_model_parallel_size", "0")),
+        ("--model meta-llama/Llama-9-8B --device h200", ("meta-llama/Llama-9-8B", "hf download")),
         ("--model other/config.json --device h200", ("other/config.json", "does not exist")),
-        ("--model llama-3-8b --device h200 --seq-length 1", ("--seq-length", "2", "1", "next tokens")),
-        ("--model llama-3-8b --device h200 --global-batch -4", ("--global-batch", "-4")),
+        ("--model llama-3-8b --device h200 --seq-length 1", ("data.seq_length", "2", "1")),
+        ("--model llama-3-8b --device h200 --data.global-batch-size -4", ("data.global_batch_size", "-4")),
         ("--model llama-3-8b --device h200 --show 0", ("--show", "0")),
         ("--model llama-3-8b --device h200 --device-memory-gib -1", ("--device-memory-gib", "-1")),
         ("--model llama-3-8b --device h200 --host-memory-gib inf", ("--host-memory-gib", "inf")),
@@ -80,8 +84,8 @@ def test_it_runs_without_torch(precision):
         ("--model llama-3-8b --device h200 --plot absent/a.png", ("--plot absent/a.png", "/absent is no directory")),
         ("--model llama-3-8b --device h200 --write /", ("--write /", "is a directory")),
         ("--calibrate absent/a.json", ("--calibrate absent/a.json", "/absent is no directory")),
-        ("--model llama-3-8b --device trn1 --precision 16-mixed", ("16-mixed", "bf16-mixed")),
-        ("--model llama-3-8b --device h200 --precision int8", ("int8", "bf16-mixed")),
+        ("--model llama-3-8b --device trn1 --trainer.precision 16-mixed", ("16-mixed", "bf16-mixed")),
+        ("--model llama-3-8b --device h200 --trainer.precision int8", ("int8", "bf16-mixed")),
     ],
 )
 def test_refusals(arguments, words):
@@ -91,7 +95,7 @@ def test_refusals(arguments, words):
 def test_a_tensor_parallel_size_can_be_asked_for(capsys):
     """GPT-NeoX-20B on eight GPUs of 80 GB, where other sizes are faster."""
     arguments = "--model gpt-neox-20b --device a100-80gb --devices 8 --seq-length 2048 --show 3"
-    assert plan_command.main(f"{arguments} --tensor-model-parallel-size 8".split()) == 0
+    assert plan_command.main(f"{arguments} --parallel.tensor-model-parallel-size 8".split()) == 0
     assert capsys.readouterr().out.count("T=8, ") == 3
     assert plan_command.main(arguments.split()) == 0
     assert "T=8, " not in capsys.readouterr().out
@@ -107,7 +111,7 @@ def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
     """NeMo's names, the run's defaults, and an error for an option of another version."""
     sizes = {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 4}
     file = tmp_path / "run.yaml"
-    arguments = ["--model", str(file), "--device", "h200", "--devices", "4", "--json"]
+    arguments = ["--config", str(file), "--device", "h200", "--devices", "4", "--json"]
 
     def planned_of(**sections):
         file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes, **sections.pop("model", {})}, **sections}))
@@ -136,8 +140,8 @@ def test_experts_that_a_yaml_adds_are_planned(name, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     moe = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": True}
     file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, "moe": moe}))
-    options = ["--device", "h200", "--devices", "2", "--precision", "bf16-true", "--json", "--show", "99"]
-    assert plan_command.main(["--model", str(file), *options]) == 0
+    options = ["--device", "h200", "--devices", "2", "--trainer.precision", "bf16-true", "--json", "--show", "99"]
+    assert plan_command.main(["--config", str(file), *options]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
     hf_config = load_hf_config(config.model, config.moe)
@@ -159,12 +163,12 @@ def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys
     config = {**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 2}
     file = tmp_path / "run.yaml"
     written = tmp_path / "written.yaml"
-    arguments = ["--model", str(file), "--device", "h200", "--devices", "8", "--seq-length", "4096", "--write"]
+    arguments = ["--config", str(file), "--device", "h200", "--devices", "8", "--seq-length", "4096", "--write"]
 
     def planned_of(**moe):
         file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "moe": moe}))
         written.unlink(missing_ok=True)
-        assert plan_command.main([*arguments, str(written), "--precision", "bf16-mixed", "--show", "999"]) == 0
+        assert plan_command.main([*arguments, str(written), "--trainer.precision", "bf16-mixed", "--show", "999"]) == 0
         return capsys.readouterr().out, yaml.safe_load(written.read_text())
 
     shown, content = planned_of(moe_expert_capacity_factor=1.25)
@@ -174,7 +178,7 @@ def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys
     assert content["moe"] == {"moe_expert_capacity_factor": 1.25}
     asked = problem("mixtral-8x7b")
     for size in (1, 4):
-        content = configuration(asked, Setting(expert_model_parallel_size=size), read_source("mixtral-8x7b"))
+        content = configuration(asked, Setting(expert_model_parallel_size=size), run_of("--model", "mixtral-8x7b"))
         parallel = content["parallel"]
         assert parallel.get("expert_model_parallel_size", 1) == size
     message = error_message(lambda: planned_of(moe_layer_recompute=True))
@@ -208,7 +212,7 @@ def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
 
 
 def test_a_global_batch_that_no_size_divides_is_said():
-    arguments = "--model llama-3-8b --device h200 --devices 3 --global-batch 1024"
+    arguments = "--model llama-3-8b --device h200 --devices 3 --data.global-batch-size 1024"
     message = error_message(lambda: plan_command.main(arguments.split()))
     assert_says(message, "global batch 1024", "3 devices", "use a multiple")
 
@@ -216,10 +220,10 @@ def test_a_global_batch_that_no_size_divides_is_said():
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--model llama-3-8b --device h200 --devices 8 --seq-length 131072 --global-batch 64",
-        "--model mixtral-8x7b --device trn2 --devices 512 --global-batch 4096 --seq-length 8192",
+        "--model llama-3-8b --device h200 --devices 8 --seq-length 131072 --data.global-batch-size 64",
+        "--model mixtral-8x7b --device trn2 --devices 512 --data.global-batch-size 4096 --seq-length 8192",
         "--model mixtral-8x7b --device a100-40gb --devices 1 --seq-length 131072",
-        "--model mixtral-8x7b --device b200 --devices 1024 --seq-length 65536 --global-batch 8192 --explain",
+        "--model mixtral-8x7b --device b200 --devices 1024 --seq-length 65536 --data.global-batch-size 8192 --explain",
     ],
 )
 def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
@@ -238,10 +242,10 @@ def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--model llama-3-8b --device h200 --seq-length 8192 --global-batch 64",
+        "--model llama-3-8b --device h200 --seq-length 8192 --data.global-batch-size 64",
         "--model gpt-neox-20b --device trn1 --seq-length 2048",
-        "--model gpt_neox_20b --device h100",
-        "--model llama-3-8b --device h100 --devices 4 --seq-length 65536 --precision bf16-true",
+        "--recipe gpt_neox_20b --device h100",
+        "--model llama-3-8b --device h100 --devices 4 --seq-length 65536 --trainer.precision bf16-true",
     ],
 )
 def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
@@ -250,7 +254,7 @@ def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
     shown = capsys.readouterr()
     first = json.loads(shown.out)["plans"][0]
     # What the training program would refuse or do otherwise is said, and in the file.
-    notes = ["note: documents of a row attend to each other"] * ("--isolate-documents" not in arguments)
+    notes = ["note: documents of a row attend to each other"] * ("isolate-documents" not in arguments)
     notes += ["set model.config_overrides.max_position_embeddings, which is"] * ("--seq-length 65536" in arguments)
     assert_says(shown.err, *notes)
     assert file.read_text().count("\n# ") == len(shown.err.splitlines())

@@ -15,7 +15,7 @@ import yaml
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.commands.plan import command as plan_command
-from nxd_memopt.commands.plan.model_source import read_source
+from nxd_memopt.commands.plan.fixed import fixed_options, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
@@ -26,7 +26,7 @@ from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.training import memory_plan, model
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.model import load_hf_config
-from tests.planner.test_plan import problem
+from tests.planner.test_plan import problem, run_of
 from tests.reference import assert_says, error_message
 
 SIZES = {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 4}
@@ -38,9 +38,11 @@ STATED: dict[str, dict[str, dict[str, Any]]] = {
     "parallel.sequence_parallel_enabled": {"parallel": {"sequence_parallel_enabled": False}},
     "parallel.reduce_dtype": {"parallel": {"reduce_dtype": "float32", "tensor_model_parallel_size": 2}},
     "parallel.tensor_model_parallel_size": {"parallel": {"tensor_model_parallel_size": 4}},
-    "data_parallel.reshard_after_forward": {"data_parallel": {"reshard_after_forward": False}},
+    "data_parallel.reshard_after_forward": {"data_parallel": {"reshard_after_forward": False, "sharding": "zero3"}},
     "data_parallel.grad_reduce_in_fp32": {"data_parallel": {"grad_reduce_in_fp32": False}},
-    "data_parallel.num_distributed_optimizer_instances": {"data_parallel": {"num_distributed_optimizer_instances": 2}},
+    "data_parallel.num_distributed_optimizer_instances": {
+        "data_parallel": {"num_distributed_optimizer_instances": 2, "sharding": "zero2"}
+    },
     "optimizer.overlap_grad_reduce": {"optimizer": {"overlap_grad_reduce": True}},
     "optimizer.in_backward": {
         "optimizer": {"in_backward": True, "clip_grad": 0.0},
@@ -63,7 +65,7 @@ def write(file, sections, config=SIZES) -> None:
 
 
 def plan_of(file, *more: str) -> int:
-    return plan_command.main(["--model", str(file), "--device", "h200", "--devices", str(DEVICES), "--json", *more])
+    return plan_command.main(["--config", str(file), "--device", "h200", "--devices", str(DEVICES), "--json", *more])
 
 
 @pytest.mark.parametrize("option", STATED)
@@ -87,16 +89,16 @@ def test_a_stated_option_is_planned_and_kept(option, file, capsys, monkeypatch):
 @pytest.mark.parametrize("option", STATED)
 def test_no_tried_setting_is_refused_by_training(option, file):
     write(file, STATED[option])
-    source = read_source(str(file))
+    run = run_of("--config", str(file))
     asked = problem("llama-3-8b", "h200", DEVICES, 2048, global_batch_size=16, stages=STAGES)
-    precision = source.options["trainer"]["precision"]
-    asked = replace(asked, config=source.model_config(), precision=precision)
+    precision = run.config.trainer.precision
+    asked = replace(asked, config=run.model_config(), precision=precision)
     if option == "data_parallel.grad_reduce_in_fp32":
         asked = replace(asked, grad_reduce_in_fp32=False)
-    tried = list(settings(asked, source.fixed))
+    tried = list(settings(asked, fixed_options(run)))
     # Reading a configuration takes some 10 ms: a part of them.
     for setting in random.Random(0).sample(tried, min(12, len(tried))):
-        content = configuration(asked, setting, source)
+        content = configuration(asked, setting, run)
         content["model"]["tokenizer"] = "somewhere"
         config_from_mapping(content).accumulation_steps(DEVICES)
 
@@ -126,7 +128,7 @@ def test_no_tried_setting_is_refused_by_training(option, file):
         ({"parallel": {"tensor_model_parallel_size": 8}}, (), ("tensor_model_parallel_size 8", "use one of [1, 2, 4]")),
         ({"parallel": {"expert_model_parallel_size": 2}}, (), ("expert_model_parallel_size 2", "leave it out")),
         ({"parallel": {"reduce_dtype": "bfloat16"}}, (), ("reduce_dtype 'bfloat16'", "float32")),
-        ({"data_parallel": {"grad_reduce_in_fp32": True}}, ("--precision", "bf16-true"), ("grad_reduce_in_fp32",)),
+        ({"data_parallel": {"grad_reduce_in_fp32": True}}, ("--trainer.precision", "bf16-true"), ("grad_reduce_in_fp32",)),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(sections, more, words, file):
@@ -142,7 +144,7 @@ def test_sizes_of_the_command_win(file, capsys):
     for stated, more, expected in (
         (1, (), {1}),
         (2, (), {2}),
-        (2, ("--tensor-model-parallel-size", "4"), {4}),
+        (2, ("--parallel.tensor-model-parallel-size", "4"), {4}),
         (None, (), {1, 2, 4}),
     ):
         write(file, {} if stated is None else {"parallel": {"tensor_model_parallel_size": stated}})
@@ -163,18 +165,19 @@ def test_nemos_names_of_sizes_are_read(file, capsys):
 def test_a_recipe_by_its_name_has_no_fixed_sizes(capsys):
     """Its sizes are of another device; the same file by its path has them."""
     arguments = ["--device", "h200", "--devices", "8", "--json", "--show", "9999"]
-    assert plan_command.main(["--model", "llama3_8b", *arguments]) == 0
+    assert plan_command.main(["--recipe", "llama3_8b", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)["plans"]
     assert len({plan["setting"]["tensor_model_parallel_size"] for plan in found}) > 1
-    assert read_source("nxd_memopt/training/recipes/llama3_8b.yaml").tensor_model_parallel_size == 8
+    run = run_of("--config", "nxd_memopt/training/recipes/llama3_8b.yaml")
+    assert stated_size(run, "tensor_model_parallel_size") == 8
 
 
 def test_staging_of_states_is_kept_where_states_are_offloaded(file, capsys):
     write(file, {"optimizer": {"optimizer_offload_fraction": 1.0, "optimizer_staging_gib": 0.5}})
-    source = read_source(str(file))
+    run = run_of("--config", str(file))
     asked = problem("llama-3-8b", "h200", DEVICES, 2048, offloads_optimizer=True)
-    for setting in settings(asked, source.fixed):
-        written = configuration(asked, setting, source)["optimizer"]
+    for setting in settings(asked, fixed_options(run)):
+        written = configuration(asked, setting, run)["optimizer"]
         assert written.get("optimizer_staging_gib") == (0.5 if setting.optimizer_offload_fraction else None)
 
 
@@ -189,7 +192,7 @@ def test_the_command_says_what_it_keeps(capsys):
 
 def test_a_yaml_is_planned_and_checked_without_torch(file):
     write(file, {"optimizer": {"overlap_grad_reduce": True}})
-    arguments = ["--model", str(file), "--device", "h200", "--write", str(file.with_name("written.yaml"))]
+    arguments = ["--config", str(file), "--device", "h200", "--write", str(file.with_name("written.yaml"))]
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
         f"from nxd_memopt.commands.plan.command import main; sys.exit(main({arguments}))"

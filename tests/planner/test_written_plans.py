@@ -19,7 +19,7 @@ def test_trainium_gets_a_static_form_of_experts(tmp_path, capsys):
     config = {**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 2}
     file = tmp_path / "run.yaml"
     written = tmp_path / "written.yaml"
-    arguments = ["--model", str(file), "--device", "trn2", "--devices", "8", "--seq-length", "4096"]
+    arguments = ["--config", str(file), "--device", "trn2", "--devices", "8", "--seq-length", "4096"]
 
     def plan_of(**moe) -> dict:
         file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "moe": moe}))
@@ -53,8 +53,8 @@ def test_the_written_file_has_the_planned_expert_parallel_size(tmp_path):
     file, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
     parallel = {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}
     file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "parallel": parallel}))
-    arguments = ["--model", str(file), "--device", "h200", "--seq-length", "2048", "--precision", "bf16-true"]
-    sizes = ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"]
+    arguments = ["--config", str(file), "--device", "h200", "--seq-length", "2048", "--trainer.precision", "bf16-true"]
+    sizes = ["--parallel.tensor-model-parallel-size", "1", "--parallel.expert-model-parallel-size", "1"]
     assert plan_command.main([*arguments, "--devices", "1", *sizes, "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]
     assert content.get("expert_model_parallel_size", 1) == content["tensor_model_parallel_size"] == 1
@@ -73,7 +73,7 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
         "trainer": {"output_dir": "mine", "precision": "bf16-true", "max_steps": 9},
     }
     file.write_text(yaml.safe_dump(source))
-    arguments = ["--model", str(file), "--device", "h200", "--devices", "1", "--write", str(written)]
+    arguments = ["--config", str(file), "--device", "h200", "--devices", "1", "--write", str(written)]
     assert plan_command.main(arguments) == 0
     content = yaml.safe_load(written.read_text())
     assert content["data"]["dataset"] == "d.jsonl" and content["data"]["eval_sequences"] == 5

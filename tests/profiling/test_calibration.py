@@ -36,7 +36,7 @@ def test_a_measured_device_is_one_that_plans_take(tmp_path, capsys):
     write_device(file, device, found)
     assert device_named(str(file)) == device
     assert json.loads(file.read_text())["measurements"]["memory_bytes_per_s"] == found["memory_bytes_per_s"]
-    assert plan_command.main(["--model", "smollm2-135m", "--device", str(file), "--precision", "32-true"]) == 0
+    assert plan_command.main(["--model", "smollm2-135m", "--device", str(file), "--trainer.precision", "32-true"]) == 0
     # The parts of these rates that a step reaches are known of GPUs only.
     assert "come from measured rates" in capsys.readouterr().out
     assert_says(error_message(lambda: write_device(file, device, found)), "exists already")

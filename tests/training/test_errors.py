@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nxd_memopt.architectures.configs import key_values
 from nxd_memopt.config import require_divisible
+from nxd_memopt.profiling import ProfileRequest
 from nxd_memopt.training.runtime.errors import text_of, user_errors
 
 
@@ -15,10 +15,10 @@ def test_an_error_of_another_library_says_where_it_was_raised(capsys: pytest.Cap
     """As a defect would be found: the library calls another one with what this does not accept."""
     monkeypatch.setattr(json, "loads", lambda text: int(text))
     with pytest.raises(SystemExit), user_errors():
-        key_values("--override", ["a=b"], example="")
+        ProfileRequest.from_json("b")
     line = capsys.readouterr().err
     assert line.startswith("error: invalid literal for int() with base 10: 'b' (raised in ")
-    assert "test_errors.py:" in line and ", called by nxd_memopt/architectures/configs.py:" in line
+    assert "test_errors.py:" in line and ", called by nxd_memopt/profiling/step_profiler.py:" in line
     assert line.endswith("; NXD_MEMOPT_TRACEBACK=1 shows all calls)\n") and line.count("\n") == 1
 
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from nxd_memopt.backends import backend
-from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.certify.request import request_of
+from nxd_memopt.command_line import Run
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.training.config.moe import MoEOptions, resolve_options
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
@@ -219,16 +220,14 @@ def test_cuda_graphs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cuda_graph_conflict(dense, load_hf_config(dense.model, dense.moe)) is None
 
 
-def test_certify_gets_all_options_of_experts(tmp_path: Path) -> None:
+def test_certify_gets_all_options_of_experts() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5, "moe_layer_recompute": True}
-    model = LLAMA | {"num_hidden_layers": 4}
-    command = certify_command(build(model, moe=moe), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
-    pairs = [f"{name}={str(value).lower()}" for name, value in moe.items()]
-    start = command.index("--moe") + 1
-    assert sorted(command[start : start + len(pairs)]) == sorted(pairs)
-    # The file describes the upcycled model.
-    config = json.loads(Path(command[command.index("--model") + 1]).read_text(encoding="utf-8"))
-    assert (config["model_type"], config["num_local_experts"]) == ("mixtral", 4)
+    run = Run("", build(LLAMA | {"num_hidden_layers": 4}, moe=moe), frozenset(), is_bare=False)
+    request = request_of(run.config, run.model_config(), backend="cpu", device="cuda", layer_counts=None)
+    found = request.moe_config()
+    assert found is not None and (found.moe_expert_block_size, found.moe_z_loss_coeff) == (64, 0.5)
+    assert request.memory_config().recompute_modules == ("moe",)
+    assert (request.config["model_type"], request.config["num_local_experts"]) == ("mixtral", 4)
 
 
 def test_the_load_is_relative_to_the_mean_of_a_layer() -> None:

@@ -11,26 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt._optional import require_installed
-from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
-from nxd_memopt.commands.plan.model_source import ModelSource, planned_moe, read_source
+from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run
+from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
 from nxd_memopt.files import require_new
-from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
+from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS
 from nxd_memopt.planner.search.explain import explanation
-from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.plan import Plan, plans, remedies, smallest
-from nxd_memopt.planner.search.problem import PRECISIONS, Problem, attention_notes, require_memory, require_size
+from nxd_memopt.planner.search.problem import Problem, attention_notes, require_memory
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.timing.step_time import rates_of
 
-_OF_A_YAML = """Of a YAML, what the search chooses replaces the YAML's options: the micro-batch, the ZeRO stage,
-techniques of the memory section, optimizer states on the host and CUDA graphs. Other options are planned and kept, and
-exclude settings that the training program would refuse with them: sequence_parallel_enabled, reduce_dtype,
+_EPILOG = f"""{OVERRIDES} Of a configuration, what the search chooses replaces its options: the micro-batch, the ZeRO
+stage, techniques of the memory section, optimizer states on the host and CUDA graphs. Other options are planned and
+kept, and exclude settings that the training program would refuse with them: sequence_parallel_enabled, reduce_dtype,
 attention_backend, fused_linear_cross_entropy, reshard_after_forward, num_distributed_optimizer_instances,
 grad_reduce_in_fp32, overlap_grad_reduce, in_backward and compile. Parallel sizes that a YAML states are fixed: remove
-them from it to try all sizes. Those of a recipe that is named without a path are not, because they are of the devices
-that it was written for. Options of this command win."""
+them from it to try all sizes. Those of a recipe are not, because they are of the devices that it was written for.
+Options of the command line win."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,23 +41,23 @@ def main(arguments: Sequence[str]) -> int:
     # Of the machine that it runs on, and so the one part that imports torch.
     if list(arguments[:1]) == ["--calibrate"]:
         return _calibrate(arguments[1:])
-    options = _parse(arguments)
-    source = read_source(options.model)
-    problem = _problem(options, source)
-    fixed = _fixed(options, source)
+    options, overrides = _parse(arguments)
+    run = read_run(options, overrides)
+    problem = _problem(options, run)
+    fixed = fixed_options(run)
     found = plans(problem, fixed)
     # Where nothing fits, the setting that exceeds the memory least.
     best = found[0] if found else smallest(problem, fixed)
-    content = configuration(problem, best.setting, source)
-    if source.is_run or options.write is not None:
-        require_trainable(content, problem, best.setting, options.model)
+    content = configuration(problem, best.setting, run)
+    if not run.is_bare or options.write is not None:
+        require_trainable(content, problem, best.setting, run.name)
     changes = [] if found else remedies(problem, fixed)
     if options.json:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:
-        _print(options, problem, found, best, changes)
+        _print(options, run.name, problem, found, best, changes)
     if options.plot is not None:
-        _draw(options, problem, found[: options.show] or [best])
+        _draw(options, run.name, problem, found[: options.show] or [best])
     if not found:
         return 1
     if options.explain and not options.json:
@@ -99,57 +98,37 @@ def _calibrate(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are the command's: one line, exit status 2."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; nxd-memopt plan --help shows the options")
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
-    parser = _Parser(
-        prog="nxd-memopt plan",
-        description="Show which settings of a training run fit a device, and how fast they are. No hardware is needed. "
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's own flags, and the arguments that describe the run."""
+    parser = Parser(
+        "plan",
+        "Show which settings of a training run fit a device, and how fast they are. No hardware is needed. "
         "plan --calibrate FILE.json measures the rates of a machine, also under torchrun: torchrun --nproc_per_node 8 "
         "-m nxd_memopt.cli plan --calibrate FILE.json",
-        epilog=_OF_A_YAML,
+        models=True,
+        epilog=_EPILOG,
     )
-    models = ", ".join(NAMED_CONFIGS)
-    parser.add_argument("--model", required=True, help=f"{models}; a config.json or its directory; a recipe or YAML")
-    devices = f"{', '.join(DEVICES)}; a FILE.json of nxd-memopt plan --calibrate FILE.json, run on the machine"
+    devices = f"{', '.join(DEVICES)}; an AWS instance; a FILE.json of plan --calibrate FILE.json, run on the machine"
     parser.add_argument("--device", required=True, help=devices)
-    parser.add_argument("--devices", type=int, help="number of ranks; default: those of one host")
-    parser.add_argument(
-        "--tensor-model-parallel-size", type=int, metavar="T", help="T; default: the YAML's, or all are tried"
-    )
-    parser.add_argument("--expert-model-parallel-size", type=int, metavar="EP", help="EP; default as of T")
-    parser.add_argument("--seq-length", type=int, help="tokens per sequence; default: the YAML's or the model's")
-    parser.add_argument("--global-batch", type=int, help="sequences per step; default: one per data-parallel rank")
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16-mixed, fp32 master weights")
-    parser.add_argument("--isolate-documents", action="store_true", help="documents do not attend to each other")
+    parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: those of one host")
     parser.add_argument("--device-memory-gib", type=float, help="instead of the device's")
     parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
-    parser.add_argument("--show", type=int, default=10, help="number of settings to show")
+    parser.add_argument("--show", type=count, default=10, help="number of settings to show")
     parser.add_argument("--explain", action="store_true", help="show each term of the fastest setting with its formula")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--write", metavar="FILE", help="write the fastest setting as YAML for nxd-memopt train --config"
-    )
+    written = "write the fastest setting as YAML for nxd-memopt train --config"
+    parser.add_argument("--write", metavar="FILE", help=written)
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of the shown settings by term as a .png file")
-    options = parser.parse_args(list(arguments))
+    options, overrides = parser.split(arguments)
     if options.plot is not None and not options.plot.endswith(".png"):
         raise ValueError(f"--plot {options.plot} is not a .png file: name one")
-    for name in ("devices", "tensor-model-parallel-size", "expert-model-parallel-size", "global-batch", "show"):
-        require_size(f"--{name}", getattr(options, name.replace("-", "_")))
-    require_size("--seq-length", options.seq_length, is_length=True)
     require_memory("--device-memory-gib", options.device_memory_gib)
     require_memory("--host-memory-gib", options.host_memory_gib)
     if options.write is not None:
         _require_new_file("--write", Path(options.write))
     if options.plot is not None:
         _require_directory("--plot", Path(options.plot))
-    return options
+    return options, overrides
 
 
 def _require_new_file(option: str, file: Path) -> None:
@@ -166,47 +145,41 @@ def _require_directory(option: str, file: Path) -> None:
         raise ValueError(f"{option} {file}: {file.absolute().parent} is no directory: create it, or name another file")
 
 
-def _problem(options: argparse.Namespace, source: ModelSource) -> Problem:
-    """Return what is asked: the command's options before those of a configuration file."""
-    device = device_named(options.device)
-    config = source.model_config()
-    moe = planned_moe(source, config, device)
-    data = source.options.get("data", {})
-    trainer = source.options.get("trainer", {})
-    given = (options.seq_length, data.get("seq_length"), config.get("max_position_embeddings"))
-    length = next((each for each in given if each is not None), None)
+def _problem(options: argparse.Namespace, run: Run) -> Problem:
+    """Return what is asked."""
+    device, ranks = device_and_ranks(options.device)
+    config = run.model_config()
+    data = run.config.data
+    # A model alone is planned at its own length, and without a batch.
+    length: int | None = data.seq_length
+    batch: int | None = data.global_batch_size
+    if run.is_bare and "seq_length" not in run.stated:
+        length = config.get("max_position_embeddings")
+    if run.is_bare and "global_batch_size" not in run.stated:
+        batch = None
     if length is None:
         raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
-    size = options.tensor_model_parallel_size
     return Problem(
         config=config,
         device=device,
-        devices=device.ranks_per_host if options.devices is None else options.devices,
+        devices=options.devices or ranks,
         sequence_length=length,
-        global_batch_size=data.get("global_batch_size") if options.global_batch is None else options.global_batch,
-        precision=options.precision or str(trainer.get("precision") or "bf16-mixed"),
-        isolate_documents=options.isolate_documents or bool(data.get("isolate_documents", False)),
+        global_batch_size=batch,
+        precision=str(run.config.trainer.precision),
+        isolate_documents=data.isolate_documents,
         stages=STAGES,
         offloads_optimizer=True,
-        grad_reduce_in_fp32=source.options.get("data_parallel", {}).get("grad_reduce_in_fp32") is not False,
+        grad_reduce_in_fp32=run.config.data_parallel.grad_reduce_in_fp32 is not False,
         device_gib=options.device_memory_gib,
         host_gib=options.host_memory_gib,
-        moe=moe,
-        lora=source.lora.config(),
-        tensor_model_parallel_size=source.tensor_model_parallel_size if size is None else size,
+        moe=planned_moe(run, config, device),
+        lora=run.config.lora.config(),
+        tensor_model_parallel_size=stated_size(run, "tensor_model_parallel_size"),
     )
 
 
-def _fixed(options: argparse.Namespace, source: ModelSource) -> FixedOptions:
-    """Return the options that the search keeps: the command's before those of a configuration file."""
-    size = options.expert_model_parallel_size
-    if size is None:
-        return source.fixed
-    return dataclasses.replace(source.fixed, expert_model_parallel_size=size)
-
-
 def _print(
-    options: argparse.Namespace, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
+    options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
 ) -> None:
     """Print the settings as a table, or the smallest one and what to change if there is none."""
     device = problem.device
@@ -215,7 +188,7 @@ def _print(
     hosts = -(-problem.devices // device.ranks_per_host)
     shown = f" on {hosts} hosts of {device.ranks_per_host}" if hosts > 1 else ""
     print(
-        f"{options.model} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
+        f"{name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
@@ -253,12 +226,12 @@ def _print(
     print(f"Memory of the first, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
 
 
-def _draw(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:
+def _draw(options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan]) -> None:
     """Write the plot of ``--plot``."""
     require_installed("nxd-memopt plan --plot", "matplotlib", extra="train")
     from nxd_memopt.planner.search.plot import draw_plans
 
-    title = f"{options.model} on {problem.devices} x {problem.device.name}, {problem.sequence_length:,} tokens"
+    title = f"{name} on {problem.devices} x {problem.device.name}, {problem.sequence_length:,} tokens"
     draw_plans(found, title, Path(options.plot))
     print(f"wrote {options.plot}", file=sys.stderr)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.commands.plan.model_source import ModelSource, given_options
+from nxd_memopt.command_line import Run
 from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.search.plan import Plan, shards_sequences
@@ -15,12 +15,7 @@ from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.training.config.train_config import MemoryConfig, OptimizerConfig
 
 _CHOSEN = {
-    # The precision has a name of its own, which says what these two do.
-    "model": ("dtype",),
     "optimizer": (
-        "master_weights",
-        "zero1",
-        "optimizer_cpu_offload",
         "optimizer_offload_fraction",
         "optimizer_staging_gib",
         "optimizer_update_in_forward",
@@ -28,7 +23,7 @@ _CHOSEN = {
     ),
     "parallel": ("tensor_model_parallel_size", "sequence_parallel_enabled", "expert_model_parallel_size"),
     "memory": tuple(option.name for option in dataclasses.fields(MemoryConfig)),
-    "trainer": ("auto_memory", "enable_cuda_graph", "precision"),
+    "trainer": ("enable_cuda_graph", "precision"),
 }
 """Section -> options that the plan chooses: they are written if the chosen setting has them."""
 
@@ -68,16 +63,18 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     return notes
 
 
-def configuration(problem: Problem, setting: Setting, source: ModelSource) -> dict[str, Any]:
+def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any]:
     """Return the sections of a configuration of the training program.
 
     Args:
         problem: what the setting was chosen for.
         setting: the chosen setting.
-        source: the run, whose options the plan keeps, but for those that it chooses.
+        run: the run, of which the plan keeps all options that it does not choose.
     """
     content = _chosen(problem, setting)
-    given = {**source.given, "moe": _moe(problem, source), "lora": given_options(source.lora)}
+    given = {field.name: given_options(getattr(run.config, field.name)) for field in dataclasses.fields(run.config)}
+    given["model"] = _model(run, given["model"])
+    given["moe"] |= _static_form(problem)
     for name, section in given.items():
         kept = {option: value for option, value in section.items() if option not in _CHOSEN.get(name, ())}
         if kept:
@@ -92,7 +89,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         content: ``configuration`` of the setting.
         problem: what the setting was chosen for.
         setting: the setting.
-        name: ``--model``, for the message.
+        name: the run's, for the message.
     """
     from nxd_memopt.training.config.parsing import config_from_mapping
 
@@ -105,7 +102,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
     except ValueError as error:
-        raise ValueError(f"--model {name}, with {setting.describe()}: {error}") from error
+        raise ValueError(f"{name}, with {setting.describe()}: {error}") from error
 
 
 def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
@@ -148,10 +145,7 @@ def _offload(setting: Setting) -> dict[str, Any]:
     """Return the options of optimizer states in host memory; none if they are on the device."""
     if not setting.optimizer_offload_fraction:
         return {}
-    optimizer: dict[str, Any] = {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": setting.optimizer_offload_fraction,
-    }
+    optimizer: dict[str, Any] = {"optimizer_offload_fraction": setting.optimizer_offload_fraction}
     if setting.optimizer_update_in_forward:
         optimizer["optimizer_update_in_forward"] = True
     if setting.store_param_remainders:
@@ -161,10 +155,45 @@ def _offload(setting: Setting) -> dict[str, Any]:
     return optimizer
 
 
-def _moe(problem: Problem, source: ModelSource) -> dict[str, Any]:
-    """Return the ``moe`` section to write: what is given, and the static form that was planned for Trainium."""
+def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``model`` section to write."""
+    if not run.has_tokenizer:
+        given.pop("tokenizer")
+    if not run.is_bare:
+        return given
+    pretrained = Path(given.pop("pretrained"))
+    # A directory may have weights and tokenizer too, which the training program then uses.
+    if pretrained.is_dir():
+        return {"pretrained": str(pretrained.resolve()), **given}
+    return {**given, "config_overrides": run.file_config()}
+
+
+def _static_form(problem: Problem) -> dict[str, Any]:
+    """Return the options of the static form of experts, which is planned for Trainium."""
     moe = problem.moe
-    if moe is not None and moe.moe_expert_block_size is not None:
-        names = ("moe_expert_block_size", "moe_token_dispatcher_type")
-        return source.given_moe | {name: getattr(moe, name) for name in names}
-    return source.given_moe
+    if moe is None or moe.moe_expert_block_size is None:
+        return {}
+    return {name: getattr(moe, name) for name in ("moe_expert_block_size", "moe_token_dispatcher_type")}
+
+
+def given_options(section: Any) -> dict[str, Any]:
+    """Return the options of a section that are not defaults, as values of YAML."""
+    given: dict[str, Any] = {}
+    for option in dataclasses.fields(section):
+        value = getattr(section, option.name)
+        factory = option.default_factory
+        default = option.default if factory is dataclasses.MISSING else factory()
+        if value != default:
+            given[option.name] = _plain(value)
+    return given
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with lists, dicts and texts in place of tuples, dataclasses and paths."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

@@ -115,9 +115,9 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
     Raises:
         ValueError: ``recompute_num_layers`` or ``recompute_keep_core_attn`` exceeds the number of layers.
     """
-    if type(memory.recompute_keep_core_attn) is int:
+    if memory.recompute_keep_core_attn not in (False, "all"):
         keeping = memory.layers_keeping_attention(num_layers)
-        all_keep = replace(memory, recompute_keep_core_attn=True)
+        all_keep = replace(memory, recompute_keep_core_attn="all")
         none_keeps = replace(all_keep, recompute_keep_core_attn=False)
         runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
         return [run for run in runs if run[0]]

@@ -313,7 +313,7 @@ def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]
     for factor in (2, 4, 8, 16):
         changes.append((f"--devices {problem.devices * factor}", replace(problem, devices=problem.devices * factor)))
     if problem.precision == "bf16-mixed":
-        changes.append(("--precision bf16-true (no fp32 masters)", replace(problem, precision="bf16-true")))
+        changes.append(("--trainer.precision bf16-true (no fp32 masters)", replace(problem, precision="bf16-true")))
     for divisor in (2, 4, 8):
         length = problem.sequence_length // divisor
         if length >= SDPA_MULTIPLE:

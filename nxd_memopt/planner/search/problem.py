@@ -201,7 +201,7 @@ def _describe_recompute(memory: MemoryConfig) -> str:
         parts = [f"recompute full{method}"]
     if memory.recompute_keep_core_attn:
         number = memory.recompute_keep_core_attn
-        parts.append("attention kept" if number is True else f"attention of {number} layers kept")
+        parts.append("attention kept" if number == "all" else f"attention of {number} layers kept")
     if memory.cpu_offloading_weights:
         parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
     if memory.cpu_offloading_activations:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nxd_memopt.architectures.published import spelled
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
 from nxd_memopt.options import declaration, default_of, field_types, fit
 from nxd_memopt.training.config.command_line import override
@@ -132,15 +133,16 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a recipe that is installed with the package, such as ``"llama3_8b"``.
+    """Return the file of a recipe that is installed with the package, such as ``"llama3_8b"``, in any spelling.
 
     Raises:
         ValueError: the recipe does not exist; the message lists the existing recipes.
     """
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    if name not in names:
+    found = spelled(name, names)
+    if found is None:
         raise ValueError(f"there is no recipe {name!r}: the recipes are {', '.join(names)}; --config takes a file")
-    return RECIPES / f"{name}.yaml"
+    return RECIPES / f"{found}.yaml"
 
 
 def config_from_mapping(values: Mapping[str, Any]) -> TrainConfig:

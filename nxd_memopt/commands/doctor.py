@@ -1,0 +1,105 @@
+"""The command ``nxd-memopt doctor``: versions, the backend and why it was chosen, and which fast paths run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nxd_memopt._optional import MissingDependencyError, installed, require_transformers
+
+_OPTIONAL = ("triton", "flash-attn-4")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what this installation can do; return 0.
+
+    Raises:
+        ValueError: there are arguments.
+    """
+    if arguments:
+        raise ValueError(f"nxd-memopt doctor takes no {arguments[0]}: leave it out")
+    # Importing them selects a backend, which may open a device.
+    import torch
+
+    from nxd_memopt import __version__
+    from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
+    from nxd_memopt.ops.describe import describe_attention, describe_fused
+
+    versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
+    versions += installed(*_OPTIONAL)
+    print(", ".join(versions))
+    print(f"models: {_describe_models()}")
+    print(f"backend {backend.name}: {BACKEND_REASON}")
+    for name, backend_class in BACKENDS.items():
+        print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
+    print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
+    print(f"tensor parallelism: {backend.describe_overlap()}")
+    print(f"data-parallel sharding: {_describe_sharding()}")
+    print(f"host memory: {_describe_host_memory()}")
+    for line in describe_fused():
+        print(f"  {line}")
+    for line in _describe_fused_paths():
+        print(line)
+    return 0
+
+
+def _describe_sharding() -> str:
+    """Return the ZeRO stages that the backend supports."""
+    from nxd_memopt.backends import backend
+
+    refusal = backend.gradient_sharding_refusal()
+    if refusal is None:
+        return "zero1, zero2, zero3"
+    return f"zero1; of gradients and parameters (zero2, zero3) it {refusal}"
+
+
+def _describe_host_memory() -> str:
+    """Return whether activations and optimizer states can be in host memory, and how much there is."""
+    from nxd_memopt.backends import backend
+    from nxd_memopt.memory.host_limits import available_host_bytes
+    from nxd_memopt.planner.hardware import GIB
+
+    transfers = backend.host_transfers()
+    if transfers is None:
+        return f"nothing is offloaded: the backend {backend.name} has no copies that overlap with its work"
+    available = available_host_bytes()
+    size = "an unknown size" if available is None else f"{available / GIB:.1f} GiB"
+    kind = "page-locked, " if transfers.needs_pinned_memory else ""
+    return f"activations and optimizer states can be offloaded ({kind}{size} available)"
+
+
+def _describe_fused_paths() -> list[str]:
+    """Return which fused paths of each architecture are on for this device; empty without transformers."""
+    try:
+        transformers = require_transformers("nxd_memopt.models")
+    except MissingDependencyError:
+        return []
+    from nxd_memopt.models import MODELS, model_class
+
+    lines: list[str] = []
+    for model_type in MODELS:
+        # One layer of small sizes on the meta device: the decisions do not depend on sizes.
+        config = transformers.AutoConfig.for_model(
+            model_type,
+            num_hidden_layers=1,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=256,
+        )
+        lines.append(f"fused paths of {model_type}:")
+        try:
+            model = model_class(model_type)(config, device="meta")
+        except ValueError as error:  # experts need options of their own where shapes are fixed
+            lines.append(f"  not with the default options: {error}")
+            continue
+        lines += [f"  {line}" for line in model.fusions.describe()]
+    return lines
+
+
+def _describe_models() -> str:
+    """Return whether the model classes can be used, which need transformers."""
+    try:
+        return f"available (transformers {require_transformers('nxd_memopt.models').__version__})"
+    except MissingDependencyError as error:
+        return f"not available: {error}"
