@@ -34,16 +34,11 @@ from nxd_memopt.training.data.packed.run_tokens import MixedSequences, RunTokens
 from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.chat import with_chat_template
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
+from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
-from nxd_memopt.training.model import (
-    build_model,
-    load_hf_config,
-    load_vocabulary,
-    require_executable,
-    require_fp16_range,
-)
+from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_fp16_range
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.profiled import ProfiledSteps
 from nxd_memopt.training.reporting.boards import require_boards

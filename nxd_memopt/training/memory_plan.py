@@ -33,7 +33,7 @@ from nxd_memopt.planner.sizes.states import StateLayout, initialization_bytes, l
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import resolve_options
 from nxd_memopt.training.config.train_config import TrainConfig
-from nxd_memopt.training.model import cuda_graph_option_conflict, shard_ranks, uses_cuda_graph
+from nxd_memopt.training.device_support import cuda_graph_option_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, world_size
 
 CERTAIN = 1.1

@@ -7,30 +7,23 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nxd_memopt.architectures.config_options import option
 from nxd_memopt.architectures.parameters import has_shared_expert_gate, shared_expert_width
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
 from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
-from nxd_memopt.config import require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.training.config.combinations import conflict_with_graphs
-from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import MoEOptions, has_experts, resolve_options
 from nxd_memopt.training.config.nemo.model import VOCABULARY_OF_TOKENIZER
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
 from nxd_memopt.training.data.tokenize.special_tokens import special_tokens
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary, rows_for
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
-from nxd_memopt.training.runtime.distributed import ranks_per_host, world_size
-
-DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
 
 def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> PretrainedConfig:
@@ -97,114 +90,6 @@ def _tokenizer(config: ModelConfig) -> Any:
         return load_tokenizer(name)
     except ValueError as error:
         raise ValueError(f"{error}: set model.tokenizer to a tokenizer's directory") from error
-
-
-def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if the backend does not support an option.
-
-    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true``, fp16, ZeRO
-    stages 2 and 3, and optimizer states on the host.
-
-    Called before the model is built.
-    """
-    _require_sharding(config)
-    _require_state_offload(config)
-    conflict = cuda_graph_conflict(config, hf_config)
-    if config.trainer.enable_cuda_graph is True and conflict is not None:
-        raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
-    refusal = backend.tf32_refusal()
-    if config.trainer.allow_tf32 and refusal is not None:
-        raise ValueError(f"trainer.allow_tf32 {refusal}: set it to false")
-    refusal = backend.loss_scaling_refusal()
-    if config.trainer.precision == "16-mixed" and refusal is not None:
-        raise ValueError(f"trainer.precision 16-mixed {refusal}: use bf16-mixed")
-    if config.trainer.compile and has_experts(hf_config):
-        raise ValueError(
-            f"trainer.compile {config.trainer.compile!r} compiles layers of static shapes, and an expert's rows depend "
-            "on the routing: set it to null"
-        )
-    refusal = backend.compile_refusal()
-    if config.trainer.compile and refusal is not None:
-        raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
-
-
-def _require_sharding(config: TrainConfig) -> None:
-    """Raise ``ValueError`` if the backend or the number of ranks does not support the ZeRO stage."""
-    stage = config.data_parallel.sharding
-    if stage not in SHARDS_GRADIENTS:
-        return
-    refusal = backend.gradient_sharding_refusal()
-    if refusal is not None:
-        raise ValueError(f"data_parallel.sharding {stage} {refusal}")
-    replicas = config.data_parallel_size(world_size())
-    if stage == "zero3" and replicas == 1:
-        raise ValueError(
-            "data_parallel.sharding zero3 shards parameters over data-parallel ranks, and there is 1: use none, or "
-            "start more ranks"
-        )
-    shard_ranks(config)  # called for its checks
-
-
-def _require_state_offload(config: TrainConfig) -> None:
-    """Raise ``ValueError`` if the optimizer's states cannot be on the host, or not be updated in forward."""
-    if not config.optimizer.offloads_states:
-        return
-    if backend.host_transfers() is None:
-        raise ValueError(
-            "optimizer.optimizer_offload_fraction needs a device that copies to the host during its work, an NVIDIA "
-            f"GPU; the backend is {backend.name}: set it to 0"
-        )
-    is_sharded = config.data_parallel.sharding == "zero1" and config.data_parallel_size(world_size()) > 1
-    if config.optimizer.optimizer_update_in_forward and is_sharded:
-        raise ValueError(
-            "optimizer.optimizer_update_in_forward is true and data_parallel.sharding is zero1 over "
-            f"{config.data_parallel_size(world_size())} ranks, which gathers all parameters at once after the update: "
-            "set one of them to false and none"
-        )
-
-
-def shard_ranks(config: TrainConfig) -> int:
-    """Return over how many consecutive data-parallel ranks zero2 and zero3 shard.
-
-    Raises:
-        ValueError: the instances of hybrid sharding do not divide the data-parallel ranks, or a
-            host has a part of a tensor-parallel group.
-    """
-    replicas = config.data_parallel_size(world_size())
-    if config.data_parallel.num_distributed_optimizer_instances == "hosts":
-        # Global ranks count through the tensor-parallel groups first, host by host.
-        size = config.parallel.tensor_model_parallel_size
-        require_divisible("ranks per host", ranks_per_host(), "tensor_model_parallel_size", size)
-    return config.data_parallel.ranks_per_instance(replicas, num_hosts=world_size() // ranks_per_host())
-
-
-def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
-    """Return why a training step of this model cannot be a CUDA graph and how to change it, or None."""
-    refusal = backend.capture_refusal()
-    if refusal is not None:
-        return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
-    return cuda_graph_option_conflict(config, hf_config)
-
-
-def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
-    """Return which option or layer keeps a step from being a CUDA graph on any device and how to change it, or None."""
-    # A graph returns one loss, and reads the numbers of rows of experts once, when it is captured.
-    if has_experts(hf_config):
-        return (
-            f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts: set enable_cuda_graph to false"
-        )
-    # Checked here for a remedy that names options of the configuration; GraphedLoss itself
-    # refuses to capture a forward that draws random numbers.
-    values = {name: option(hf_config, name) for name in DROPOUTS}
-    dropout = {name: value for name, value in values.items() if value}
-    if dropout:
-        return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
-    return conflict_with_graphs(config)
-
-
-def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
-    """Return whether forward and backward run as a CUDA graph."""
-    return bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None
 
 
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_text: str | int = "auto") -> Vocabulary:

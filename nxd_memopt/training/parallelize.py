@@ -20,8 +20,8 @@ from nxd_memopt.training.config.precision import PRECISIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.isolation import describe_isolation
 from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.device_support import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
-from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.optimizer import (
     MasterWeightOptimizer,
     reduction_dtype,

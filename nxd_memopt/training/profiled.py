@@ -9,7 +9,7 @@ from pathlib import Path
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.profiling import ProfileRequest, StepProfiler
 from nxd_memopt.training.config.train_config import TrainConfig
-from nxd_memopt.training.model import uses_cuda_graph
+from nxd_memopt.training.device_support import uses_cuda_graph
 from nxd_memopt.training.runtime.distributed import profile_request
 from nxd_memopt.training.state import Training
 

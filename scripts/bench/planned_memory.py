@@ -54,10 +54,11 @@ from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.profiling.calibration import launch_seconds
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.host_memory import new_host_pool
 from nxd_memopt.training.loop import run_step
 from nxd_memopt.training.memory_plan import planned
-from nxd_memopt.training.model import build_model, load_hf_config, require_executable
+from nxd_memopt.training.model import build_model, load_hf_config
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.runtime.distributed import world_size
 from nxd_memopt.training.state import Training

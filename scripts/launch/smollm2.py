@@ -104,8 +104,10 @@ def run_single_process() -> int:
         *("--optimizer.warmup-steps", "0"),
         *("--data.eval-sequences", "0"),
         "--trainer.no-export",
-        "--trainer.export", "true",
-        "--trainer.save-interval", "never",
+        "--trainer.export",
+        "true",
+        "--trainer.save-interval",
+        "never",
     ]
     print("one process, for comparison", flush=True)
     return wait_for(command)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.model import build_model, load_hf_config, shard_ranks
+from nxd_memopt.training.device_support import shard_ranks
+from nxd_memopt.training.model import build_model, load_hf_config
 from nxd_memopt.training.parallelize import parallelize
 from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
 from tests.dist.pool import distributed

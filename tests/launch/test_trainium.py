@@ -244,7 +244,8 @@ def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
 @pytest.mark.parametrize(("instance", "platform"), INSTANCES.items())
 def test_names_of_instances_are_understood(instance: str, platform: str) -> None:
     assert (
-        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "2").platform.name == platform
+        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "2").platform.name
+        == platform
     )
 
 

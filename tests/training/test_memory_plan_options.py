@@ -114,7 +114,7 @@ def recipe() -> TrainConfig:
 def config(monkeypatch, recipe) -> TrainConfig:
     """Twelve layers of LLaMA-3-8B on four data-parallel ranks; with few tokens, so that the peak is not in the loss."""
     monkeypatch.setattr(memory_plan, "world_size", lambda: 32)
-    monkeypatch.setattr(model, "world_size", lambda: 32)
+    monkeypatch.setattr(device_support, "world_size", lambda: 32)
     # Whether a graph can be captured is a question to the machine.
     monkeypatch.setattr(memory_plan, "uses_cuda_graph", lambda config, _: bool(config.trainer.enable_cuda_graph))
     found = recipe

@@ -14,8 +14,9 @@ from torch import nn
 from nxd_memopt.backends import XlaBackend, backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.device_support import require_executable, uses_cuda_graph
 from nxd_memopt.training.loop import gc_frozen
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable, uses_cuda_graph
+from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.parallelize import describe_step
 from nxd_memopt.training.schedule import learning_rate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.training.config.moe import MoEOptions, resolve_options
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.device_support import cuda_graph_conflict
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
-from nxd_memopt.training.model import cuda_graph_conflict, load_hf_config
+from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.reporting.expert_load import load_of_experts
 from nxd_memopt.training.resume.rules import RULES, Change
 from tests.reference_models import mixtral_config, qwen3_moe_config
