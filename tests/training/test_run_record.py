@@ -139,9 +139,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_utilization_counts_the_model_without_recompute(
     h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolates: bool
 ) -> None:
-    config = config_of(
-        tmp_path, "--data.seq-length", "8192", "--trainer.precision", "bf16-mixed"
-    )
+    config = config_of(tmp_path, "--data.seq-length", "8192", "--trainer.precision", "bf16-mixed")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, isolate_documents=isolates))
     shape = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,

@@ -230,9 +230,7 @@ def test_padding_counts_in_no_loss():
 @distributed(world_size=2)
 def test_expert_bias_follows_the_load_of_all_ranks():
     parallel_state.initialize_model_parallel()
-    moe = MoEConfig(
-        4, moe_router_score_function="sigmoid", moe_router_bias_update_rate=0.25
-    )
+    moe = MoEConfig(4, moe_router_score_function="sigmoid", moe_router_bias_update_rate=0.25)
     made = router(moe)
     rank = parallel_state.get_data_parallel_rank()
     # Sums over the ranks: 8, 8, 12, 4 of a mean of 8. Rank 1 alone would lower expert 0.
@@ -249,7 +247,7 @@ def test_expert_bias_follows_the_load_of_all_ranks():
 
 
 def test_a_bias_without_a_bias_is_refused():
-    with pytest.raises(ValueError, match="moe_router_enable_expert_bias"):
+    with pytest.raises(ValueError, match="moe_router_bias_update_rate"):
         update_expert_bias([router(MoEConfig(4))], torch.ones(1, 4))
 
 
