@@ -55,9 +55,9 @@ def test_the_section_is_derived_from_the_options_of_the_layers() -> None:
     assert all(text.count(f"    {name}: ") == 1 for name in ours)
     assert not any(f" {name}: " in text for name in OF_THE_MODEL)
     assert "ceil(tokens * k / E * factor)" in text and "moe_input_jitter_eps: in training, multiply" in text
-    with pytest.raises(ValueError, match="moe.moe_router_topk must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"moe\.moe_router_topk must be at least 1, got 0"):
         MoEOptions(moe_router_topk=0)
-    with pytest.raises(ValueError, match="moe.moe_router_dtype 'fp16' is not one of"):
+    with pytest.raises(ValueError, match=r"moe\.moe_router_dtype 'fp16' is not one of"):
         MoEOptions(moe_router_dtype="fp16")
     # An option that changes the results of a resumed run is not merely reported.
     reported = {name for name, rule in RULES.items() if name.startswith("moe.") and rule.resume is Resume.REPORTED}

@@ -176,7 +176,7 @@ SWITCHED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | str]] = {
     ),
     "dropping without a capacity": ("moe", {"moe_token_dropping": True}, "moe.moe_expert_capacity_factor is not given"),
     "no dropping": ("moe", {"moe_token_dropping": False}, {"moe_expert_capacity_factor": None}),
-    "recompute": ("moe", {"moe_layer_recompute": True}, "write memory.recompute_granularity selective with"),
+    "recompute": ("moe", {"moe_layer_recompute": True}, "write memory.recompute_granularity: selective, "),
     "no recompute": ("moe", {"moe_layer_recompute": False}, {}),
     "width": ("moe", {"moe_ffn_hidden_size": 12}, "moe_ffn_hidden_size 12 is an option of the model"),
     "no width": ("moe", {"moe_ffn_hidden_size": None}, {}),

@@ -76,5 +76,5 @@ def test_the_bound_of_a_verified_export(precision, theirs, fails):
     model = {"tokenizer": "t", "config_overrides": LLAMA}
     config = config_from_mapping({"model": model, "trainer": {"precision": precision}})
     found = Summary("cpu", 1, 1, None, held_out_loss_after=4.0, transformers_held_out_loss=theirs)
-    with pytest.raises(ValueError, match="trainer.export verify") if fails else nullcontext():
+    with pytest.raises(ValueError, match=r"trainer\.export verify") if fails else nullcontext():
         require_verified(found, config)
