@@ -12,10 +12,13 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.config.parsing import ALIASES, NEUTRAL, SECTIONS
+from nxd_memopt.options import declaration
+from nxd_memopt.training.config.nemo.switches import OF_THE_MODEL, REPLACED, SWITCHES
+from nxd_memopt.training.config.parsing import NEUTRAL, SECTIONS
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _ARGUMENT = re.compile(r"^    (\w+): (.*)$")
@@ -28,7 +31,7 @@ def option_reference() -> str:
         "",
         "Written by `scripts/option_reference.py --write` from the dataclasses of the configuration. A YAML file has a",
         "section for each heading; on the command line an option is `--SECTION.OPTION VALUE`, with `-` for `_`",
-        "(`true`, `false` and `null` as in YAML; a boolean's `true` may be left out if it cannot be `null`).",
+        "(`true`, `false` and `null` as in YAML; a boolean's `true` may be left out if the option has no other type).",
         "[The training program](training.md) says how they work together.",
     ]
     for section, cls in SECTIONS.items():
@@ -86,23 +89,39 @@ def _default(field: Any) -> str:
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
-    if value is None or isinstance(value, bool):
-        return f"`{'null' if value is None else str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`{list(value)}`"
-    return f"`{value}`"
+    return _yaml(list(value) if isinstance(value, tuple) else value)
 
 
 def _other_names() -> list[str]:
     """Return the table of NeMo's and Megatron's names."""
-    lines = ["## Other names", "", "NeMo's and Megatron's names, in any section:", "", "| name | option |", "|---|---|"]
-    own = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    for name, (section, option) in ALIASES.items():
-        assert (section, option) in own
-        if name != option:
-            lines.append(f"| `{name}` | `{section}.{option}` |")
-    lines += [f"| `{name}` | none: must be `{'null' if value is None else value}` |" for name, value in NEUTRAL.items()]
+    lines = ["## Other names", "", "NeMo's and Megatron's names, in any section of a YAML file:", ""]
+    lines += ["| name | option |", "|---|---|"]
+    for section, cls in SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            for name, values in declaration(field).nemo.items():
+                if name != field.name:
+                    lines.append(f"| `{name}` | `{section}.{field.name}`{_translated(values)} |")
+    for name, (section, option, value) in SWITCHES.items():
+        meaning = "which must be given" if value is None else f"{_yaml(value)} if it is not given"
+        lines.append(f"| `{name}` | `true`: `{section}.{option}`, {meaning}; `false`: its default |")
+    lines += [f"| `{name}` | `{remedy}` |" for name, remedy in REPLACED.items()]
+    lines += [f"| `{name}` | none: `config.json` has it |" for name in OF_THE_MODEL]
+    lines += [f"| `{name}` | none: must be {_yaml(value)} |" for name, value in NEUTRAL.items()]
     return lines
+
+
+def _translated(values: Mapping[Any, Any] | None) -> str:
+    """Return an option's values by those that another name has, as the end of a line."""
+    if values is None:
+        return ""
+    return ": " + ", ".join(f"{_yaml(theirs)} is {_yaml(ours)}" for theirs, ours in values.items())
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML has it."""
+    if value is None or isinstance(value, bool):
+        return f"`{'null' if value is None else str(value).lower()}`"
+    return f"`{value}`"
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
 from nxd_memopt.training.data.packed.files import TokenFile
@@ -133,7 +134,8 @@ def run_steps(file: str, micro_batch_size: int, options: dict[str, Any]) -> tupl
             isolate_documents=options.get("isolate_documents", True),
         ),
         # A large eps: AdamW's first updates would otherwise amplify the rounding of gradients near 0.
-        optimizer=OptimizerConfig(lr=0.01, eps=1e-3, clip_grad=1.0, zero1=options.get("zero1", False)),
+        optimizer=OptimizerConfig(lr=0.01, eps=1e-3, clip_grad=1.0),
+        data_parallel=DataParallelConfig(sharding=options.get("sharding", "none")),
         trainer=TrainerConfig(max_steps=2),
     )
     full = full_parameters(hugging_face(hf_config))

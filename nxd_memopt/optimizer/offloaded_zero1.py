@@ -70,11 +70,11 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         transfers = transfers or backend.host_transfers()
         if transfers is None:
             raise ValueError(
-                f"optimizer_cpu_offload needs a device whose copies to the host overlap with its "
+                f"optimizer_offload_fraction needs a device whose copies to the host overlap with its "
                 f"work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
             )
         if options.get("loss_scaler") is not None:
-            raise ValueError("optimizer_cpu_offload does not scale losses: train in bf16 (precision bf16-mixed)")
+            raise ValueError("optimizer_offload_fraction does not scale losses: train in bf16 (precision bf16-mixed)")
         self._transfers = transfers
         self._pool = pool or HostPool()
         self._fraction = optimizer_offload_fraction
@@ -95,7 +95,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         for param in trained:
             if torch.promote_types(param.dtype, torch.float32) != torch.float32:
-                raise ValueError(f"optimizer_cpu_offload keeps fp32 states, got a parameter of dtype {param.dtype}")
+                raise ValueError(
+                    f"optimizer_offload_fraction keeps fp32 states, got a parameter of dtype {param.dtype}"
+                )
             if self._has_remainders and param.dtype != torch.bfloat16:
                 raise ValueError(
                     f"store_param_remainders keeps what fp32 masters have beyond bf16 parameters, got a parameter of "

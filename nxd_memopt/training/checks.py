@@ -134,7 +134,7 @@ def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
         source = f"the weights of {config.model.pretrained}"
     raise ValueError(
         f"the held-out loss before training is {loss}: {source} have values that are not finite or too large for "
-        f"{config.dtype}: take other weights, or set model.dtype to float32"
+        f"{config.dtype}: take other weights, or set trainer.precision to 32-true"
     )
 
 

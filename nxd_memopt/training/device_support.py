@@ -105,7 +105,7 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     """Return why a training step of this model cannot be a CUDA graph and how to change it, or None."""
     refusal = backend.capture_refusal()
     if refusal is not None:
-        return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
+        return f"a CUDA graph {refusal}; set enable_cuda_graph to false"
     return cuda_graph_option_conflict(config, hf_config)
 
 
@@ -114,14 +114,14 @@ def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig)
     # A graph returns one loss, and reads the numbers of rows of experts once, when it is captured.
     if has_experts(hf_config):
         return (
-            f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts: set enable_cuda_graph to false"
+            f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts; set enable_cuda_graph to false"
         )
     # Checked here for a remedy that names options of the configuration; GraphedLoss itself
     # refuses to capture a forward that draws random numbers.
     values = {name: option(hf_config, name) for name in DROPOUTS}
     dropout = {name: value for name, value in values.items() if value}
     if dropout:
-        return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
+        return f"a CUDA graph needs dropout 0, got {dropout}; set them to 0 in model.config_overrides"
     return conflict_with_graphs(config)
 
 

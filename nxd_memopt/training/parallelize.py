@@ -79,7 +79,12 @@ def parallelize(
     # A rank whose host lacks memory for the states raises here: the others must not go on alone.
     with raise_together("creating the optimizer"):
         optimizer = MasterWeightOptimizer(
-            trained_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks, pool=pool
+            trained_parameters(model),
+            config.optimizer,
+            config.data_parallel,
+            master_weights=config.master_weights,
+            shard_ranks=ranks,
+            pool=pool,
         )
     optimizer.pace_backward(model.decoder_layers())
     if config.optimizer.optimizer_update_in_forward:

@@ -133,8 +133,8 @@ STATES = (
         LIGER4,
         options=f"--staging-gib 2 --warm-up-tokens 32768 {ONE_STEP} "
         + memory(
-            *KEPT,
-            "recompute_keep_core_attn_num_layers=20",
+            FULL,
+            "recompute_keep_core_attn=20",
             "cpu_offloading_activations=true",
             "cpu_offloading_num_layers=8",
             TILES,

@@ -107,7 +107,7 @@ def own_keys(model_type: str) -> set[str]:
 
 def draw_moe(draw: Draw, spec: Spec) -> Spec:
     """Return options of the routers and experts, about which the model's config is silent."""
-    config, memory = spec["config"], spec["memory"]
+    config = spec["config"]
     options = draw.options("experts")
     if options["moe_router_load_balancing_type"] == "none":
         options["moe_aux_loss_coeff"] = 0.0
@@ -119,8 +119,6 @@ def draw_moe(draw: Draw, spec: Spec) -> Spec:
         # As large as the number of experts: room for all tokens, so that none is dropped.
         options["moe_expert_capacity_factor"] = float(config.get("num_local_experts") or config["num_experts"])
         options["moe_pad_expert_input_to_capacity"] = draw.maybe(0.5)
-    if memory.get("recompute_granularity") == "full" or "recompute_method" in memory:
-        options["moe_layer_recompute"] = False
     if draw.maybe(0.2):
         options["moe_router_dtype"] = "fp64" if spec["dtype"] == "float64" else "fp32"
     return options

@@ -94,7 +94,7 @@ def write(spec: Spec, directory: Path, number: int) -> None:
     sections["data"]["dataset"] = write_data(spec, directory, spec["formats"][number], is_chat=is_chat)
     sections["model"] = {"config_overrides": spec["config"]}
     sections["trainer"] |= {"output_dir": str(directory / "run"), "max_steps": STEPS}
-    if "optimizer_cpu_offload" in sections["optimizer"]:
+    if "optimizer_offload_fraction" in sections["optimizer"]:
         sections["optimizer"]["optimizer_staging_gib"] = 3 * 12 * CHUNK / 2**30
     runs.write_config(directory, **sections)
     if is_chat:

@@ -84,11 +84,15 @@ SPLITS = {
 }
 
 
-def trained(directory: Path, config, tensor: int, expert: int, sequence: bool, **options) -> dict[str, torch.Tensor]:
+def trained(
+    directory: Path, config, tensor: int, expert: int, sequence: bool, *, is_recomputed: bool = False, **options
+) -> dict[str, torch.Tensor]:
     """Loss and full gradients of one model whose experts, biases included, differ."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
-    model = upcycled(directory, config, sequence_parallel=sequence, moe=MoEConfig(4, moe_aux_loss_coeff=0.3, **options))
+    moe = MoEConfig(4, moe_aux_loss_coeff=0.3, **options)
+    memory = {"recompute_granularity": "selective", "recompute_modules": ("moe",)} if is_recomputed else {}
+    model = upcycled(directory, config, sequence_parallel=sequence, moe=moe, **memory)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if ".experts." not in name:
@@ -124,7 +128,7 @@ def test_every_split_has_the_gradients_of_one_rank(tmp_path, world_size):
     # All data-parallel ranks have the same batch: their mean is what each of them has alone.
     expected = trained(tmp_path, config, 1, 1, False)
     for tensor, expert, sequence, dispatcher, form, recompute in SPLITS[world_size]:
-        options = {"moe_token_dispatcher_type": dispatcher, "moe_layer_recompute": recompute, **FORMS[form]}
+        options = {"moe_token_dispatcher_type": dispatcher, "is_recomputed": recompute, **FORMS[form]}
         found = trained(tmp_path, config, tensor, expert, sequence, **options)
         for name, value in expected.items():
             error = relative_error(found[name], value)

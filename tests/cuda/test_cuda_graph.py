@@ -12,7 +12,7 @@ from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.parallelize import parallelize
 from tests.dist.pool import distributed
@@ -88,7 +88,7 @@ def test_one_graph_runs_every_packed_micro_batch(config, attention_backend):
     model = built(config, attention_backend=attention_backend)
     options = TrainConfig(
         ModelConfig(tokenizer="none", config_overrides={"model_type": "llama"}),
-        optimizer=OptimizerConfig(master_weights=False),  # gradients stay in .grad
+        trainer=TrainerConfig(precision="bf16-true"),  # without master weights gradients stay in .grad
     )
     _, graphed = parallelize(model, options)
     layouts = [((5, 1, 6),), ((12,),), ((4, 8),), ((2, 2, 2, 6),), ((1, 11),), ((12,),)]

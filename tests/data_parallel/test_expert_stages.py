@@ -80,7 +80,7 @@ def train(stage: str, before: dict[str, Tensor], dispatcher: str, **memory: Any)
 def build(stage: str, full: dict[str, Tensor] | None, dispatcher: str = "alltoall", **memory: Any) -> Run:
     config = MODELS["mixtral"]()
     sequence = parallel_state.get_tensor_model_parallel_size() > 1
-    moe = options_of(config, dispatcher, moe_layer_recompute=memory.pop("moe_layer_recompute", False))
+    moe = options_of(config, dispatcher)
     model = parallel_model(config, full, sequence_parallel=sequence, moe=moe, **memory)
     return Run.of(model, stage)
 
@@ -118,7 +118,9 @@ def test_steps_equal_one_process(stage: str, world_size: int) -> None:
 
 @distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize(
-    "memory", [{"moe_layer_recompute": True}, {"recompute_granularity": "full"}], ids=["moe", "full"]
+    "memory",
+    [{"recompute_granularity": "selective", "recompute_modules": ("moe",)}, {"recompute_granularity": "full"}],
+    ids=["moe", "full"],
 )
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_recompute_and_the_other_dispatcher(stage: str, memory: dict[str, Any], world_size: int) -> None:

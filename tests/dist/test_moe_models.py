@@ -81,8 +81,7 @@ def check(
     for each in batches:
         outputs.append(reference(**each))
         (outputs[-1].loss / size).backward()
-    recompute = memory.pop("moe_layer_recompute", False)
-    moe = options_of(config, dispatcher, moe_layer_recompute=recompute)
+    moe = options_of(config, dispatcher)
     model = parallel_model(config, full, sequence_parallel=sequence_parallel, moe=moe, **memory)
     assert {key for key, _ in model.named_parameters()} == set(full)
     output = model(**batches[rank], output_router_logits=True)
@@ -111,7 +110,7 @@ SPLITS: dict[int, list[tuple[int, int, bool, str, dict[str, Any]]]] = {
     2: [
         (2, 1, False, "alltoall", {}),
         (2, 1, True, "allgather", FULL),
-        (2, 1, True, "alltoall", {"moe_layer_recompute": True}),
+        (2, 1, True, "alltoall", SELECTIVE),
         (1, 2, False, "allgather", SELECTIVE),
         (1, 2, False, "alltoall", {}),
         (1, 2, False, "alltoall", FULL),
@@ -120,16 +119,16 @@ SPLITS: dict[int, list[tuple[int, int, bool, str, dict[str, Any]]]] = {
         (2, 2, True, "allgather", {}),
         (2, 2, True, "alltoall", FULL),
         (2, 2, False, "allgather", FULL),
-        (1, 2, False, "alltoall", {"moe_layer_recompute": True}),
+        (1, 2, False, "alltoall", SELECTIVE),
         (4, 1, True, "allgather", {}),
         (1, 4, False, "alltoall", {}),
     ],
     8: [
         (4, 2, True, "alltoall", FULL),
-        (4, 2, False, "allgather", {"moe_layer_recompute": True}),
+        (4, 2, False, "allgather", SELECTIVE),
         (2, 4, True, "allgather", {}),
         (2, 4, False, "alltoall", SELECTIVE),
-        (2, 2, True, "alltoall", {"moe_layer_recompute": True}),
+        (2, 2, True, "alltoall", SELECTIVE),
     ],
     16: [
         (4, 4, True, "alltoall", {}),
@@ -348,25 +347,6 @@ REFUSALS = {
     "expert size of the groups": (
         lambda: build(parallel=ParallelConfig()),
         ["expert_model_parallel_size 1", "differs from 2"],
-    ),
-    "recompute twice": (
-        lambda: parallel_model(
-            mixtral_config(),
-            moe=options_of(mixtral_config(), "alltoall", moe_layer_recompute=True),
-            recompute_granularity="full",
-        ),
-        ["moe_layer_recompute", "full"],
-    ),
-    "recompute of all MoE layers, and of the first ones": (
-        lambda: parallel_model(
-            mixtral_config(),
-            moe=options_of(mixtral_config(), "alltoall", moe_layer_recompute=True),
-            recompute_granularity="selective",
-            recompute_modules=("norm",),
-            recompute_method="block",
-            recompute_num_layers=1,
-        ),
-        ["moe_layer_recompute", "'block'", "1 layers", "'moe' in recompute_modules"],
     ),
     "recompute of a dense MLP": (
         lambda: parallel_model(mixtral_config(), recompute_granularity="selective", recompute_modules=("mlp",)),

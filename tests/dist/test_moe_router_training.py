@@ -22,7 +22,6 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "bias": {
         "moe_router_score_function": "sigmoid",
         "moe_router_load_balancing_type": "none",
-        "moe_router_bias_update_rate": 1e-3,
         "moe_router_bias_update_rate": 0.02,
     },
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},

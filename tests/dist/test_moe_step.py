@@ -170,6 +170,9 @@ def reference_step(
     return full, gradients, parts
 
 
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
 def run_config(kind: str, *, tensor: int, expert: int, micro: int, stage: str, dispatcher: str) -> TrainConfig:
     """Options of a run whose micro-batches and padding are those of ``Rows``."""
     values = mixtral_config().to_dict()
@@ -185,12 +188,12 @@ def run_config(kind: str, *, tensor: int, expert: int, micro: int, stage: str, d
                 "expert_model_parallel_size": expert,
             },
             "data_parallel": {"sharding": stage},
+            "memory": RECOMPUTED if dispatcher == "alltoall" else {},
             "moe": {
                 "moe_router_load_balancing_type": kind,
                 "moe_aux_loss_coeff": AUX,
                 "moe_z_loss_coeff": Z,
                 "moe_per_layer_logging": True,
-                "moe_layer_recompute": dispatcher == "alltoall",
                 "moe_token_dispatcher_type": dispatcher,
             },
             "data": {
@@ -218,7 +221,7 @@ def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage:
         for name, param in model.named_parameters():
             param.copy_(local_part(name, full[name], hf_config))
     optimizer, forward_backward = parallelize(model, config)
-    assert {is_recomputed(layer) for layer in model.moe_layers()} == {config.moe.moe_layer_recompute}
+    assert {is_recomputed(layer) for layer in model.moe_layers()} == {dispatcher == "alltoall"}
     kept: dict[str, Tensor] = {}
     training = Training(model, optimizer, forward_backward, ResumePlan(config, {}), {})
     zero_grad = optimizer.zero_grad

@@ -39,6 +39,10 @@ BALANCED = {
 EXPERTS2 = {"expert_model_parallel_size": 2}
 
 
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+DECAY = "optimizer.decay_steps"
+
+
 def write_moe(directory: Path, **sections: Any) -> Path:
     base: dict[str, Any] = {"model": {"config_overrides": MIXTRAL}, "moe": BALANCED}
     return write_config(directory, **{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
@@ -117,7 +121,8 @@ def test_every_layout_has_the_losses_of_one_process(
         parallel=parallel,
         data={"micro_batch_size": 1},
         data_parallel={"sharding": stage},
-        moe={"moe_token_dispatcher_type": dispatcher, "moe_layer_recompute": dispatcher == "alltoall"},
+        moe={"moe_token_dispatcher_type": dispatcher},
+        memory=RECOMPUTED if dispatcher == "alltoall" else {},
         trainer={"export": "verify", "log_every_n_steps": 3},
     )
     output = run(config, ranks=ranks)
@@ -166,7 +171,8 @@ def test_a_run_resumes_with_other_sizes(reference: Path, tmp_path: Path) -> None
     first = write_moe(
         tmp_path,
         parallel=TENSOR_AND_SEQUENCE | EXPERTS2,
-        optimizer=schedule | {"zero1": True},
+        optimizer=schedule,
+        data_parallel={"sharding": "zero1"},
         data={"micro_batch_size": 1},
         trainer={"max_steps": 4, "async_save": True, "export": False},
     )
@@ -250,7 +256,7 @@ def test_upcycling_starts_from_the_dense_model(
             assert all((weight[0] - other).abs().max() > 1e-4 for other in weight[1:]), name
     # The resumed run has the checkpoint's weights, not copies of the dense model's again.
     if ranks == 1:
-        again = succeed(run_here(config, "--trainer.max-steps", "3", "--trainer.on-schedule-change", "stretch"))
+        again = succeed(run_here(config, "--trainer.max-steps", "3", "--trainer.allow-changes", DECAY))
         assert "resuming after step 2" in again
 
 

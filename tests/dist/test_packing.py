@@ -33,7 +33,7 @@ def test_packed_rows_have_the_loss_of_separate_documents_in_a_window(name, world
         (1, 1, {}),
         (2, 1, {}),
         (4, 1, {}),
-        (4, 1, {"zero1": True}),
+        (4, 1, {"sharding": "zero1"}),
         (2, 4, {"tensor_model_parallel_size": 2}),
     ],
     ids=["accumulation4", "data2_accumulation2", "data4", "data4_zero1", "tensor2"],

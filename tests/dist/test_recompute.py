@@ -29,7 +29,6 @@ VARIANTS = {
         "recompute_method": "block",
         "recompute_num_layers": 2,
     },
-    "NxD's switch": {"selective_activation_checkpointing_is_enabled": True},
     "full": {"recompute_granularity": "full"},
     "full uniform 3": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
     "full nested 2": {"recompute_granularity": "full", "recompute_method": "nested", "recompute_num_layers": 2},

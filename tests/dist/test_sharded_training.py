@@ -88,9 +88,9 @@ def test_every_precision_has_the_bits_of_zero1(tmp_path: Path, precision: str) -
         "model": EVEN,
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
         "data": {"global_batch_size": 4, "eval_sequences": 0},
-        "trainer": {"precision": precision, "max_steps": 4, "export": False, "verify_export": False},
+        "trainer": {"precision": precision, "max_steps": 6, "export": False},
         # The first steps of 16-mixed overflow and are skipped.
-        "optimizer": {"initial_loss_scale": 2.0**18, "hysteresis": 1},
+        "optimizer": {"initial_loss_scale": 2.0**18},
     }
     for stage in ("zero1", "zero2", "zero3"):
         run(tmp_path / stage, stage, **sections)
@@ -120,7 +120,7 @@ PARTS = [
 def test_a_run_resumes_at_every_stage_and_size(tmp_path: Path) -> None:
     """Weights, masters, moments, the loss scale's absence and the position in the data go on at any stage."""
     steps = 2 * len(PARTS) + 2
-    trainer = {"max_steps": steps, "export": False, "verify_export": False, "val_check_interval": 0}
+    trainer = {"max_steps": steps, "export": False, "val_check_interval": 0}
     optimizer = {"decay_steps": steps}
     data = {"eval_sequences": 0}
     sections = {"trainer": trainer, "optimizer": optimizer, "data": data}
@@ -131,7 +131,7 @@ def test_a_run_resumes_at_every_stage_and_size(tmp_path: Path) -> None:
     for part, (tensor_size, data_size, stage, instances) in enumerate(PARTS):
         layout = {"tensor_model_parallel_size": tensor_size, "sequence_parallel_enabled": tensor_size > 1}
         sharding = {"num_distributed_optimizer_instances": int(instances)}
-        options = ("--trainer.max-steps", str(2 * part + 4), "--trainer.on-schedule-change", "keep")
+        options = ("--trainer.max-steps", str(2 * part + 4))
         output = run(
             tmp_path / "parts",
             stage,
@@ -154,7 +154,7 @@ def test_checkpoints_do_not_depend_on_the_stage(tmp_path: Path) -> None:
         "model": EVEN,
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
         "data": {"global_batch_size": 4, "eval_sequences": 0},
-        "trainer": {"precision": "bf16-mixed", "max_steps": 3, "export": False, "verify_export": False},
+        "trainer": {"precision": "bf16-mixed", "max_steps": 3, "export": False},
     }
     stored = {}
     for stage in ("zero1", "zero2", "zero3"):
@@ -167,7 +167,7 @@ def test_checkpoints_do_not_depend_on_the_stage(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_warm_start_of_a_sharded_run(tmp_path: Path) -> None:
     """zero3 starts with the weights of a zero2 run of other sizes, as zero1 does."""
-    few = {"trainer": {"max_steps": 2, "export": False, "verify_export": False}, "optimizer": {"decay_steps": 2}}
+    few = {"trainer": {"max_steps": 2, "export": False}, "optimizer": {"decay_steps": 2}}
     run(tmp_path / "first", "zero2", **few)
     found = {}
     for stage in ("zero1", "zero3"):

@@ -65,23 +65,26 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(reference / "export")) == 257
 
 
+ZERO1 = {"data_parallel": {"sharding": "zero1"}}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "optimizer"),
+    ("ranks", "parallel", "sections"),
     [
         pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
         pytest.param(2, {}, {}, marks=pytest.mark.slow),
-        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
-        (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
-        pytest.param(4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}, marks=pytest.mark.slow),
+        pytest.param(2, {}, ZERO1, marks=pytest.mark.slow),
+        (4, TENSOR_AND_SEQUENCE, ZERO1),
+        pytest.param(4, TENSOR_AND_SEQUENCE, {"optimizer": {"overlap_grad_reduce": True}}, marks=pytest.mark.slow),
     ],
     ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1", "tensor2xdata2_overlap"],
 )
 def test_every_layout_has_the_losses_of_one_process(
-    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], sections: dict[str, dict[str, object]]
 ) -> None:
     micro_batch = {"micro_batch_size": 2 if parallel else 1}
     trainer = {"export": "verify", "log_every_n_steps": 3}  # does not divide the 8 steps
-    config = write_config(tmp_path, parallel=parallel, data=micro_batch, optimizer=optimizer, trainer=trainer)
+    config = write_config(tmp_path, parallel=parallel, data=micro_batch, trainer=trainer, **sections)
     run(config, ranks=ranks)
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
     result, expected = summary(tmp_path / "run"), summary(reference)
@@ -91,22 +94,22 @@ def test_every_layout_has_the_losses_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "optimizer"),
+    ("ranks", "parallel", "sections"),
     [
         (1, {}, {}),
-        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
+        pytest.param(2, {}, ZERO1, marks=pytest.mark.slow),
         pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
     ],
     ids=["one", "data2_zero1", "tensor2"],
 )
 def test_a_run_resumes_with_other_sizes(
-    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], sections: dict[str, dict[str, object]]
 ) -> None:
     """The first half with T=2, D=2 and ZeRO-1, saved in the background; then the losses of one process go on."""
     directory = tmp_path / "run"
     schedule = {"decay_steps": 8}
     trainer = {"max_steps": 4, "async_save": True, "export": False}
-    first = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, optimizer=schedule | {"zero1": True}, trainer=trainer)
+    first = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, optimizer=schedule, trainer=trainer, **ZERO1)
     run(first, ranks=4)
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     (tmp_path / "second").mkdir()
@@ -115,7 +118,8 @@ def test_a_run_resumes_with_other_sizes(
         model={"tokenizer": str(tmp_path / "tokenizer")},
         parallel=parallel,
         data={"micro_batch_size": 1, "dataset": str(tmp_path / "lines.jsonl")},
-        optimizer=schedule | optimizer,
+        optimizer=schedule,
+        **sections,
         trainer={"async_save": True, "export": "verify", "output_dir": str(directory)},
     )
     output = run(second, ranks=ranks)
@@ -135,8 +139,8 @@ def test_a_full_disk_in_the_background_is_an_error_of_one_line(tmp_path: Path) -
 
 def test_gpt_neox_in_bfloat16_with_recompute(tmp_path: Path) -> None:
     sizes = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-    model = {"config_overrides": sizes | {"model_type": "gpt_neox"}, "dtype": "bfloat16"}
-    config = write_config(tmp_path, model=model, trainer={"export": "verify"})
+    model = {"config_overrides": sizes | {"model_type": "gpt_neox"}}
+    config = write_config(tmp_path, model=model, trainer={"export": "verify", "precision": "bf16-mixed"})
     succeed(run_here(config, "--memory.recompute-granularity", "full"))
     result = summary(tmp_path / "run")
     assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]

@@ -14,13 +14,15 @@ from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from tests.dist import pool
 from tests.training.runs import TENSOR_AND_SEQUENCE, _run_rank, exact, rows, run_here, run_on_pool, write_config
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "tensor2": (2, TENSOR_AND_SEQUENCE, {}),
-    "data2_zero1": (2, {}, {"zero1": True}),
-    "data2_overlap": (2, {}, {"overlap_grad_reduce": True}),
-    "tensor2xdata2_zero1": (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
+ZERO1 = {"data_parallel": {"sharding": "zero1"}}
+# Ranks and sections.
+LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "tensor2": (2, {"parallel": TENSOR_AND_SEQUENCE}),
+    "data2_zero1": (2, ZERO1),
+    "data2_overlap": (2, {"optimizer": {"overlap_grad_reduce": True}}),
+    "tensor2xdata2_zero1": (4, {"parallel": TENSOR_AND_SEQUENCE, **ZERO1}),
 }
-SCALE = {"initial_loss_scale": 4096, "hysteresis": 2, "loss_scale_window": 4}
+SCALE = {"initial_loss_scale": 4096}
 STEPS = 6
 OVERFLOWS = {2: 0, 3: 1}  # step, counted from 1, and the rank with the bad gradient
 
@@ -30,11 +32,11 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def layout(name: str, **optimizer: Any) -> tuple[int, dict[str, dict[str, Any]]]:
-    ranks, parallel, own = LAYOUTS[name]
+def layout(name: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    ranks, own = LAYOUTS[name]
     sections = {
-        "parallel": parallel,
-        "optimizer": SCALE | own | optimizer,
+        **own,
+        "optimizer": SCALE | own.get("optimizer", {}),
         "trainer": {"max_steps": STEPS, "export": False, "save_interval": "never", "precision": "16-mixed"},
     }
     if name.startswith("data2"):
@@ -78,7 +80,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, name: str
     assert unchanged == [[number in OVERFLOWS for number in range(1, STEPS + 1)]] * ranks
     steps = rows(tmp_path / "run")
     assert [row["skipped"] for row in steps] == unchanged[0]
-    # The second overflow is the hysteresis-th.
+    # The second overflow halves the scale.
     assert [row["loss_scale"] for row in steps] == [4096] * 3 + [2048] * 3
     assert [row["grad_norm"] is None for row in steps] == unchanged[0]
     assert all(row["loss"] > 0 for row in steps)  # the planted gradient leaves the loss as it is
@@ -109,16 +111,16 @@ def test_losses_and_norms_are_those_of_fp32(tmp_path: Path, wide: list[dict[str,
 @pytest.mark.parametrize(
     ("optimizer", "async_save"),
     [
-        # Two overflows, then growth after 3 steps: the run is stopped in the middle of the window.
-        ({"initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 3}, False),
+        # The run is stopped after the first overflow; the second one halves the scale.
+        ({"initial_loss_scale": 2.0**20}, False),
         # Every step is skipped, so the optimizer has no states to save.
-        pytest.param({"initial_loss_scale": 2.0**60, "hysteresis": 1}, True, marks=pytest.mark.slow),
+        pytest.param({"initial_loss_scale": 2.0**60}, True, marks=pytest.mark.slow),
     ],
-    ids=["window", "all_skipped"],
+    ids=["overflows", "all_skipped"],
 )
 def test_a_resumed_run_continues_the_scale_exactly(tmp_path: Path, optimizer: dict[str, Any], async_save: bool) -> None:
     trainer = {"max_steps": 14, "precision": "16-mixed", "export": False, "async_save": async_save, "save_interval": 5}
-    for name, stops in (("whole", ()), ("parts", ("4", "9"))):
+    for name, stops in (("whole", ()), ("parts", ("1", "9"))):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, optimizer=optimizer | {"decay_steps": 14}, trainer=trainer)
         for stop in (*stops, "14"):
@@ -128,5 +130,5 @@ def test_a_resumed_run_continues_the_scale_exactly(tmp_path: Path, optimizer: di
     assert found == exact(tmp_path / "whole" / "run")
     if not async_save:
         scales = [row[4] for row in found]
-        # The scale grows in the step after the first resume: the window's count came along.
-        assert scales[3] == scales[4] < scales[5], scales
+        # The second overflow, after the first resume: the count of overflows came along.
+        assert scales[0] == scales[1] == 2 * scales[2], scales

@@ -238,7 +238,7 @@ def test_attention_is_kept_in_the_last_recomputed_layers(block):
     assert wrappers == [last - 2 <= i < last for i in range(LAYERS)]
     memory = MemoryConfig(**FULL, **chunk, **kept | {"recompute_keep_core_attn": last + 1})
     message = error_message(lambda: apply_recompute(net, memory))
-    assert_says(message, "recompute_keep_core_attn_num_layers", str(last + 1), str(last), "lower it")
+    assert_says(message, "recompute_keep_core_attn", str(last + 1), str(last), "lower it")
 
 
 def test_attention_that_is_no_single_kernel_cannot_be_kept():

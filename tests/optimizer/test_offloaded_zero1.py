@@ -427,7 +427,7 @@ def test_errors_name_bytes_and_remedy() -> None:
     message = error_message(lambda: offloaded(params, 1.0, pool=small))
     assert_says(message, "optimizer states", 12 * sum(param.numel() for param in params), 1000)
     message = error_message(lambda: OffloadedZero1Optimizer(groups(params), lr=0.1))
-    assert_says(message, "optimizer_cpu_offload", "cpu")
+    assert_says(message, "optimizer_offload_fraction", "cpu")
     wide = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), nn.Parameter(torch.zeros(3))]
     assert_says(error_message(lambda: offloaded(wide, 1.0)), "float64")
 

@@ -52,7 +52,8 @@ def run_of(*arguments: str) -> Run:
 def test_it_runs_without_torch(precision):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from nxd_memopt.cli import main; "
-        f"sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048 --trainer.precision {precision}'.split(); "
+        "sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048 "
+        f"--trainer.precision {precision}'.split(); "
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -151,7 +151,7 @@ def test_weights_on_the_host_are_checked_without_moving_any(tmp_path: Path, monk
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers(available_bytes=0))
 
     def check(number: int, **options: object) -> None:
-        memory = options | {"cpu_offloading": True, "cpu_offloading_num_layers": number}
+        memory = options | {"cpu_offloading_num_layers": number}
         config = parse_config(["--config", str(write_config(tmp_path, memory=memory))])
         require_applicable_memory(config, load_hf_config(config.model))
 

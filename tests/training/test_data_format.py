@@ -90,6 +90,6 @@ def test_a_run_without_the_option_is_the_run_with_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     assert "format: prompt_completion" in (tmp_path / "auto" / "config.yaml").read_text(encoding="utf-8")
     # The resumed run compares what was recognized.
-    more = ("--trainer.max-steps", "3", "--trainer.on-schedule-change", "keep")
+    more = ("--trainer.max-steps", "3", "--optimizer.decay-steps", "2")
     outcome = run_here(config, *more, "--data.format", "prompt_completion")
     assert outcome.returncode == 0 and "resuming after step 2" in outcome.stdout, outcome.stderr

@@ -122,7 +122,7 @@ def test_without_checkpoints_the_line_says_that_nothing_is_saved(
     interrupt_in(monkeypatch, "train_step", signal.SIGTERM, call=3)
     stopped = run_here(write_config(tmp_path, trainer={"save_interval": "never"}))
     assert stopped.returncode == 143
-    assert "after step 3: nothing was saved (trainer.save_checkpoints is false)" in stop_line(stopped)
+    assert "after step 3: nothing was saved (trainer.save_interval is never)" in stop_line(stopped)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

@@ -202,8 +202,9 @@ def test_models_with_experts_say_what_is_planned(tmp_path, monkeypatch, capsys):
     assert plan.planned_bytes == used.device_bytes
     weights = sum(math.prod(shape) for shape in share.shapes) * 4
     assert used.device["weights"] == weights and share.sizes.moe is not None
-    # What is recomputed by an option of the experts is planned as such.
-    recomputed = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_layer_recompute": True})
+    # Layers with experts that are recomputed are planned as such.
+    memory = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    recomputed = config_of(tmp_path, model={"config_overrides": MIXTRAL}, memory=memory)
     assert plan_of(recomputed, monkeypatch)[1].planned_bytes < plan.planned_bytes
     # Options of the section reach the plan: fewer rows than choices, here 2 experts' of 24 tokens each.
     dropping = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_expert_capacity_factor": 0.25})

@@ -92,7 +92,8 @@ def run_on_hopper(tmp_path, monkeypatch, **sections):
     monkeypatch.setattr(backend, "attention_refusal", cuda_attention.refusal)
     monkeypatch.setattr(memory_plan, "_device", lambda: device_named("h200"))
     sizes = {**LLAMA, "hidden_size": 192}
-    sections.setdefault("model", {"config_overrides": sizes, "dtype": "bfloat16"})
+    sections.setdefault("model", {"config_overrides": sizes})
+    sections.setdefault("trainer", {"precision": "bf16-mixed"})
     config = config_of(tmp_path, **sections)
     return config, load_hf_config(config.model)
 

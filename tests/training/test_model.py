@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from nxd_memopt.backends import XlaBackend, backend
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.device_support import require_executable, uses_cuda_graph
 from nxd_memopt.training.loop import gc_frozen
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
-from nxd_memopt.training.parallelize import describe_step
+from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.schedule import learning_rate
 from tests.training.runs import END, LLAMA, byte_tokenizer
 
@@ -216,7 +218,7 @@ def test_many_small_gradients_are_not_lost_in_bf16() -> None:
 
 def test_without_master_weights_everything_is_bf16() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig(master_weights=False))
+    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig(), master_weights=False)
     parameter.sum().backward()
     optimizer.reduce_gradients()
     optimizer.step(lr=0.5)
@@ -225,3 +227,12 @@ def test_without_master_weights_everything_is_bf16() -> None:
     state = optimizer.inner.state_dict()
     assert state["sharded_master_weights"] == {}
     assert all(value.dtype == torch.bfloat16 for value in state["state"][0].values() if value.dim())
+
+
+@pytest.mark.parametrize(("precision", "has_masters"), [("bf16-mixed", True), ("bf16-true", False)])
+def test_the_precision_of_a_run_decides_on_master_weights(precision: str, has_masters: bool) -> None:
+    config = TrainConfig(ModelConfig(tokenizer="t", config_overrides=LLAMA), trainer=TrainerConfig(precision=precision))
+    hf_config = load_hf_config(config.model)
+    assert isinstance(hf_config, LlamaConfig)
+    optimizer, _ = parallelize(LlamaForCausalLM(hf_config, dtype=torch.bfloat16), config)
+    assert bool(optimizer.inner.state_dict()["sharded_master_weights"]) == has_masters

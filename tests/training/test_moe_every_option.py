@@ -37,19 +37,14 @@ WORKS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         {},
         ALL,
     ),
-    "moe_token_dropping": ({"moe_token_dropping": False}, {}, set()),
     "moe_token_dispatcher_type": ({"moe_token_dispatcher_type": "alltoall"}, {}, set()),
     "moe_per_layer_logging": ({"moe_per_layer_logging": True}, {}, set()),
     "moe_expert_capacity_factor": (CAPACITY, {}, ALL),
     "moe_pad_expert_input_to_capacity": (CAPACITY | {"moe_pad_expert_input_to_capacity": True}, CAPACITY, set()),
     "moe_expert_block_size": ({"moe_expert_block_size": 16}, {}, set()),
     "moe_token_drop_policy": (CAPACITY | {"moe_token_drop_policy": "position"}, CAPACITY, ALL),
-    "moe_layer_recompute": ({"moe_layer_recompute": True}, {}, set()),
-    "moe_layer_freq": ({"moe_layer_freq": [1, 1]}, {}, set()),
     "moe_router_score_function": ({"moe_router_score_function": "sigmoid"}, {}, ALL),
-    "moe_router_pre_softmax": ({"moe_router_pre_softmax": False}, {}, set()),
     "moe_router_dtype": ({"moe_router_dtype": "fp64"}, {}, set()),
-    "moe_ffn_hidden_size": ({"moe_ffn_hidden_size": 36}, {}, set()),
     "moe_shared_expert_intermediate_size": ({"moe_shared_expert_intermediate_size": 16}, {}, ALL),
     "moe_shared_expert_gate": (
         {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
@@ -66,27 +61,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
         "'sinkhorn' is unknown to transformers' mixtral.*trainer.export is true",
     ),
-    "moe_token_dropping": ({"moe_token_dropping": True}, "contradicts moe_expert_capacity_factor None"),
     "moe_pad_expert_input_to_capacity": ({"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor"),
     "moe_expert_block_size": (CAPACITY | {"moe_expert_block_size": 16}, "leave one out"),
     "moe_token_drop_policy": ({"moe_token_drop_policy": "position"}, "leave the policy out"),
-    "moe_layer_freq": ({"moe_layer_freq": [1, 0]}, "contradicts MixtralConfig"),
     "moe_router_score_function": (
         {"moe_router_score_function": "sigmoid"},
         "'sigmoid' is unknown to transformers' mixtral.*trainer.export is true",
     ),
-    "moe_router_pre_softmax": ({"moe_router_pre_softmax": True}, "contradicts MixtralConfig"),
-    "moe_router_enable_expert_bias": (
-        {"moe_router_bias_update_rate": 1e-3},
-        "'sigmoid'.*'aux_loss'",
-    ),
-    "moe_router_bias_update_rate": ({"moe_router_bias_update_rate": 0.1}, "leave the rate out"),
+    "moe_router_bias_update_rate": ({"moe_router_bias_update_rate": 1e-3}, "'sigmoid'.*'aux_loss'"),
     "moe_shared_expert_intermediate_size": (
         {"moe_shared_expert_intermediate_size": 16},
         "16 is unknown to transformers' mixtral.*trainer.export is true",
     ),
     "moe_shared_expert_gate": ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
-    "moe_ffn_hidden_size": ({"moe_ffn_hidden_size": 12}, "contradicts MixtralConfig"),
 }
 
 

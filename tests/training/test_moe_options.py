@@ -14,6 +14,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.command_line import Run
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.options import Resume
 from nxd_memopt.training.config.moe import MoEOptions, resolve_options
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.config.train_config import TrainConfig
@@ -21,7 +22,7 @@ from nxd_memopt.training.device_support import cuda_graph_conflict
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.reporting.expert_load import load_of_experts
-from nxd_memopt.training.resume.rules import RULES, Change
+from nxd_memopt.training.resume.rules import RULES
 from tests.reference_models import mixtral_config, qwen3_moe_config
 from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
 
@@ -42,15 +43,26 @@ def resolved(options: dict[str, Any], hf_config: Any) -> MoEConfig | None:
     return resolve_options(MoEOptions(**options), hf_config)
 
 
-def test_the_section_has_every_option_of_the_models() -> None:
-    ours = {field.name: field.default for field in dataclasses.fields(MoEOptions)}
-    assert set(ours) == {field.name for field in dataclasses.fields(MoEConfig)}
-    assert set(ours.values()) == {None}
+OF_THE_MODEL = {"moe_layer_freq", "moe_router_pre_softmax", "moe_ffn_hidden_size"}
+
+
+def test_the_section_is_derived_from_the_options_of_the_layers() -> None:
+    """Fields, types, ranges, rules and texts; every default is None."""
+    theirs = {field.name: field for field in dataclasses.fields(MoEConfig) if field.name not in OF_THE_MODEL}
+    ours = {field.name: field for field in dataclasses.fields(MoEOptions)}
+    assert list(ours) == list(theirs) and {field.default for field in ours.values()} == {None}
+    assert all(ours[name].metadata == theirs[name].metadata for name in ours)
+    text = MoEOptions.__doc__ or ""
+    assert all(text.count(f"    {name}: ") == 1 for name in ours)
+    assert not any(f" {name}: " in text for name in OF_THE_MODEL)
+    assert "ceil(tokens * k / E * factor)" in text and "moe_input_jitter_eps: in training, multiply" in text
+    with pytest.raises(ValueError, match=r"moe\.moe_router_topk must be at least 1, got 0"):
+        MoEOptions(moe_router_topk=0)
+    with pytest.raises(ValueError, match=r"moe\.moe_router_dtype 'fp16' is not one of"):
+        MoEOptions(moe_router_dtype="fp16")
     # An option that changes the results of a resumed run is not merely reported.
-    reported = {name for name, rule in RULES.items() if name.startswith("moe.") and rule.change is Change.REPORTED}
-    assert reported == {
-        f"moe.{n}" for n in ("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_layer_recompute")
-    }
+    reported = {name for name, rule in RULES.items() if name.startswith("moe.") and rule.resume is Resume.REPORTED}
+    assert reported == {"moe.moe_token_dispatcher_type", "moe.moe_per_layer_logging"}
 
 
 def test_options_of_nemo_files_reach_the_section(tmp_path: Path) -> None:
@@ -62,24 +74,22 @@ def test_options_of_nemo_files_reach_the_section(tmp_path: Path) -> None:
         "moe_aux_loss_coeff": "1e-2",
         "moe_z_loss_coeff": 1e-3,
         "moe_input_jitter_eps": 0.01,
-        "moe_token_dropping": True,
         "moe_token_dispatcher_type": "alltoall",
         "moe_per_layer_logging": True,
         "moe_expert_capacity_factor": 1,
         "moe_pad_expert_input_to_capacity": True,
         "moe_token_drop_policy": "position",
-        "moe_layer_recompute": True,
-        "moe_layer_freq": [1, 1],
     }
     model = {"tokenizer": "t", "config_overrides": LLAMA}
+    others = {"moe_token_dropping": True, "moe_layer_recompute": False, "expert_model_parallel_size": 2}
     file = tmp_path / "nemo.yaml"
-    file.write_text(yaml.safe_dump({"model": {**model, **flat, "expert_model_parallel_size": 2}}), encoding="utf-8")
+    file.write_text(yaml.safe_dump({"model": {**model, **flat, **others}}), encoding="utf-8")
     config = parse_config(["--config", str(file), "--moe.moe-z-loss-coeff", "0.5"])
     assert config.parallel.expert_model_parallel_size == 2
-    assert config.moe.given() == flat | {"moe_aux_loss_coeff": 0.01, "moe_layer_freq": (1, 1), "moe_z_loss_coeff": 0.5}
+    assert config.moe.given() == flat | {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.5}
     moe = resolve_options(config.moe, load_hf_config(config.model, config.moe))
     assert moe is not None
-    assert (moe.num_moe_experts, moe.moe_token_drop_policy, moe.moe_layer_recompute) == (4, "position", True)
+    assert (moe.num_moe_experts, moe.moe_token_drop_policy) == (4, "position")
 
 
 def test_defaults_are_those_of_the_model() -> None:
@@ -176,15 +186,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"moe": {"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}},
         "trainer.export is true",
     ),
-    "recompute": (
-        MIXTRAL,
-        {"moe": {"moe_layer_recompute": True}, "memory": {"recompute_granularity": "full"}},
-        "moe_layer_recompute=True.*leave one out",
-    ),
     "tiles": (MIXTRAL, {"memory": {"mlp_tile_tokens": 8}}, "mlp_tile_tokens 8"),
     "compile": (MIXTRAL, {"trainer": {"compile": "layer"}}, "trainer.compile 'layer'.*set it to null"),
     "dense": (LLAMA, {"moe": {"moe_aux_loss_coeff": 0.1}}, "moe.moe_aux_loss_coeff 0.1 needs a model with experts"),
-    "dense layers": (QWEN3, {"moe": {"moe_layer_freq": [1, 0]}}, r"moe_layer_freq \(1, 0\) contradicts"),
+    "dense layers": (QWEN3, {"moe": {"moe_layer_freq": [1, 0]}}, r"moe_layer_freq \[1, 0\] is an option of the model"),
     "biases": (
         LLAMA | {"mlp_bias": True},
         {"moe": {"num_moe_experts": 4}},
@@ -195,7 +200,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"moe": {"num_moe_experts": 4}},
         "num_moe_experts 4 replaces the MLPs of llama and gpt_neox models.*'qwen3'",
     ),
-    "width": (LLAMA, {"moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 12}}, "moe_ffn_hidden_size 12 contradicts"),
 }
 
 
@@ -215,18 +219,17 @@ def test_cuda_graphs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
     config = build()
     conflict = cuda_graph_conflict(config, load_hf_config(config.model, config.moe))
-    assert conflict is not None and "mixtral has experts: set enable_cuda_graph to false" in conflict
+    assert conflict is not None and "mixtral has experts; set enable_cuda_graph to false" in conflict
     dense = build(LLAMA)
     assert cuda_graph_conflict(dense, load_hf_config(dense.model, dense.moe)) is None
 
 
 def test_certify_gets_all_options_of_experts() -> None:
-    moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5, "moe_layer_recompute": True}
+    moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5}
     run = Run("", build(LLAMA | {"num_hidden_layers": 4}, moe=moe), frozenset(), is_bare=False)
     request = request_of(run.config, run.model_config(), backend="cpu", device="cuda", layer_counts=None)
     found = request.moe_config()
     assert found is not None and (found.moe_expert_block_size, found.moe_z_loss_coeff) == (64, 0.5)
-    assert request.memory_config().recompute_modules == ("moe",)
     assert (request.config["model_type"], request.config["num_local_experts"]) == ("mixtral", 4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,101 @@ def test_what_optim_and_data_leave_out() -> None:
 
 
 def test_constant_steps_count_from_the_last_step() -> None:
-    """Also if the command line changes it."""
-    config = config_from_mapping(mapping())
+    assert config_from_mapping(mapping()).optimizer.decay_steps == 7
+    # Without any, the decay ends at the last step, also if the command line changes it.
+    values = mapping(optim=MODEL["optim"] | {"sched": {"name": "CosineAnnealing", "constant_steps": 0}})
+    config = config_from_mapping(values)
     longer = replace(config, trainer=replace(config.trainer, max_steps=100))
-    assert (config.decay_steps, longer.decay_steps) == (7, 97)
-    with pytest.raises(ValueError, match="constant_steps 3 leave none of trainer"):
-        replace(config, trainer=replace(config.trainer, max_steps=3))
-    with pytest.raises(ValueError, match="constant_steps 3 and decay_steps 5 both say where the decay ends"):
-        replace(config.optimizer, decay_steps=5)
-    with pytest.raises(ValueError, match="constant_steps 3 has no effect with lr_schedule constant"):
-        replace(config.optimizer, lr_schedule="constant")
+    assert (config.optimizer.decay_steps, config.decay_steps, longer.decay_steps) == (None, 10, 100)
+    values = mapping()
+    values["trainer"]["max_steps"] = 3
+    with pytest.raises(ValueError, match=r"constant_steps 3 needs a larger trainer\.max_steps, got 3: set it"):
+        config_from_mapping(values)
+
+
+# A section, the options of it and of NeMo's switches, and the options that are set or the error.
+SWITCHED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | str]] = {
+    "offload without a number": (
+        "memory",
+        {"cpu_offloading": True},
+        "memory.cpu_offloading_num_layers is not given: set",
+    ),
+    "offload": (
+        "memory",
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
+        {"cpu_offloading_num_layers": 2},
+    ),
+    "offload of checkpoints": (
+        "memory",
+        {"cpu_offloading": True, "cpu_offloading_activations": True, "recompute_granularity": "full"},
+        {"cpu_offloading_num_layers": 0, "cpu_offloading_activations": True},
+    ),
+    "no offload": (
+        "memory",
+        {"cpu_offloading": False, "cpu_offloading_num_layers": 2, "cpu_offloading_weights": True},
+        {"cpu_offloading_num_layers": 0, "cpu_offloading_weights": False},
+    ),
+    "states": ("optimizer", {"optimizer_cpu_offload": True}, {"optimizer_offload_fraction": 1.0}),
+    "part of the states": (
+        "optimizer",
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"optimizer_offload_fraction": 0.5},
+    ),
+    "no states": (
+        "optimizer",
+        {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 0.5},
+        {"optimizer_offload_fraction": 0.0},
+    ),
+    "null": (
+        "optimizer",
+        {"optimizer_cpu_offload": None, "optimizer_offload_fraction": 0.5},
+        {"optimizer_offload_fraction": 0.5},
+    ),
+    "a word": ("optimizer", {"optimizer_cpu_offload": "yes"}, "optimizer_cpu_offload must be true or false, got 'yes'"),
+    "bias": ("moe", {"moe_router_enable_expert_bias": True}, {"moe_router_bias_update_rate": 1e-3}),
+    "no bias": (
+        "moe",
+        {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3},
+        {"moe_router_bias_update_rate": None},
+    ),
+    "dropping": (
+        "moe",
+        {"moe_token_dropping": True, "moe_expert_capacity_factor": 1.5},
+        {"moe_expert_capacity_factor": 1.5},
+    ),
+    "dropping without a capacity": ("moe", {"moe_token_dropping": True}, "moe.moe_expert_capacity_factor is not given"),
+    "no dropping": ("moe", {"moe_token_dropping": False}, {"moe_expert_capacity_factor": None}),
+    "recompute": ("moe", {"moe_layer_recompute": True}, "write memory.recompute_granularity: selective, "),
+    "no recompute": ("moe", {"moe_layer_recompute": False}, {}),
+    "width": ("moe", {"moe_ffn_hidden_size": 12}, "moe_ffn_hidden_size 12 is an option of the model"),
+    "no width": ("moe", {"moe_ffn_hidden_size": None}, {}),
+    "selective recompute": (
+        "memory",
+        {"selective_activation_checkpointing_is_enabled": True},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    ),
+    "two kinds of recompute": (
+        "memory",
+        {"selective_activation_checkpointing_is_enabled": True, "recompute_granularity": "full"},
+        "sets memory.recompute_granularity a second time",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_pasted", [False, True])
+@pytest.mark.parametrize("name", SWITCHED)
+def test_switches(name: str, is_pasted: bool) -> None:
+    """In the option's own section, and in a model section as NeMo's."""
+    section, options, expected = SWITCHED[name]
+    values: dict[str, Any] = {"model": {"pretrained": "d"}, section: options}
+    if is_pasted:
+        values = {"model": {"pretrained": "d", **options}}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            config_from_mapping(values)
+        return
+    found = getattr(config_from_mapping(values), section)
+    assert {each: getattr(found, each) for each in expected} == expected
 
 
 def test_a_section_pastes_in(tmp_path: Path) -> None:
@@ -336,7 +422,7 @@ def test_a_pasted_section_trains_the_model_of_these_sizes(is_gpt_neox: bool, tmp
             "weight_decay": 0.01,
             "betas": [0.9, 0.98],
             "warmup_steps": 2,
-            "constant_steps": 3,
+            "decay_steps": 7,
             "min_lr_ratio": 0.1,
             "clip_grad": 0.5,
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.loss_scaler import MAX_SCALE
+from nxd_memopt.training.config.optimizer import MAX_LOSS_SCALE
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
-from nxd_memopt.training.config.precision import MAX_LOSS_SCALE
 from nxd_memopt.training.config.train_config import OptimizerConfig, TrainConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from tests.training.runs import rows, run_here, summary, write_config
@@ -20,42 +19,24 @@ from tests.training.runs import rows, run_here, summary, write_config
 MODEL = {"tokenizer": "t", "config_overrides": {"model_type": "llama"}}
 
 
-def resolved(precision: object = None, dtype: object = None, masters: object = None) -> tuple[object, str, object]:
-    sections: dict[str, dict[str, Any]] = {"model": dict(MODEL), "optimizer": {}, "trainer": {}}
-    for (section, name), value in {
-        ("trainer", "precision"): precision,
-        ("model", "dtype"): dtype,
-        ("optimizer", "master_weights"): masters,
-    }.items():
-        if value is not None:
-            sections[section][name] = value
-    config = config_from_mapping(sections)
-    return config.trainer.precision, config.dtype, config.master_weights
-
-
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("trainer", "expected"),
     [
-        ((), ("32-true", "float32", True)),
-        (("32-true",), ("32-true", "float32", True)),
-        ((32,), ("32-true", "float32", True)),
-        (("bf16-true",), ("bf16-true", "bfloat16", False)),
-        (("bf16-mixed",), ("bf16-mixed", "bfloat16", True)),
-        (("bf16",), ("bf16-mixed", "bfloat16", True)),
-        (("16-mixed",), ("16-mixed", "float16", True)),
-        ((16,), ("16-mixed", "float16", True)),
-        (("16",), ("16-mixed", "float16", True)),
-        ((None, "bfloat16"), ("bf16-mixed", "bfloat16", True)),
-        ((None, "bfloat16", False), ("bf16-true", "bfloat16", False)),
-        ((None, "float16"), ("16-mixed", "float16", True)),
-        ((None, "float32", False), ("32-true", "float32", False)),
-        (("16-mixed", "float16", True), ("16-mixed", "float16", True)),
-        (("bf16-true", "auto"), ("bf16-true", "bfloat16", False)),
+        ({}, ("32-true", "float32", True)),
+        ({"precision": "32-true"}, ("32-true", "float32", True)),
+        ({"precision": 32}, ("32-true", "float32", True)),
+        ({"precision": "bf16-true"}, ("bf16-true", "bfloat16", False)),
+        ({"precision": "bf16-mixed"}, ("bf16-mixed", "bfloat16", True)),
+        ({"precision": "bf16"}, ("bf16-mixed", "bfloat16", True)),
+        ({"precision": "16-mixed"}, ("16-mixed", "float16", True)),
+        ({"precision": 16}, ("16-mixed", "float16", True)),
+        ({"precision": "16"}, ("16-mixed", "float16", True)),
     ],
     ids=str,
 )
-def test_names_of_precisions(given: tuple[object, ...], expected: tuple[object, ...]) -> None:
-    assert resolved(*given) == expected
+def test_names_of_precisions(trainer: dict[str, object], expected: tuple[object, ...]) -> None:
+    config = config_from_mapping({"model": MODEL, "trainer": trainer})
+    assert (config.trainer.precision, config.dtype, config.master_weights) == expected
 
 
 def test_a_resolved_configuration_is_resolved_to_itself() -> None:
@@ -68,34 +49,21 @@ def test_the_command_line_sets_the_precision(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     for value, name in (("16", "16-mixed"), ("bf16-true", "bf16-true"), ("32-true", "32-true")):
         assert parse_config(["--config", str(config), "--trainer.precision", value]).trainer.precision == name
-    parsed = parse_config(
-        ["--config", str(config), "--trainer.precision", "bf16", "--optimizer.master-weights", "True"]
-    )
-    assert parsed.optimizer.master_weights is True
 
 
 def test_nemos_names_of_the_loss_scale() -> None:
-    nemo = {"native_amp_init_scale": 65536, "native_amp_growth_interval": 500, "hysteresis": 3, "precision": 16}
+    nemo = {"native_amp_init_scale": 65536, "native_amp_growth_interval": 1000, "hysteresis": 2, "precision": 16}
     config = config_from_mapping({"model": MODEL | nemo})
-    optimizer = config.optimizer
-    assert config.trainer.precision == "16-mixed"
-    assert (optimizer.initial_loss_scale, optimizer.loss_scale_window, optimizer.hysteresis) == (65536.0, 500, 3)
+    assert (config.trainer.precision, config.optimizer.initial_loss_scale) == ("16-mixed", 65536.0)
+    for name, value in (("native_amp_growth_interval", 500), ("hysteresis", 3)):
+        with pytest.raises(ValueError, match=rf"model\.{name} {value} is not supported: only {nemo[name]} is"):
+            config_from_mapping({"model": MODEL | nemo | {name: value}})
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("fp8",), r"trainer.precision 'fp8' is not one of \['32-true', 'bf16-true', 'bf16-mixed', '16-mixed', "),
-        (("16-true",), "trainer.precision '16-true' is not one of"),
-        (("16-mixed", "bfloat16"), "trainer.precision 16-mixed means model.dtype float16, and model.dtype is bfloat16"),
-        (("bf16-mixed", None, False), "means optimizer.master_weights True, and optimizer.master_weights is False"),
-        (("bf16-true", None, True), "means optimizer.master_weights False, and optimizer.master_weights is True"),
-        ((None, "float16", False), "model.dtype float16 with optimizer.master_weights False is not supported"),
-    ],
-)
-def test_contradictions_name_both_options(given: tuple[object, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolved(*given)
+@pytest.mark.parametrize("name", ["fp8", "16-true", 8])
+def test_other_names_are_refused(name: object) -> None:
+    with pytest.raises(ValueError, match=rf"trainer.precision '{name}' is not one of \['32-true', 'bf16-true', "):
+        config_from_mapping({"model": MODEL, "trainer": {"precision": name}})
 
 
 def test_the_largest_scale_is_that_of_the_scaler() -> None:
@@ -127,8 +95,9 @@ def test_losses_are_those_of_fp32(tmp_path: Path, precision: str, tolerance: flo
 
 def test_skipped_steps_keep_the_learning_rate_and_are_recorded(tmp_path: Path) -> None:
     """The largest scale overflows until it is small enough; a run that starts there has the same learning rates."""
-    options = {"initial_loss_scale": 2.0**30, "hysteresis": 1}
-    config = write_config(tmp_path, optimizer=options, trainer={"max_steps": 24, "precision": 16, "export": False})
+    config = write_config(
+        tmp_path, optimizer={"initial_loss_scale": 2.0**30}, trainer={"max_steps": 24, "precision": 16, "export": False}
+    )
     outcome = run_here(config)
     assert outcome.returncode == 0, outcome.stderr
     steps = rows(tmp_path / "run")
@@ -136,7 +105,9 @@ def test_skipped_steps_keep_the_learning_rate_and_are_recorded(tmp_path: Path) -
     # At the edge a scale is small enough for some sequences and too large for others.
     count = skipped.index(False)
     assert 3 < count < 20 and sum(skipped) < 22
-    assert [row["loss_scale"] for row in steps] == [2.0 ** (30 - sum(skipped[:i])) for i in range(24)]
+    # The second overflow and each further one halve the scale.
+    halvings = [max(0, sum(skipped[:i]) - 1) for i in range(24)]
+    assert [row["loss_scale"] for row in steps] == [2.0 ** (30 - each) for each in halvings]
     assert [row["grad_norm"] is None for row in steps] == skipped
     assert all(row["grad_norm"] > 0 for row in steps if not row["skipped"])
     # Warm-up over 2 updates: 0.005 is that of the first update, however many steps were skipped.

@@ -165,24 +165,26 @@ def test_a_schedule_without_an_end_needs_no_policy(tmp_path: Path, schedule: str
     assert exact(tmp_path / "run") == exact(tmp_path / "once")
 
 
-def test_raised_max_steps_needs_a_policy(tmp_path: Path) -> None:
+def test_raised_max_steps_needs_the_end_of_the_decay(tmp_path: Path) -> None:
     config = write_config(tmp_path, trainer={"export": False, "max_steps": 4})
     succeed(run_here(config))
-    longer = ("--trainer.max-steps", "8", "--trainer.on-schedule-change")
-    refuse(run_here(config, *longer[:2]), "ended at step 4 and would end at step 8", "keep", "stretch")
+    longer = ("--trainer.max-steps", "8")
+    kept_decay = ("--optimizer.decay-steps", "4")
+    stretched_decay = ("--trainer.allow-changes", "optimizer.decay_steps")
+    choices = (f"set {' '.join(kept_decay)}", " ".join(stretched_decay))
+    refuse(run_here(config, *longer), "ended at step 4 and would end at step 8", *choices)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    output = succeed(run_here(config, *longer, "keep"))
-    assert "schedule: the decay ends at step 4 as before; then the learning rate is constant" in output
+    succeed(run_here(config, *longer, *kept_decay))
     kept = [row["lr"] for row in rows(tmp_path / "run")]
     assert kept == pytest.approx([expected_rate(step, 4) for step in range(1, 9)])
     # The kept schedule is the run's own, at the next resume too.
-    refuse(run_here(config, *longer[:2]), "ended at step 4")
-    succeed(run_here(config, *longer, "keep"))
-    output = succeed(run_here(config, *longer, "stretch", "--trainer.output-dir", str(tmp_path / "copy")))
-    assert "schedule: the decay ends at step 8 instead of 4, from this step on" in output
+    refuse(run_here(config, *longer), "ended at step 4")
+    succeed(run_here(config, *longer, *kept_decay))
+    output = succeed(run_here(config, *longer, *stretched_decay, "--trainer.output-dir", str(tmp_path / "copy")))
+    assert "optimizer.decay_steps: 4 -> 8, from this step on" in output
     stretched = [row["lr"] for row in rows(tmp_path / "copy")]
     assert stretched[4:] == pytest.approx([expected_rate(step, 8) for step in range(5, 9)])
-    succeed(run_here(config, *longer[:2], "--trainer.output-dir", str(tmp_path / "copy")))
+    succeed(run_here(config, *longer, "--trainer.output-dir", str(tmp_path / "copy")))
 
 
 def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +267,20 @@ def test_warm_start_is_exact(tmp_path: Path) -> None:
     config = begin(tmp_path)
     reached = rows(tmp_path / "run", "evaluation.jsonl")[-1]["held_out_loss"]
     there = ("--model.warm-start", str(tmp_path / "run" / "checkpoints"), "--trainer.max-steps", "0")
-    for dtype, tolerance in {"float32": 0.0, "bfloat16": 0.01}.items():
-        options = ("--trainer.output-dir", str(tmp_path / dtype), "--model.dtype", dtype)
+    for precision, tolerance in {"32-true": 0.0, "bf16-mixed": 0.01}.items():
+        options = ("--trainer.output-dir", str(tmp_path / precision), "--trainer.precision", precision)
         succeed(run_here(config, *there, *options))
-        loss = rows(tmp_path / dtype, "evaluation.jsonl")[0]["held_out_loss"]
+        loss = rows(tmp_path / precision, "evaluation.jsonl")[0]["held_out_loss"]
         assert loss == pytest.approx(reached, rel=tolerance)  # bf16 keeps 8 bits
 
 
 @pytest.mark.slow
 def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     """An fp32 run that starts from a bf16 run has weights between bf16 numbers."""
-    config = begin(tmp_path, model={"dtype": "bfloat16"})
+    config = begin(tmp_path, trainer={"precision": "bf16-mixed"})
     there = ("--trainer.output-dir", str(tmp_path / "next"), "--model.warm-start", str(tmp_path / "run"))
-    succeed(run_here(config, *there, "--trainer.precision", "32-true", "--trainer.max-steps", "0", "--trainer.export"))
+    options = ("--trainer.precision", "32-true", "--trainer.max-steps", "0", "--trainer.export", "true")
+    succeed(run_here(config, *there, *options))
     weights = load_file(next((tmp_path / "next" / "export").glob("*.safetensors")))
     rounded = [bool(torch.equal(weight.bfloat16().float(), weight)) for weight in weights.values() if weight.dim() > 1]
     assert rounded and not any(rounded)

@@ -202,9 +202,9 @@ def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("nxd_memopt.training.loop.build_model", build_resizable)
     found = []
     for name, memory in (("device", {}), ("host", {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1})):
-        options = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
+        options = {"initial_loss_scale": 2.0**18}
         # No checkpoint: its writer takes a view of the CPU's weights that keeps them from being freed.
-        trainer = {"precision": "16-mixed", "max_steps": 4, "export": False, "save_interval": "never"}
+        trainer = {"precision": "16-mixed", "max_steps": 6, "export": False, "save_interval": "never"}
         succeed(run_here(write(tmp_path / name, optimizer=options, trainer=trainer, memory=memory)))
         found.append([(row["loss"], row["skipped"]) for row in rows(tmp_path / name / "run")])
     assert found[0] == found[1]
@@ -257,18 +257,19 @@ def test_what_states_on_the_host_exclude(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(*parts: str, **sections: dict[str, Any]) -> None:
         refuse(run_here(write(tmp_path, **sections)), *parts)
 
-    name = "optimizer.optimizer_cpu_offload"
-    refused("zero2", "set sharding to zero1", optimizer=offload(1.0), data_parallel={"sharding": "zero2"})
+    name = "optimizer.optimizer_offload_fraction"
+    refused(
+        "zero2", "data_parallel.sharding to none or zero1", optimizer=offload(1.0), data_parallel={"sharding": "zero2"}
+    )
     refused("16-mixed", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "16-mixed"})
     refused("bf16-true", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "bf16-true"})
     remainders = {"store_param_remainders": True}
     refused("32-true", "bf16-mixed", optimizer=offload(1.0) | remainders, trainer={"precision": "32-true"})
     refused(f"needs {name}", "store_param_remainders True", optimizer=remainders)
-    refused("between 0 and 1, got 1.5", optimizer=offload(1.5))
-    refused(f"needs {name}", "0.5", optimizer={"optimizer_offload_fraction": 0.5})
+    refused("at most 1, got 1.5", optimizer=offload(1.5))
     refused(f"needs {name}", "optimizer_update_in_forward", optimizer={"optimizer_update_in_forward": True})
     refused(
-        "optimizer_update_in_forward is true, but",
+        "optimizer_update_in_forward is true: the host starts",
         optimizer=offload(1.0, in_forward=True),
         trainer={"enable_cuda_graph": True},
     )

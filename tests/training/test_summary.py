@@ -59,21 +59,22 @@ def test_an_export_of_which_transformers_makes_something_else_fails_the_run(eps,
     run = tmp_path / "run"
     assert summary(run)["transformers_held_out_loss"] and list(run.glob("checkpoints/step_*/index.json"))
     if returncode:
-        assert_says(outcome.stderr, "trainer.verify_export", str(run / "export"), "do not use the export")
+        assert_says(outcome.stderr, "trainer.export verify", str(run / "export"), "do not use the export")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "theirs", "fails"),
+    ("precision", "theirs", "fails"),
     [
-        ("float32", 4.0003, False),
-        ("float32", 4.0005, True),
-        ("float32", math.nan, True),
-        ("bfloat16", 4.07, False),
-        ("bfloat16", 4.1, True),
+        ("32-true", 4.0003, False),
+        ("32-true", 4.0005, True),
+        ("32-true", math.nan, True),
+        ("bf16-mixed", 4.07, False),
+        ("bf16-mixed", 4.1, True),
     ],
 )
-def test_the_bound_of_a_verified_export(dtype, theirs, fails):
-    config = config_from_mapping({"model": {"tokenizer": "t", "dtype": dtype, "config_overrides": LLAMA}})
+def test_the_bound_of_a_verified_export(precision, theirs, fails):
+    model = {"tokenizer": "t", "config_overrides": LLAMA}
+    config = config_from_mapping({"model": model, "trainer": {"precision": precision}})
     found = Summary("cpu", 1, 1, None, held_out_loss_after=4.0, transformers_held_out_loss=theirs)
-    with pytest.raises(ValueError, match="verify_export") if fails else nullcontext():
+    with pytest.raises(ValueError, match=r"trainer\.export verify") if fails else nullcontext():
         require_verified(found, config)

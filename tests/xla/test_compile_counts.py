@@ -26,7 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     config = write_config(
         directory,
         data={"micro_batch_size": 1},  # four micro-batches a step
-        optimizer={"zero1": True, "decay_steps": 8},
+        data_parallel={"sharding": "zero1"},
+        optimizer={"decay_steps": 8},
         trainer={"save_interval": 2, "val_check_interval": 2, "log_every_n_steps": 1},
     )
     return {name: run(directory, config, name, steps) for name, steps in (("fresh", 4), ("resumed", 8))}

@@ -46,7 +46,14 @@ def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: P
     cpu = config_in(tmp_path / "cpu", parallel=TENSOR_AND_SEQUENCE)
     simulated = config_in(tmp_path / "xla", parallel=TENSOR_AND_SEQUENCE)
     succeed(train(cpu, *FULL_RECOMPUTE, ranks=2))
-    half = ("--trainer.max-steps", "2", "--optimizer.decay-steps", "4", "--trainer.no-export", "--trainer.async-save")
+    half = (
+        "--trainer.max-steps",
+        "2",
+        "--optimizer.decay-steps",
+        "4",
+        "--trainer.export=false",
+        "--trainer.async-save",
+    )
     succeed(train(simulated, *FULL_RECOMPUTE, *half, ranks=2, env=XLA))
     rest = ("--optimizer.decay-steps", "4", "--trainer.export", "verify")
     resumed = succeed(train(simulated, *FULL_RECOMPUTE, *rest, ranks=2, env=XLA))

@@ -55,7 +55,7 @@ class Problem:
         precision: ``trainer.precision``.
         isolate_documents: attention restarts at each document of a sequence.
         stages: ZeRO stages that the training program offers.
-        offloads_optimizer: the training program offers ``optimizer_cpu_offload``.
+        offloads_optimizer: the training program offers ``optimizer_offload_fraction``.
         grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.options import default_of, field_types
+from nxd_memopt.training.config.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
@@ -77,15 +77,26 @@ EXCLUDED = (
     Excluded(OFFLOADED_WEIGHTS, (True,), IN_FORWARD, (True,), "the update needs the weights on the device"),
     Excluded(
         "data_parallel.grad_reduce_in_fp32",
-        (True, False),
+        (True,),
         PRECISION,
         ("32-true", "bf16-true"),
-        "gradients have one dtype, in which they are summed",
+        "gradients have the dtype of the parameters, in which they are summed",
     ),
-    Excluded("data_parallel.grad_reduce_in_fp32", (False,), PRECISION, ("16-mixed",), "sums exceed the range of fp16"),
+    Excluded(
+        "data_parallel.grad_reduce_in_fp32",
+        (False,),
+        PRECISION,
+        ("32-true", "bf16-true", "16-mixed"),
+        "only bf16-mixed has another dtype for sums; sums of 16-mixed exceed the range of fp16",
+    ),
     Excluded(OFFLOAD, ANY, SHARDING, ("zero2", "zero3"), "the stage's optimizer keeps its states on the device"),
-    Excluded(OFFLOAD, ANY, PRECISION, ("16-mixed",), "gradients are unscaled before states move"),
-    Excluded(OFFLOAD, ANY, PRECISION, ("bf16-true",), "there are no fp32 master weights and states to offload"),
+    Excluded(
+        OFFLOAD,
+        ANY,
+        PRECISION,
+        ("bf16-true", "16-mixed"),
+        "fp32 states and master weights are offloaded, for gradients without a loss scale",
+    ),
     Excluded(
         "optimizer.store_param_remainders",
         (True,),
@@ -186,17 +197,19 @@ def _allowed(option: str, values: tuple[Any, ...]) -> str:
     """Return the values of ``option`` that are not among ``values``, as a remedy."""
     from nxd_memopt.training.config.train_config import TrainConfig
 
-    section, _, name = option.partition(".")
-    literals = list(_literals(field_types(field_types(TrainConfig)[section])[name]))
-    choices = [each for each in literals if each not in values]
+    choices = [each for each in _choices(TrainConfig, option) if each not in values]
     if not values or not choices:
         return yaml(_default(TrainConfig, option))
     return " or ".join(yaml(each) for each in choices)
 
 
-def _literals(hint: Any) -> Iterator[Any]:
-    if typing.get_origin(hint) is typing.Literal:
-        yield from typing.get_args(hint)
+def _choices(cls: type[TrainConfig], option: str) -> tuple[Any, ...]:
+    """Return the values of an option of words; nothing for other options."""
+    if option == PRECISION:
+        return tuple(PRECISIONS)
+    section, _, name = option.partition(".")
+    hint = field_types(field_types(cls)[section])[name]
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _default(cls: type[TrainConfig], option: str) -> Any:

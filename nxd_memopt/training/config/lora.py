@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nxd_memopt.config import MemoryConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.options import Resume, check_options, option
 
@@ -58,21 +57,6 @@ class LoraOptions:
             return LoraConfig(**dataclasses.asdict(self))
         except ValueError as error:
             raise ValueError(f"lora: {error}") from error
-
-
-def require_trainable_adapters(options: LoraOptions, memory: MemoryConfig, compile: str | None) -> None:
-    """Raise ``ValueError`` for options that adapters cannot be combined with."""
-    if options.lora_rank is None:
-        return
-    conflicts = {
-        "memory.mlp_tile_tokens": (memory.mlp_tile_tokens, None, "null"),
-        "memory.attention_head_groups": (memory.attention_head_groups, None, "null"),
-        "memory.cpu_offloading_weights": (memory.cpu_offloading_weights, False, "false"),
-        "trainer.compile": (compile, None, "null"),
-    }
-    for name, (value, without_effect, remedy) in conflicts.items():
-        if value != without_effect:
-            raise ValueError(f"{name} {value!r} is not supported with lora.lora_rank: set it to {remedy}")
 
 
 def recorded_lora(options: Mapping[str, Any]) -> LoraConfig | None:

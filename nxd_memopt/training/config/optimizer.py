@@ -25,7 +25,7 @@ class OptimizerConfig:
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
-            ``max_steps`` will be raised later, or choose with ``trainer.on_schedule_change`` then.
+            ``max_steps`` will be raised later.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
         no_decay: patterns of names of parameters without weight decay, such as ``[embed_tokens]``. A
             pattern matches a part of a name; ``*`` and ``?`` are those of a shell. One that matches

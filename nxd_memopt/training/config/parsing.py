@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from nxd_memopt.architectures.published import spelled
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
-from nxd_memopt.options import declaration, default_of, field_types, fit
+from nxd_memopt.options import declaration, default_of, field_types, fit, require_one_of
 from nxd_memopt.training.config.command_line import override
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.lora import LoraOptions
@@ -334,10 +334,16 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
             return
         # A name that nobody knows stays in its section, where _build rejects it with a suggestion.
         target, target_name = ALIASES.get(name, (section, name))
-        value = _own_value(target, target_name, name, value)
+        values = _translations(target, target_name).get(name)
+        if values is not None:
+            if value is None:  # not given
+                return
+            require_one_of(f"{section}.{name}", value, tuple(values))
+            value = values[value]
     options = resolved.setdefault(target, {})
-    # An alias and the name it stands for would otherwise overwrite each other in file order.
-    if target_name in options:
+    # An alias and the name it stands for would otherwise overwrite each other in file order. Megatron has
+    # two options for ZeRO-1, which agree.
+    if options.get(target_name, value) != value:
         names = [target_name, *(alias for alias, known in ALIASES.items() if known == (target, target_name))]
         raise ValueError(
             f"{section}.{name} sets {target}.{target_name} a second time: remove one of "
@@ -346,13 +352,9 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
     options[target_name] = value
 
 
-def _own_value(section: str, name: str, alias: str, value: Any) -> Any:
-    """Return the value of ``section.name`` that the alias has under its name as ``value``."""
+def _translations(section: str, name: str) -> Mapping[str, Mapping[Any, Any] | None]:
+    """Return the other names of an option, each with the option's values by its own if these differ."""
     for field in dataclasses.fields(SECTIONS[section]):
-        values = declaration(field).nemo.get(alias)
-        if field.name != name or values is None:
-            continue
-        if value not in values:
-            raise ValueError(f"{alias} {value!r} is not one of {list(values)}")
-        return values[value]
-    return value
+        if field.name == name:
+            return declaration(field).nemo
+    return {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
-from nxd_memopt.options import Resume, check_options, option, require_one_of
+from nxd_memopt.options import Resume, check_options, option, require_named, require_one_of
 from nxd_memopt.training.config.combinations import conflict_with_graphs, require_compatible
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
@@ -148,6 +148,7 @@ class TrainerConfig:
         if self.max_epochs == -1:
             object.__setattr__(self, "max_epochs", None)
         check_options(self, "trainer")
+        require_named("trainer.wandb_project", self.wandb_project)
         object.__setattr__(self, "precision", precision_name(self.precision))
         require_one_of("trainer.precision", self.precision, tuple(PRECISIONS))
 
@@ -194,6 +195,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "launch")
+        require_named("launch.compile_cache_dir", self.compile_cache_dir)
 
 
 def _require_free_memory_section(memory: MemoryConfig) -> None:

@@ -13,7 +13,7 @@ from tests.reference import assert_says, error_message
 
 REFUSALS = {
     "no expert": ({"num_moe_experts": 0}, ["num_moe_experts", "at least 1", "0"]),
-    "experts as text": ({"num_moe_experts": "8"}, ["num_moe_experts", "integer", "'8'"]),
+    "experts as text": ({"num_moe_experts": "8"}, ["num_moe_experts must be int", "'8'"]),
     "top-k of zero": ({"moe_router_topk": 0}, ["moe_router_topk", "at least 1"]),
     "top-k above the experts": ({"moe_router_topk": 9}, ["moe_router_topk 9", "num_moe_experts 8", "lower it"]),
     "balancing": (
@@ -31,11 +31,7 @@ REFUSALS = {
     "jitter of 1": ({"moe_input_jitter_eps": 1.0}, ["moe_input_jitter_eps", "below 1", "1.0"]),
     "negative jitter": ({"moe_input_jitter_eps": -0.1}, ["moe_input_jitter_eps", "at least 0", "-0.1"]),
     "capacity of zero": ({"moe_expert_capacity_factor": 0}, ["moe_expert_capacity_factor", "above 0", "got 0"]),
-    "negative capacity": ({"moe_expert_capacity_factor": -1.0}, ["moe_expert_capacity_factor", "-1.0", "leave it out"]),
-    "rate without a bias": (
-        {"moe_router_bias_update_rate": 0.1},
-        ["moe_router_bias_update_rate 0.1", "moe_router_enable_expert_bias", "leave the rate out"],
-    ),
+    "negative capacity": ({"moe_expert_capacity_factor": -1.0}, ["moe_expert_capacity_factor", "above 0", "-1.0"]),
     "policy without capacity": (
         {"moe_token_drop_policy": "position"},
         ["moe_token_drop_policy 'position'", "moe_expert_capacity_factor is None", "leave the policy out"],
@@ -48,14 +44,6 @@ REFUSALS = {
     "padding without capacity": (
         {"moe_pad_expert_input_to_capacity": True},
         ["moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "None"],
-    ),
-    "dropping without capacity": (
-        {"moe_token_dropping": True},
-        ["moe_token_dropping True", "moe_expert_capacity_factor None"],
-    ),
-    "capacity without dropping": (
-        {"moe_token_dropping": False, "moe_expert_capacity_factor": 1.0},
-        ["moe_token_dropping False", "moe_expert_capacity_factor 1.0"],
     ),
     "coefficient without a loss": (
         {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01},
@@ -75,7 +63,7 @@ REFUSALS = {
     ),
     "bias with softmax": (
         {"moe_router_bias_update_rate": 1e-3},
-        ["moe_router_enable_expert_bias", "sigmoid", "softmax"],
+        ["moe_router_bias_update_rate 0.001", "sigmoid", "softmax"],
     ),
     "transformers' loss with sigmoid": (
         {"moe_router_load_balancing_type": "hf_aux_loss", "moe_router_score_function": "sigmoid"},
@@ -84,12 +72,12 @@ REFUSALS = {
     "frequency of zero": ({"moe_layer_freq": 0}, ["moe_layer_freq", "at least 1", "0"]),
     "frequency as text": ({"moe_layer_freq": "1"}, ["moe_layer_freq", "'1'"]),
     "pattern of other numbers": ({"moe_layer_freq": [1, 2]}, ["moe_layer_freq", "[1, 2]"]),
-    "pattern without a MoE layer": ({"moe_layer_freq": [0, 0]}, ["moe_layer_freq", "no MoE layer"]),
-    "switch as a number": ({"moe_layer_recompute": 1}, ["moe_layer_recompute", "true or false", "1"]),
+    "pattern without a MoE layer": ({"moe_layer_freq": [0, 0]}, ["moe_layer_freq", "1 for MoE layers", "[0, 0]"]),
+    "switch as a number": ({"moe_per_layer_logging": 1}, ["moe_per_layer_logging must be bool", "true or false", "1"]),
     "width of zero": ({"moe_ffn_hidden_size": 0}, ["moe_ffn_hidden_size", "at least 1"]),
     "shared width as text": (
         {"moe_shared_expert_intermediate_size": "8"},
-        ["moe_shared_expert_intermediate_size", "integer"],
+        ["moe_shared_expert_intermediate_size must be int"],
     ),
 }
 

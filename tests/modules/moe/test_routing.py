@@ -247,7 +247,7 @@ def test_expert_bias_follows_the_load_of_all_ranks():
 
 
 def test_a_bias_without_a_bias_is_refused():
-    with pytest.raises(ValueError, match="moe_router_enable_expert_bias"):
+    with pytest.raises(ValueError, match="moe_router_bias_update_rate"):
         update_expert_bias([router(MoEConfig(4))], torch.ones(1, 4))
 
 

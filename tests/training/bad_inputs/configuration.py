@@ -142,7 +142,7 @@ VALUES = (
         _option("data", "dataset", "${SCRATCH}/lines.jsonl"),
         ("data.dataset '${SCRATCH}/lines.jsonl' has an environment variable", "write its value"),
     ),
-    BadInput("eps_zero", _option("optimizer", "eps", 0), ("optimizer.eps must be above 0", "1e-8")),
+    BadInput("eps_zero", _option("optimizer", "eps", 0), ("optimizer.eps must be above 0 and finite, got 0",)),
     BadInput(
         "held_out_text_empty",
         _option("data", "held_out_every", 10**9),
@@ -156,7 +156,7 @@ VALUES = (
     BadInput(
         "staging_without_offload",
         _option("optimizer", "optimizer_staging_gib", 8),
-        ("optimizer.optimizer_staging_gib 8.0", "optimizer_cpu_offload", "leave"),
+        ("optimizer.optimizer_staging_gib 8.0", "optimizer_offload_fraction above 0", "leave"),
     ),
     BadInput(
         "update_in_forward_of_weights_on_the_host",
@@ -165,7 +165,7 @@ VALUES = (
             optimizer={"optimizer_offload_fraction": 1.0, "optimizer_update_in_forward": True},
             memory={"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
         ),
-        ("optimizer.optimizer_update_in_forward", "memory.cpu_offloading_weights", "set one of them"),
+        ("set memory.cpu_offloading_weights to false, or optimizer.optimizer_update_in_forward to false",),
     ),
     BadInput("resume_from_empty", _option("trainer", "resume_from", ""), ("trainer.resume_from is empty",)),
     BadInput("warm_start_empty", _option("model", "warm_start", " "), ("model.warm_start is empty",)),

@@ -99,9 +99,10 @@ def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections:
         elif name == "min_lr" and float(optim.get("lr") or 0) > 0:
             target.setdefault("min_lr_ratio", float(value) / float(optim["lr"]))
         elif name == "constant_steps":
-            # The last steps, which are at the minimum.
+            # The last steps, which are at the minimum. Without any, the decay ends at max_steps, also if the
+            # command line changes it.
             max_steps = sections.get("trainer", {}).get("max_steps")
-            if isinstance(max_steps, int) and isinstance(value, int) and max_steps > value:
+            if isinstance(max_steps, int) and isinstance(value, int) and max_steps > value > 0:
                 target.setdefault("decay_steps", max_steps - value)
             elif value:
                 problems.append(

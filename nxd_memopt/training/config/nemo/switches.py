@@ -17,7 +17,7 @@ SWITCHES: dict[str, tuple[str, str, Any]] = {
 TURNED_OFF = {"cpu_offloading": ("cpu_offloading_activations", "cpu_offloading_weights")}
 # Options that config.json has.
 OF_THE_MODEL = ("moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax")
-REPLACED = {"moe_layer_recompute": "memory.recompute_granularity selective with memory.recompute_modules [moe]"}
+REPLACED = {"moe_layer_recompute": "memory.recompute_granularity: selective, memory.recompute_modules: [moe]"}
 
 
 def knows(name: str) -> bool:
@@ -36,10 +36,12 @@ def take_switches(sections: Sections, switches: dict[str, Any], problems: list[s
     for name, value in switches.items():
         if name in SWITCHES:
             problem = _take(sections, name, value)
-        elif name in REPLACED:
-            problem = f"{name} {value!r}: write {REPLACED[name]}" if value else None
-        else:
+        elif name in REPLACED and value:
+            problem = f"{name} {value!r} is not supported: write {REPLACED[name]}"
+        elif name in OF_THE_MODEL and value is not None:
             problem = f"{name} {value!r} is an option of the model, which config.json has: leave it out"
+        else:
+            continue
         if problem is not None:
             problems.append(problem)
 

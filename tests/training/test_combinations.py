@@ -1,0 +1,88 @@
+"""Each combination of the tables is refused, and is accepted with each value that the error offers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from nxd_memopt.training.config.combinations import EXCLUDED, EXCLUDED_BY_GRAPHS, Excluded
+from nxd_memopt.training.config.parsing import _unchecked_config, config_from_mapping
+
+GRAPH = "trainer.enable_cuda_graph"
+# A value of each option whose values are not listed in the tables.
+VALUES: dict[str, Any] = {
+    "data_parallel.num_distributed_optimizer_instances": 2,
+    "optimizer.optimizer_offload_fraction": 0.5,
+    "memory.mlp_tile_tokens": 64,
+    "memory.attention_head_groups": 2,
+    "memory.cpu_offloading_num_layers": 1,
+    "lora.lora_rank": 4,
+    "trainer.compile": "layer",
+    "trainer.resume_from": "runs/a",
+    "trainer.max_epochs": 2.0,
+    "model.warm_start": "runs/b",
+    "data.mixture": {"a.txt": 1.0},
+}
+# What an option needs in its section.
+NEEDS: dict[str, dict[str, Any]] = {
+    "memory.cpu_offloading_weights": {"cpu_offloading_num_layers": 1},
+    "memory.cpu_offloading_activations": {"recompute_granularity": "full"},
+    "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 0.5},
+    "optimizer.store_param_remainders": {"optimizer_offload_fraction": 0.5},
+    "optimizer.in_backward": {"clip_grad": 0.0},
+}
+
+
+def sections(*options: tuple[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sections that have the options, and what these need."""
+    found: dict[str, dict[str, Any]] = {"model": {"tokenizer": "t", "config_overrides": {"model_type": "llama"}}}
+    for name, value in options:
+        section, _, option = name.partition(".")
+        needed = NEEDS.get(name, {}) if value else {}
+        found[section] = found.get(section, {}) | needed | {option: value}
+    return found
+
+
+def offered(text: str) -> list[Any]:
+    """The values that an error offers, as a YAML file has them."""
+    return [yaml.safe_load(each) for each in text.split(" or ")]
+
+
+def pairs(entry: Excluded) -> list[tuple[Any, Any]]:
+    firsts, seconds = (
+        values or (VALUES[name],) for name, values in ((entry.option, entry.values), (entry.other, entry.other_values))
+    )
+    return [(first, second) for first in firsts for second in seconds]
+
+
+@pytest.mark.parametrize("entry", EXCLUDED, ids=lambda entry: f"{entry.option} and {entry.other}")
+def test_excluded_values(entry: Excluded) -> None:
+    for first, second in pairs(entry):
+        values = sections((entry.option, first), (entry.other, second))
+        with pytest.raises(ValueError, match="set "):
+            config_from_mapping(values)
+        # The entry's own message: the values may be in another one too.
+        message = entry.conflict(_unchecked_config(values))
+        assert message is not None and entry.reason in message
+        match = re.search(rf"; set {entry.option} to (.*), or {entry.other} to (.*)$", message)
+        assert match is not None, message
+        for value in offered(match[1]):
+            config_from_mapping(sections((entry.option, value), (entry.other, second)))
+        for value in offered(match[2]):
+            config_from_mapping(sections((entry.option, first), (entry.other, value)))
+
+
+@pytest.mark.parametrize(("name", "values", "reason"), EXCLUDED_BY_GRAPHS)
+def test_what_graphs_exclude(name: str, values: tuple[Any, ...], reason: str) -> None:
+    for value in values or (VALUES[name],):
+        with pytest.raises(ValueError, match=re.escape(f"enable_cuda_graph is true and {name} is ")) as raised:
+            config_from_mapping(sections((GRAPH, True), (name, value)))
+        match = re.search(r"; set it to (.*), or enable_cuda_graph to false$", str(raised.value))
+        assert match is not None and reason in str(raised.value)
+        for remedy in offered(match[1]):
+            config_from_mapping(sections((GRAPH, True), (name, remedy)))
+        for remedy in (False, "auto"):
+            config_from_mapping(sections((GRAPH, remedy), (name, value)))
