@@ -48,7 +48,7 @@ def train(args: argparse.Namespace, precision: str, directory: Path) -> dict[str
         options["--optimizer.initial-loss-scale"] = args.initial_loss_scale
     words = [str(word) for option in options.items() for word in option]
     command = [sys.executable, "-m", "nxd_memopt.training", *words]
-    command += ["--trainer.no-export", "--trainer.save-interval", "never"]
+    command += ["--trainer.export", "false", "--trainer.save-interval", "never"]
     code = subprocess.run(command, check=False).returncode
     if code:
         raise SystemExit(f"error: training in {precision} ended with status {code}")

@@ -103,9 +103,8 @@ def run_single_process() -> int:
         *("--trainer.max-steps", "2"),
         *("--optimizer.warmup-steps", "0"),
         *("--data.eval-sequences", "0"),
-        "--trainer.no-export",
-        "--trainer.export", "true",
-        "--trainer.save-interval", "never",
+        *("--trainer.export", "false"),
+        *("--trainer.save-interval", "never"),
     ]
     print("one process, for comparison", flush=True)
     return wait_for(command)
