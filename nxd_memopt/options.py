@@ -123,7 +123,7 @@ def _require_in_range(name: str, value: float, declared: Declaration) -> None:
     if declared.above is not None and not declared.above < value < math.inf:
         raise ValueError(f"{name} must be above {declared.above:g} and finite, got {value}")
     if declared.maximum is not None and not value <= declared.maximum:
-        raise ValueError(f"{name} must be at most {declared.maximum:g}, got {value}")
+        raise ValueError(f"{name} must be at most {declared.maximum}, got {value}")
 
 
 def fit(name: str, value: Any, hint: Any) -> Any:

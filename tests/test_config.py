@@ -165,6 +165,12 @@ def test_lists_of_yaml_become_tuples():
     assert config.recompute_modules == ("norm", "mlp_act")
 
 
+def test_the_attention_of_one_layer_is_not_that_of_all():
+    """As keys of the planner's caches: 1 == True."""
+    kept = [MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=number) for number in (1, True, 1)]
+    assert len(set(kept)) == 2 and kept[0] == kept[2] != kept[1]
+
+
 def test_selective_recompute_is_that_of_core_attention():
     assert MemoryConfig(recompute_granularity="selective").recompute_modules == ("core_attn",)
 

@@ -271,7 +271,7 @@ def test_a_run_starts_from_the_adapters_of_another(
     [
         ({"lora": {"lora_rank": 0}}, "lora: lora_rank must be at least 1"),
         ({"lora": {"target_modules": ["qkv"]}}, "'qkv', and no layer has this name"),
-        ({"memory": {"mlp_tile_tokens": 8}}, "memory.mlp_tile_tokens 8 is not supported with lora"),
+        ({"memory": {"mlp_tile_tokens": 8}}, "memory.mlp_tile_tokens is 8: tiles compute the MLP without adapters"),
         ({"lora": {"lora_rank": None}}, "lora.target_modules"),
     ],
 )

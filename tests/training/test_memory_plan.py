@@ -66,15 +66,17 @@ def test_what_cannot_fit_is_refused_and_what_may_is_said(tmp_path, monkeypatch, 
     assert_says(message, "planned memory of a step", "exceeds", "memory: auto", "nxd-memopt plan")
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [("zero3", "float32"), ("zero3", "bfloat16"), ("zero2", "float32")])
-def test_a_host_without_room_for_the_weights_of_zero3_is_refused(tmp_path, monkeypatch, stage, dtype):
-    config = config_of(tmp_path, model={"config_overrides": DEEP, "dtype": dtype}, data_parallel={"sharding": stage})
+@pytest.mark.parametrize(("stage", "precision"), [("zero3", "32-true"), ("zero3", "bf16-mixed"), ("zero2", "32-true")])
+def test_a_host_without_room_for_the_weights_of_zero3_is_refused(tmp_path, monkeypatch, stage, precision):
+    trainer = {"precision": precision}
+    config = config_of(tmp_path, model={"config_overrides": DEEP}, trainer=trainer, data_parallel={"sharding": stage})
     # A device with its own memory: what this process has is the host's.
     device = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
     monkeypatch.setattr(memory_plan, "backend", device)
     monkeypatch.setattr(memory_plan, "ranks_per_host", lambda: 4)
     hf_config = load_hf_config(config.model)
-    needed = sum(param.numel() for param in LlamaForCausalLM(hf_config).parameters()) * getattr(torch, dtype).itemsize
+    bytes_of_one = getattr(torch, config.dtype).itemsize
+    needed = sum(param.numel() for param in LlamaForCausalLM(hf_config).parameters()) * bytes_of_one
     check = memory_plan._require_room_for_initialization
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 4 * needed)
     check(config, hf_config)

@@ -179,7 +179,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "moe_router_load_balancing_type 'aux' is not one of.*'aux_loss'",
     ),
     "padding": (MIXTRAL, {"moe": {"moe_pad_expert_input_to_capacity": True}}, "needs moe_expert_capacity_factor"),
-    "capacity": (MIXTRAL, {"moe": {"moe_expert_capacity_factor": 0}}, "moe_expert_capacity_factor must be .* above 0"),
+    "capacity": (MIXTRAL, {"moe": {"moe_expert_capacity_factor": 0}}, "moe_expert_capacity_factor must be above 0"),
     "sinkhorn": (MIXTRAL, {"moe": {"moe_router_load_balancing_type": "sinkhorn"}}, "trainer.export is true"),
     "bias": (
         MIXTRAL,

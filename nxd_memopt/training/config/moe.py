@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.architectures.experts import options_of, require_option_of
@@ -42,6 +43,7 @@ def _descriptions() -> str:
 _Fields: Any = dataclasses.make_dataclass("_Fields", _optional_fields(), frozen=True)
 
 
+@dataclass(frozen=True)
 class MoEOptions(_Fields):
     """Options of mixture-of-experts layers, with Megatron's and NeMo's names.
 

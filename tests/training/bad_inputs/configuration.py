@@ -183,7 +183,7 @@ VALUES = (
     BadInput(
         "warm_up_beyond_the_last_step",
         _option("optimizer", "warmup_steps", 9),
-        ("warmup_steps 9", "last step", "8", "shorten"),
+        ("warmup_steps 9", "schedule of 8 steps", "shorten"),
     ),
     BadInput(
         "warm_up_beyond_the_decay",
@@ -204,7 +204,6 @@ VALUES = (
         _option("data", "seq_length", 65),
         ("seq_length 65", "max_position_embeddings 64", "config_overrides"),
     ),
-    BadInput("dtype_unknown", _option("model", "dtype", "bf16"), ("bf16", "bfloat16")),
     BadInput("two_ranks_wanted", _option("parallel", "tensor_model_parallel_size", 2), ("world size 1", "start")),
 )
 
