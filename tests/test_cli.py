@@ -103,7 +103,10 @@ def test_usage_errors_exit_with_2(monkeypatch, capsys):
     assert run(monkeypatch) == 2 and "certify" in capsys.readouterr().out
     for words, message in (
         (["trian"], "command 'trian' is not one of"),
-        (["plan", "--modell", "x", "--device", "h100"], "unknown option --modell: did you mean --model?; nxd-memopt plan --help shows"),
+        (
+            ["plan", "--modell", "x", "--device", "h100"],
+            "unknown option --modell: did you mean --model?; nxd-memopt plan --help shows",
+        ),
         (["plan", "--model", "x"], "--device; nxd-memopt plan --help"),
         (["certify", "--tensor-model-parallel-size", "8"], "did you mean --parallel.tensor-model-parallel-size?"),
         (["profile", "--global-batch", "8"], "did you mean --data.global-batch-size?"),

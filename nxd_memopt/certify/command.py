@@ -273,9 +273,5 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
 
         # neuronx-cc's flags have their own check in the certificate. In the simulation wrong flags
         # must not raise, so the check at run time is reduced to a warning.
-        environment |= {
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": dump_flags(dump),
-            "NXD_MEMOPT_RECOMPUTE_CHECK": "warn",
-        }
+        environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}
     return environment

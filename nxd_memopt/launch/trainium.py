@@ -45,21 +45,11 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
     # ranks on this host, so they are fixed.
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "fail rather than train on another device", "fixed"),
-        Variable(
-            "PJRT_DEVICE",
-            "NEURON",
-            "torch-xla runs on NeuronCores, not on its CPU simulation",
-            "fixed",
-        ),
+        Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
         functionalization(),
         Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
         *_compile_cache(run, flags),
-        Variable(
-            "NEURON_FUSE_SOFTMAX",
-            "1",
-            "softmax reaches the compiler as one operation",
-            versions=TORCH_XLA,
-        ),
+        Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
         _stochastic_rounding(run.config),
         Variable(
             "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
@@ -71,11 +61,7 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
         Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed", TORCH_XLA),
         Variable(
-            "TPU_CHIPS_PER_HOST_BOUNDS",
-            cores,
-            "the same, for torch-xla's view of the topology",
-            "fixed",
-            TORCH_XLA,
+            "TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's view of the topology", "fixed", TORCH_XLA
         ),
         *_runtime(run),
     ]
@@ -90,12 +76,6 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             core.
     """
     lnc = str(logical_nc_config)
-    # The older name is fixed only where the environment has it: merged then rejects a value that
-    # contradicts LNC, and runtimes that do not know the name never see it.
-    older_name = "NEURON_RT_VIRTUAL_CORE_SIZE"
-    older = []
-    if older_name in run.environ:
-        older = [Variable(older_name, lnc, "the older name of the same", "fixed")]
     return [
         Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
         Variable(
@@ -105,8 +85,8 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             "fixed",
             "Neuron SDK 2.21 and newer",
         ),
-        *older,
-        *_number_of_cores(run),
+        *_if_present(run, "NEURON_RT_VIRTUAL_CORE_SIZE", lnc, "the older name of the same"),
+        *_if_present(run, "NEURON_RT_NUM_CORES", str(run.processes), "logical cores on this host, one per process"),
         Variable(
             "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
             "1",
@@ -119,16 +99,14 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
     ]
 
 
-def _number_of_cores(run: Run) -> list[Variable]:
-    """Return a fixed NEURON_RT_NUM_CORES if the environment has one.
+def _if_present(run: Run, name: str, value: str, reason: str) -> list[Variable]:
+    """Return a fixed variable if the environment has one of its name.
 
-    TorchNeuron does not need the variable, but a value for another number of ranks must be
-    rejected, which ``merged`` does for fixed variables.
+    The ranks do not need it: ``merged`` then rejects a value that contradicts the run.
     """
-    name = "NEURON_RT_NUM_CORES"
     if name not in run.environ:
         return []
-    return [Variable(name, str(run.processes), "logical NeuronCores on this host, one per process", "fixed")]
+    return [Variable(name, value, reason, "fixed")]
 
 
 def functionalization() -> Variable:
@@ -208,15 +186,7 @@ def _compile_cache(run: Run, flags: str) -> list[Variable]:
             f"--cache_dir ({flags}), which takes precedence: name the cache once"
         )
     reason = "compiled graphs are kept here; the default is /var/tmp/neuron-compile-cache of each host"
-    return [
-        Variable(
-            "NEURON_COMPILE_CACHE_URL",
-            cache_location(run),
-            reason,
-            "fixed",
-            "torch-neuronx 1.13 to 2.9",
-        )
-    ]
+    return [Variable("NEURON_COMPILE_CACHE_URL", cache_location(run), reason, "fixed", "torch-neuronx 1.13 to 2.9")]
 
 
 def _neff_cache(run: Run) -> list[Variable]:
@@ -287,11 +257,7 @@ def _runtime(run: Run) -> list[Variable]:
             "slowest rank, which may still compile or read a checkpoint",
             versions="Neuron Runtime 2.0 and newer",
         ),
-        Variable(
-            "MALLOC_ARENA_MAX",
-            "64",
-            "bounds what glibc's malloc keeps per thread: many ranks share a host",
-        ),
+        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
         *_root_comm_id(run),
         *between_hosts,
     ]
@@ -317,16 +283,9 @@ def _between_hosts(run: Run) -> list[Variable]:
     interface = run.machine.container_interface()
     variables = [
         Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
+        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "the network card reads device memory without a copy through the host"),
         Variable(
-            "FI_EFA_USE_DEVICE_RDMA",
-            "1",
-            "the network card reads device memory without a copy through the host",
-        ),
-        Variable(
-            "FI_EFA_FORK_SAFE",
-            "1",
-            "libfabric stays usable where Python forks",
-            versions="Linux kernels below 5.15",
+            "FI_EFA_FORK_SAFE", "1", "libfabric stays usable where Python forks", versions="Linux kernels below 5.15"
         ),
     ]
     if interface is not None:

@@ -159,17 +159,17 @@ def test_collectives_equal_the_formulas(name, tmp_path):
     checks = {check.name: check for check in certified.checks}
     assert checks["collectives"].passed, checks["collectives"].detail
     assert checks["same graph on every rank"].passed
-    if request.memory["recompute_granularity"]:
+    if request.memory.recompute_granularity:
         assert checks["recompute survives"].passed, checks["recompute survives"].detail
     # The weights of the choices are exchanged in every layer, [N, k] in the router's dtype.
-    kind = "all_gather" if request.parallel["sequence_parallel_enabled"] else "all_reduce"
+    kind = "all_gather" if request.parallel.sequence_parallel_enabled else "all_reduce"
     width = 8 if "fp64" in str(moe) else 4
-    size = request.parallel["tensor_model_parallel_size"]
+    size = request.parallel.tensor_model_parallel_size
     counted = certified.survivals[3].baseline.collectives
     if size > 1:
         assert counted[Collective(kind, 2 * 32 * config.get("num_experts_per_tok", 2) * width, size)] >= 3
     # Expert-parallel ranks exchange tokens, or the rows of each expert's capacity, in every layer and back.
-    if request.parallel["expert_model_parallel_size"] == 2:
+    if request.parallel.expert_model_parallel_size == 2:
         hidden = config["hidden_size"] * 4
         rows = (
             Collective("all_to_all", 4 * 48 * hidden, 2) if SENT in moe else Collective("all_gather", 128 * hidden, 2)

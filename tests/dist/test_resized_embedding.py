@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any

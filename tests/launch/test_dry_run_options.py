@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.certify.command import _optimizer
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.command_line import Run
-from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.training.config.parsing import SECTIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from tests.launch.launching import planned

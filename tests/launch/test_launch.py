@@ -190,7 +190,7 @@ def test_what_a_dry_run_certifies(recipe: str) -> None:
     asked = certified(found)
     config, request = found.config, asked.request
     assert config.model.config_overrides.items() <= request.config.items()
-    assert request.parallel_config() == config.parallel and request.memory_config() == config.memory
+    assert request.parallel == config.parallel and request.memory == config.memory
     assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
     assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
     replicas = 128 // config.parallel.tensor_model_parallel_size
@@ -220,7 +220,7 @@ def test_techniques_that_certify_cannot_measure_are_refused() -> None:
     def request(*options: str) -> Request:
         return certified(planned("llama3_8b", *options, "--platform", "trn2")).request
 
-    assert request("--memory.recompute-keep-core-attn").memory_config().recompute_keep_core_attn
+    assert request("--memory.recompute-keep-core-attn").memory.recompute_keep_core_attn
     assert not request().isolate_documents
     block = ("--memory.recompute-method", "block", "--memory.recompute-num-layers")
     selective = ("--memory.recompute-granularity", "selective", "--memory.recompute-modules", "norm")

@@ -241,11 +241,12 @@ def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
 # ---- names and packages ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("instance", "platform"), INSTANCES.items())
-def test_names_of_instances_are_understood(instance: str, platform: str) -> None:
-    assert (
-        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "2").platform.name == platform
-    )
+@pytest.mark.parametrize(("instance", "name"), INSTANCES.items())
+def test_names_of_instances_are_understood(instance: str, name: str) -> None:
+    """As devices of plans and certificates, too."""
+    assert platform_named(instance).name == name.replace("trn1n", "trn1")
+    device, ranks = device_and_ranks(instance)
+    assert device.name == name.removesuffix("-3xlarge") and ranks in (2, 4, 32, 64)
 
 
 def test_a_trn1_2xlarge_has_two_ranks() -> None:

@@ -52,8 +52,8 @@ def run_of(*arguments: str) -> Run:
 def test_it_runs_without_torch(precision):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from nxd_memopt.cli import main; "
-        f"sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048 --trainer.precision {precision}'.split(); "
-        "sys.exit(main())"
+        "sys.argv[1:] = 'plan --model gpt-neox-20b --device trn1 --seq-length 2048'.split(); "
+        f"sys.argv += ['--trainer.precision', '{precision}']; sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -68,8 +68,14 @@ def test_it_runs_without_torch(precision):
         ("--model llama-3-8b --device h20", ("h20", "did you mean 'h200'")),
         ("--model lama-3-8b --device h200", ("lama-3-8b", "llama-3-8b")),
         ("--model llama-3-8b --device h200 --devices 0", ("--devices", "0")),
-        ("--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 3", ("parallel_size 3", "[1, 2, 4, 8]")),
-        ("--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 0", ("tensor_model_parallel_size", "0")),
+        (
+            "--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 3",
+            ("parallel_size 3", "[1, 2, 4, 8]"),
+        ),
+        (
+            "--model llama-3-8b --device h200 --parallel.tensor-model-parallel-size 0",
+            ("tensor_model_parallel_size", "0"),
+        ),
         ("--model meta-llama/Llama-9-8B --device h200", ("meta-llama/Llama-9-8B", "hf download")),
         ("--model other/config.json --device h200", ("other/config.json", "does not exist")),
         ("--model llama-3-8b --device h200 --seq-length 1", ("data.seq_length", "2", "1")),

@@ -128,7 +128,11 @@ def test_no_tried_setting_is_refused_by_training(option, file):
         ({"parallel": {"tensor_model_parallel_size": 8}}, (), ("tensor_model_parallel_size 8", "use one of [1, 2, 4]")),
         ({"parallel": {"expert_model_parallel_size": 2}}, (), ("expert_model_parallel_size 2", "leave it out")),
         ({"parallel": {"reduce_dtype": "bfloat16"}}, (), ("reduce_dtype 'bfloat16'", "float32")),
-        ({"data_parallel": {"grad_reduce_in_fp32": True}}, ("--trainer.precision", "bf16-true"), ("grad_reduce_in_fp32",)),
+        (
+            {"data_parallel": {"grad_reduce_in_fp32": True}},
+            ("--trainer.precision", "bf16-true"),
+            ("grad_reduce_in_fp32",),
+        ),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(sections, more, words, file):

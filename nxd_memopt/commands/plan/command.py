@@ -28,8 +28,8 @@ stage, techniques of the memory section, optimizer states on the host and CUDA g
 kept, and exclude settings that the training program would refuse with them: sequence_parallel_enabled, reduce_dtype,
 attention_backend, fused_linear_cross_entropy, reshard_after_forward, num_distributed_optimizer_instances,
 grad_reduce_in_fp32, overlap_grad_reduce, in_backward and compile. Parallel sizes that a YAML states are fixed: remove
-them from it to try all sizes. Those of a recipe are not, because they are of the devices that it was written for. Options
-of the command line win."""
+them from it to try all sizes. Those of a recipe are not, because they are of the devices that it was written for.
+Options of the command line win."""
 
 
 def main(arguments: Sequence[str]) -> int:
