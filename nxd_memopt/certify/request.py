@@ -246,12 +246,7 @@ class Answer:
             str(layers): [survival.recompute.to_json(), survival.baseline.to_json()]
             for layers, survival in self.survivals.items()
         }
-        return {
-            "survivals": pairs,
-            "fingerprints": self.fingerprints,
-            "num_parameters": self.num_parameters,
-            "num_expert_parameters": self.num_expert_parameters,
-        }
+        return vars(self) | {"survivals": pairs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Answer:
@@ -260,9 +255,4 @@ class Answer:
             int(layers): Survival(*(Measurement.from_json(measured) for measured in pair))
             for layers, pair in data["survivals"].items()
         }
-        return cls(
-            survivals,
-            tuple(data["fingerprints"]),
-            num_parameters=data["num_parameters"],
-            num_expert_parameters=data["num_expert_parameters"],
-        )
+        return cls(**data | {"survivals": survivals, "fingerprints": tuple(data["fingerprints"])})
