@@ -24,6 +24,7 @@ DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
 # The runtime's default on trn1 according to its developer guide; its configuration guide says 30.
 EXEC_TIMEOUT_S = 600
 TORCH_XLA = "torch-neuronx 2.9, torch-xla"
+UNTIL_231 = "Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning"
 TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
 NODE_RANK = "{node_rank}"
 
@@ -52,17 +53,12 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
         _stochastic_rounding(run.config),
         Variable(
-            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
-            "3",
-            "the host runs ahead by up to three graphs",
-            versions="Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning",
+            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", "graphs that the host runs ahead", versions=UNTIL_231
         ),
         Variable("NEURON_RT_NUM_CORES", cores, "NeuronCores on this host, one per process", "fixed"),
         Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
         Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed", TORCH_XLA),
-        Variable(
-            "TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's view of the topology", "fixed", TORCH_XLA
-        ),
+        Variable("TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's topology", "fixed", TORCH_XLA),
         *_runtime(run),
     ]
 
@@ -76,23 +72,14 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             core.
     """
     lnc = str(logical_nc_config)
+    ranks = "LNC, physical cores of one rank: the platform's number of ranks follows from it"
+    fallback = "an operation that fails on the device is an error, not a silent detour through the CPU"
     return [
         Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
-        Variable(
-            "NEURON_LOGICAL_NC_CONFIG",
-            lnc,
-            "LNC, physical cores of one rank: the platform's number of ranks follows from it",
-            "fixed",
-            "Neuron SDK 2.21 and newer",
-        ),
+        Variable("NEURON_LOGICAL_NC_CONFIG", lnc, ranks, "fixed", "Neuron SDK 2.21 and newer"),
         *_if_present(run, "NEURON_RT_VIRTUAL_CORE_SIZE", lnc, "the older name of the same"),
         *_if_present(run, "NEURON_RT_NUM_CORES", str(run.processes), "logical cores on this host, one per process"),
-        Variable(
-            "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
-            "1",
-            "an operation that fails on the device is an error, not a silent detour through the CPU",
-            versions=TORCH_NEURON,
-        ),
+        Variable("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "1", fallback, versions=TORCH_NEURON),
         *_neff_cache(run),
         _stochastic_rounding(run.config),
         *_runtime(run),
@@ -113,13 +100,11 @@ def functionalization() -> Variable:
     """Return the variable that keeps torch_xla's functionalization on."""
     # torch_neuronx runs torch_xla without functionalization unless the environment sets this
     # variable to 0. It is a default, not fixed: the library itself avoids the operation below.
-    return Variable(
-        "XLA_DISABLE_FUNCTIONALIZATION",
-        "0",
-        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns "
-        "wrong data (pytorch/xla#8640)",
-        versions="torch-xla 2.1 to 2.9",
+    reason = (
+        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns wrong data "
+        "(pytorch/xla#8640)"
     )
+    return Variable("XLA_DISABLE_FUNCTIONALIZATION", "0", reason, versions="torch-xla 2.1 to 2.9")
 
 
 def stochastic_rounding(config: TrainConfig) -> bool:
@@ -132,12 +117,8 @@ def stochastic_rounding(config: TrainConfig) -> bool:
 
 def _stochastic_rounding(config: TrainConfig) -> Variable:
     """Return the variable that turns the device's stochastic rounding on or off."""
-    return Variable(
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN",
-        str(int(stochastic_rounding(config))),
-        "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)",
-        "fixed",
-    )
+    reason = "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)"
+    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(stochastic_rounding(config))), reason, "fixed")
 
 
 def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
