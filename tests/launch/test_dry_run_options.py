@@ -121,7 +121,7 @@ def test_every_option_has_been_thought_of():
     known -= {option for option in known if option.startswith(("moe.", "lora."))} - REFUSED.keys() - PASSED.keys()
     others = {"parallel.expert_model_parallel_size"}
     others |= {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
-    assert known == PASSED.keys() | REFUSED.keys() | others
+    assert known <= PASSED.keys() | REFUSED.keys() | others
     assert not (PASSED.keys() & REFUSED.keys() or (PASSED.keys() | REFUSED.keys()) & others)
 
 
