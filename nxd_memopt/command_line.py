@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -106,6 +106,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
     return int(text)
+
+
+def require_directory(option: str, file: Path) -> None:
+    """Raise ``ValueError`` if a file to be written is a directory, or is in none."""
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a directory: name a file in it")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {file}: {file.absolute().parent} is no directory: create it, or name another file")
 
 
 def recipes() -> list[str]:
@@ -241,8 +249,7 @@ def _options_of_sections() -> dict[str, str]:
     """Return ``--OPTION`` -> ``--SECTION.OPTION`` of all options of a run."""
     found: dict[str, str] = {}
     for section, cls in typing.get_type_hints(TrainConfig).items():
-        names: Iterable[str] = (field.name for field in dataclasses.fields(cls))
-        for name in names:
-            flag = name.replace("_", "-")
+        for field in dataclasses.fields(cls):
+            flag = field.name.replace("_", "-")
             found.setdefault(f"--{flag}", f"--{section.replace('_', '-')}.{flag}")
     return found

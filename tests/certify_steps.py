@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nxd_memopt.certify.request import Request
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4}
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_dropout": 0.0}
@@ -26,10 +27,13 @@ The largest measured with full recompute is 0.403; if recompute does not survive
 
 def request(backend: str, config: dict[str, Any], memory: dict[str, Any], **changes: Any) -> Request:
     """T=1 in float32, S=1024, 2 and 4 layers, math attention; ``changes`` replace these, ``overrides`` the config."""
+    modules = memory.get("recompute_modules")
     options: dict[str, Any] = {
         "config": {**SIZES, **config, **changes.pop("overrides", {})},
-        "parallel": {},
-        "memory": {"attention_backend": "math", **memory},
+        "parallel": ParallelConfig(),
+        "memory": MemoryConfig(
+            **{"attention_backend": "math", **memory, "recompute_modules": modules and tuple(modules)}
+        ),
         "sequence_length": 1024,
         "micro_batch_size": 1,
         "dtype": "float32",
@@ -39,5 +43,5 @@ def request(backend: str, config: dict[str, Any], memory: dict[str, Any], **chan
     return Request(**{**options, **changes})
 
 
-def parallel(size: int, *, sequence: bool, **others: Any) -> dict[str, Any]:
-    return {"tensor_model_parallel_size": size, "sequence_parallel_enabled": sequence, **others}
+def parallel(size: int, *, sequence: bool, **others: Any) -> ParallelConfig:
+    return ParallelConfig(size, sequence, **others)

@@ -180,22 +180,18 @@ def require_sizes(config: Mapping[str, Any]) -> None:
         raise ValueError(f"num_hidden_layers of the model must be at most {_MOST_LAYERS}, got {layers}")
 
 
-def require_known_keys(option: str, keys: Iterable[str], *, of_file: Iterable[str] | None = None) -> None:
-    """Raise ``ValueError`` for a key of a model's config that has no effect.
+def require_known_keys(option: str, keys: Iterable[str]) -> None:
+    """Raise ``ValueError`` for a key of a model's config that is almost one that is read: others have no effect here.
 
     Args:
         option: option with the keys, for the message.
-        keys: keys of a config.json.
-        of_file: keys that the model's own config.json has; all others are errors, unless plans read them. None: only
-            a key that is almost one that plans read is an error, because models have many more.
+        keys: keys of a config.json, of which models have many more than are read.
     """
-    read = {*_SIZES, *_OTHER_SIZES}.union(*DEFAULTS.values(), *NAMED_CONFIGS.values())
-    known = read.union(of_file or ())
+    known = {*_SIZES, *_OTHER_SIZES}.union(*DEFAULTS.values(), *NAMED_CONFIGS.values())
     for key in keys:
         close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
-        if key not in known and (close or of_file is not None):
-            remedy = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise ValueError(f"unknown key {key!r} in {option}: {remedy}")
+        if key not in known and close:
+            raise ValueError(f"unknown key {key!r} in {option}: did you mean {close[0]!r}?")
 
 
 def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:

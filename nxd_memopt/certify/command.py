@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.certify.request import Request, request_of
 from nxd_memopt.child_process import run_child
-from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run
+from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.config import require_one_of
 from nxd_memopt.files import write_text
 from nxd_memopt.planner.hardware import RESERVE_GIB
@@ -39,7 +39,6 @@ class Asked:
     Args:
         options: the command's own flags.
         run: the run.
-        device: name of the device; ``cuda`` and ``cpu`` have no memory of their own.
         capacity_gib: memory of one rank's device.
         optimizer: memory of the optimizer.
         request: what to measure.
@@ -138,15 +137,16 @@ def _require_valid_numbers(options: argparse.Namespace) -> None:
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0 and finite, got {value}")
     # Before minutes of measuring.
-    file = options.json
-    if file is not None and not file.absolute().parent.is_dir():
-        raise ValueError(f"--json {file}: {file.absolute().parent} is no directory: create it")
-    if file is not None and file.is_dir():
-        raise ValueError(f"--json {file} is a directory: name a file")
+    if options.json is not None:
+        require_directory("--json", options.json)
 
 
 def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
-    """Return the device's name, its memory in GiB, and the number of ranks."""
+    """Return the device's name, its memory in GiB, and the number of ranks.
+
+    Raises:
+        ValueError: there is no such device, or nothing says how much memory it has.
+    """
     parallel = run.config.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
     if options.device in ("cuda", "cpu"):
@@ -219,17 +219,14 @@ def _title(asked: Asked) -> str:
     """Return one line that names the model and the configuration."""
     config = asked.run.config
     parallel = config.parallel
-    sequence = ""
+    size = f"T={parallel.tensor_model_parallel_size}"
     if parallel.sequence_parallel_enabled:
-        sequence = " with sequence parallelism"
-    experts = ""
+        size += " with sequence parallelism"
     if parallel.expert_model_parallel_size > 1:
-        experts = f", EP={parallel.expert_model_parallel_size}"
+        size += f", EP={parallel.expert_model_parallel_size}"
     return (
-        f"{asked.run.name}: {asked.request.config['num_hidden_layers']} layers, "
-        f"T={parallel.tensor_model_parallel_size}{sequence}{experts}, "
-        f"S={config.data.seq_length}, B={config.data.micro_batch_size}, {config.dtype}, "
-        f"recompute {config.memory.recompute_granularity}, "
+        f"{asked.run.name}: {asked.request.config['num_hidden_layers']} layers, {size}, S={config.data.seq_length}, "
+        f"B={config.data.micro_batch_size}, {config.dtype}, recompute {config.memory.recompute_granularity}, "
         f"backend {asked.request.backend}"
     )
 
@@ -273,9 +270,5 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
 
         # neuronx-cc's flags have their own check in the certificate. In the simulation wrong flags
         # must not raise, so the check at run time is reduced to a warning.
-        environment |= {
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": dump_flags(dump),
-            "NXD_MEMOPT_RECOMPUTE_CHECK": "warn",
-        }
+        environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}
     return environment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,62 +40,45 @@ class Request:
 
     Args:
         config: Hugging Face model configuration as plain data.
-        parallel: fields of ``ParallelConfig``.
-        memory: fields of ``MemoryConfig``.
+        parallel: tensor, sequence and expert parallelism.
+        memory: memory techniques.
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         dtype: name of a torch dtype.
         backend: ``xla``, ``cpu``, ``cuda``, or ``compiled`` (torch.compile on the CPU).
         layer_counts: numbers of decoder layers to measure.
         isolate_documents: rows contain several documents, which do not attend to each other.
-        moe: fields of ``MoEConfig`` of a model with experts; None for a dense model.
+        moe: options of a model with experts; None for a dense model.
     """
 
     config: dict[str, Any]
-    parallel: dict[str, Any]
-    memory: dict[str, Any]
+    parallel: ParallelConfig
+    memory: MemoryConfig
     sequence_length: int
     micro_batch_size: int
     dtype: str
     backend: str
     layer_counts: tuple[int, ...]
     isolate_documents: bool = False
-    moe: dict[str, Any] | None = None
-
-    def moe_config(self) -> MoEConfig | None:
-        """Return the options of experts; JSON has turned a tuple of layers into a list."""
-        if self.moe is None:
-            return None
-        frequency = self.moe["moe_layer_freq"]
-        return MoEConfig(
-            **{**self.moe, "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency)}
-        )
-
-    def parallel_config(self) -> ParallelConfig:
-        """Return the configuration of parallelism."""
-        return ParallelConfig(**self.parallel)
-
-    def memory_config(self) -> MemoryConfig:
-        """Return the memory configuration; JSON has turned its tuple into a list."""
-        fields = dict(self.memory)
-        modules = fields.get("recompute_modules")
-        if modules is not None:
-            fields["recompute_modules"] = tuple(modules)
-        return MemoryConfig(**fields)
+    moe: MoEConfig | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
-        """Return the request of plain data from ``dataclasses.asdict``."""
-        return cls(**{**data, "layer_counts": tuple(data["layer_counts"])})
+        """Return the request of plain data from ``dataclasses.asdict``, in which JSON has turned tuples into lists."""
+        modules, moe = data["memory"]["recompute_modules"], data["moe"]
+        parsed: dict[str, Any] = {"layer_counts": tuple(data["layer_counts"])}
+        parsed["parallel"] = ParallelConfig(**data["parallel"])
+        parsed["memory"] = MemoryConfig(**data["memory"] | {"recompute_modules": modules and tuple(modules)})
+        if moe is not None:
+            frequency = moe["moe_layer_freq"]
+            if isinstance(frequency, list):
+                frequency = tuple(frequency)
+            parsed["moe"] = MoEConfig(**moe | {"moe_layer_freq": frequency})
+        return cls(**data | parsed)
 
 
 def request_of(
-    config: TrainConfig,
-    model: dict[str, Any],
-    *,
-    backend: str,
-    device: str,
-    layer_counts: tuple[int, int] | None,
+    config: TrainConfig, model: dict[str, Any], *, backend: str, device: str, layer_counts: tuple[int, int] | None
 ) -> Request:
     """Return what to measure for one micro-batch of a run on one rank.
 
@@ -136,15 +118,15 @@ def request_of(
         dtype = "float16"
     return Request(
         config=model,
-        parallel=dataclasses.asdict(config.parallel),
-        memory=dataclasses.asdict(memory),
+        parallel=config.parallel,
+        memory=memory,
         sequence_length=config.data.seq_length,
         micro_batch_size=config.data.micro_batch_size,
         dtype=dtype,
         backend=backend,
         layer_counts=_depths(memory, model["num_hidden_layers"], layer_counts),
         isolate_documents=_isolates(config, backend, device),
-        moe=None if moe is None else dataclasses.asdict(moe),
+        moe=moe,
     )
 
 
@@ -257,12 +239,7 @@ class Answer:
             str(layers): [survival.recompute.to_json(), survival.baseline.to_json()]
             for layers, survival in self.survivals.items()
         }
-        return {
-            "survivals": pairs,
-            "fingerprints": self.fingerprints,
-            "num_parameters": self.num_parameters,
-            "num_expert_parameters": self.num_expert_parameters,
-        }
+        return vars(self) | {"survivals": pairs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Answer:
@@ -271,9 +248,4 @@ class Answer:
             int(layers): Survival(*(Measurement.from_json(measured) for measured in pair))
             for layers, pair in data["survivals"].items()
         }
-        return cls(
-            survivals,
-            tuple(data["fingerprints"]),
-            num_parameters=data["num_parameters"],
-            num_expert_parameters=data["num_expert_parameters"],
-        )
+        return cls(**data | {"survivals": survivals, "fingerprints": tuple(data["fingerprints"])})

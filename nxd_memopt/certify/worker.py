@@ -57,7 +57,7 @@ def measure(request: Request) -> Answer:
 
 def num_ranks(request: Request) -> int:
     """Return the ranks whose graphs are compared: T, times EP data-parallel ranks with other experts."""
-    parallel = request.parallel_config()
+    parallel = request.parallel
     return parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
 
 
@@ -113,7 +113,7 @@ def step(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 @contextmanager
 def pretended_world(request: Request, *, rank: int) -> Iterator[None]:
     """Simulate ``rank`` of the tensor- and expert-parallel ranks; collectives send nothing."""
-    parallel = request.parallel_config()
+    parallel = request.parallel
     world_size = num_ranks(request)
     if world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -167,11 +167,11 @@ def _meta_model(request: Request, layers: int) -> nn.Module:
     config: Any = config_of({**request.config, "num_hidden_layers": layers})
     options: dict[str, Any] = {}
     if request.moe is not None:
-        options["moe"] = request.moe_config()
+        options["moe"] = request.moe
     return model_class(config.model_type)(
         config,
-        parallel=request.parallel_config(),
-        memory=request.memory_config(),
+        parallel=request.parallel,
+        memory=request.memory,
         dtype=getattr(torch, request.dtype),
         device="meta",
         **options,

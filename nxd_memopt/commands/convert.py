@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 Format = Literal["hf", "nxd"]
+# Options by the formats that use them.
+_TO_NXD = ("pipeline_model_parallel_size", "qkv_linear", "fused_qkv", "xser", "kv_size_multiplier")
+_TO_HF = ("max_shard_size_gib",)
+_FROM_NXD = ("config", "accept_drift")
+_EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed")
+_OF_NXD = ("tensor_model_parallel_size", "kv_order", "query_key_value_stride")
 
 
 @dataclass(frozen=True)
@@ -86,17 +93,10 @@ class Convert:
 
     def _require_sizes(self) -> None:
         """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
-        sizes = {
-            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
-            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
-            "--kv-size-multiplier": self.kv_size_multiplier,
-            "--num-moe-experts": self.num_moe_experts,
-            "--moe-router-topk": self.moe_router_topk,
-            "--moe-shared-expert-intermediate-size": self.moe_shared_expert_intermediate_size,
-        }
-        for option, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{option} must be at least 1, got {size}")
+        for name in (*_TO_NXD, *_OF_NXD, *_EXPERTS):
+            size = getattr(self, name)
+            if name.endswith(("size", "multiplier", "experts", "topk")) and size is not None and size < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
         if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
             raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
         if self.config is not None and not self.config.is_file():
@@ -106,42 +106,25 @@ class Convert:
         """Raise ``ValueError`` for an option that the two formats do not use."""
         if self.source_format == self.target_format == "nxd":
             raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
-        # The options that the chosen formats do not use, with their defaults. An option counts as
-        # set if its value differs: a default that is written out changes nothing and is accepted.
-        unused: dict[str, object] = {}
-        if self.target_format != "nxd":
-            unused |= {
-                "pipeline_model_parallel_size": 1,
-                "qkv_linear": False,
-                "fused_qkv": False,
-                "xser": False,
-                "kv_size_multiplier": 1,
-            }
-        else:
-            unused |= {"max_shard_size_gib": 5.0}
-        if self.source_format != "nxd":
-            unused |= {"config": None, "accept_drift": False}
-        if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):
-            unused |= {
-                "num_moe_experts": None,
-                "moe_router_topk": None,
-                "moe_shared_expert_intermediate_size": None,
-                "seed": 1234,
-            }
-        if "nxd" not in (self.source_format, self.target_format):
-            unused |= {
-                "tensor_model_parallel_size": None,
-                "kv_order": None,
-                "query_key_value_stride": 1,
-            }
-        names = [name for name, default in unused.items() if getattr(self, name) != default]
+        formats = (self.source_format, self.target_format)
+        used = {
+            _TO_NXD: self.target_format == "nxd",
+            _TO_HF: self.target_format == "hf",
+            _FROM_NXD: self.source_format == "nxd",
+            _OF_NXD: "nxd" in formats,
+            _EXPERTS: self.num_moe_experts is not None and "nxd" not in formats,
+        }
+        # An option counts as set if its value is not the default: a default that is written out
+        # changes nothing and is accepted.
+        defaults = {option.name: option.default for option in dataclasses.fields(self)}
+        unused = [name for names, is_used in used.items() if not is_used for name in names]
+        names = [name for name in unused if getattr(self, name) != defaults[name]]
         if names:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            formats = f"--from {self.source_format} --to {self.target_format}"
             remedy = "leave it out, or set --from or --to nxd"
-            if {"num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed"} & set(names):
+            if set(_EXPERTS) & set(names):
                 remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
-            raise ValueError(f"{formats} takes no {options}: {remedy}")
+            raise ValueError(f"--from {formats[0]} --to {formats[1]} takes no {options}: {remedy}")
 
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
@@ -176,12 +159,7 @@ class Convert:
         else:
             load_upcycled(model, self.source, seed=self.seed)
         with companions_of(self.source) as companions:
-            save_pretrained(
-                model,
-                self.target,
-                max_shard_size_bytes=self._max_shard_size_bytes,
-                companions=companions,
-            )
+            save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes, companions=companions)
 
     def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
         """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""

@@ -15,6 +15,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: there are arguments.
     """
+    if list(arguments) in (["-h"], ["--help"]):
+        print("usage: nxd-memopt doctor\n\nShow versions, the backend and why it was chosen, and which fast paths run.")
+        return 0
     if arguments:
         raise ValueError(f"nxd-memopt doctor takes no {arguments[0]}: leave it out")
     # Importing them selects a backend, which may open a device.

@@ -187,12 +187,7 @@ def plan(
     )
 
 
-def _require_support(
-    options: argparse.Namespace,
-    config: TrainConfig,
-    platform: Platform,
-    hosts: Hosts,
-) -> None:
+def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
     """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")

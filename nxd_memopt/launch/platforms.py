@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from nxd_memopt.command_line import INSTANCES
@@ -62,9 +63,8 @@ class Platform:
         """Raise ``ValueError`` if the platform's package is not installed."""
         if self.package is not None and find_spec(self.package) is None:
             raise ValueError(
-                f"--platform {self.name} needs {self.package}, which is not installed for "
-                f"{sys.executable}: activate the environment that has it, or choose another "
-                "--platform"
+                f"--platform {self.name} needs {self.package}, which is not installed for {sys.executable}: activate "
+                "the environment that has it, or choose another --platform"
             )
 
     def processes_per_host(self, requested: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
@@ -76,13 +76,15 @@ class Platform:
             machine: this host.
 
         Raises:
-            ValueError: the number is not positive, exceeds the host's logical cores, or cannot be
-                determined.
+            ValueError: the number exceeds the host's logical cores, or cannot be determined.
         """
-        if requested is not None:
-            return self._checked(requested)
-        if self.processes is not None:
-            return self.processes
+        if requested is not None and self.processes is not None and requested > self.processes:
+            raise ValueError(
+                f"--nproc {requested} exceeds the {self.processes} logical NeuronCores that a host of --platform "
+                f"{self.name} has, one for each process: lower it, or name this instance's platform"
+            )
+        if requested is not None or self.processes is not None:
+            return requested or self.processes or 1
         # GPUs and CPUs: devices are not counted, because a host may be shared. One
         # tensor-parallel group is the smallest run that the configuration allows.
         if self.chip_processes is None:
@@ -91,21 +93,10 @@ class Platform:
         # the ranks (a login node, --dry-run on a laptop), so its count would be of no use.
         if machine.chips() == 0:
             raise ValueError(
-                f"--platform {self.name} has hosts of several sizes, and this one has no "
-                f"/dev/neuron*: pass --nproc, {self.chip_processes} for each chip "
-                "of a host"
+                f"--platform {self.name} has hosts of several sizes, and this one has no /dev/neuron*: pass --nproc, "
+                f"{self.chip_processes} for each chip of a host"
             )
         return machine.chips() * self.chip_processes
-
-    def _checked(self, requested: int) -> int:
-        """Return ``requested``, or raise ``ValueError`` if a host of the platform cannot have it."""
-        if self.processes is not None and requested > self.processes:
-            raise ValueError(
-                f"--nproc {requested} exceeds the {self.processes} logical "
-                f"NeuronCores that a host of --platform {self.name} has, one for each process: "
-                "lower it, or name this instance's platform"
-            )
-        return requested
 
     def notes(self, run: Run) -> list[str]:
         """Return advice on a configuration that runs, but slowly or with a risk."""
@@ -127,11 +118,7 @@ def _cuda(run: Run) -> list[Variable]:
     del run
     return [
         Variable("NXD_MEMOPT_BACKEND", "cuda", "fail rather than train on another device", "fixed"),
-        Variable(
-            "CUBLAS_WORKSPACE_CONFIG",
-            ":0:0",
-            "matmuls without a counter to be reset before each, a launch less",
-        ),
+        Variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "matmuls without a counter to be reset before each, a launch less"),
     ]
 
 
@@ -151,19 +138,9 @@ def _xla_cpu(run: Run) -> list[Variable]:
     refuse_downcasts(run.environ)
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "the code path of trn1", "fixed"),
-        Variable(
-            "PJRT_DEVICE",
-            "CPU",
-            "torch-xla compiles for the CPU, gloo carries the collectives",
-            "fixed",
-        ),
+        Variable("PJRT_DEVICE", "CPU", "torch-xla compiles for the CPU, gloo carries the collectives", "fixed"),
         functionalization(),
-        Variable(
-            "NEURON_CC_FLAGS",
-            flags,
-            "no compiler reads it here, but recompute checks it",
-            "combined",
-        ),
+        Variable("NEURON_CC_FLAGS", flags, "no compiler reads it here, but recompute checks it", "combined"),
         _threads(run.processes),
     ]
 
@@ -176,19 +153,9 @@ def _threads(processes: int) -> Variable:
     return Variable("OMP_NUM_THREADS", str(threads), "the host's cores, shared")
 
 
-def _trn1_2xlarge(run: Run) -> list[Variable]:
-    """Return the variables of ranks on the two cores of one Trainium1 chip."""
-    return trn1(run, TRN1_2XLARGE_GROUP_SIZES)
-
-
-def _lnc1(run: Run) -> list[Variable]:
-    """Return the variables of ranks with one physical core each."""
-    return torch_neuron(run, logical_nc_config=1)
-
-
-def _lnc2(run: Run) -> list[Variable]:
-    """Return the variables of ranks with two physical cores each."""
-    return torch_neuron(run, logical_nc_config=2)
+# Physical cores of each rank.
+_LNC1 = partial(torch_neuron, logical_nc_config=1)
+_LNC2 = partial(torch_neuron, logical_nc_config=2)
 
 
 def _trn1_platform(name: str, variables: Callable[[Run], list[Variable]], processes: int) -> Platform:
@@ -219,15 +186,15 @@ PLATFORMS = {
         # chips by design, so there is no chip_processes and no advice to stay within a chip.
         _trn1_platform("trn1", trn1, 32),
         # The cheapest instance with Trainium: one chip, 2 cores, 32 GiB of host memory.
-        _trn1_platform("trn1-2xlarge", _trn1_2xlarge, 2),
+        _trn1_platform("trn1-2xlarge", partial(trn1, group_sizes=TRN1_2XLARGE_GROUP_SIZES), 2),
         # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge
         # has 16 chips, trn2.3xlarge one.
-        _trn2_platform("trn2", _lnc2, 64, 4),
-        _trn2_platform("trn2-lnc1", _lnc1, 128, 8),
-        _trn2_platform("trn2-3xlarge", _lnc2, 4, 4),
+        _trn2_platform("trn2", _LNC2, 64, 4),
+        _trn2_platform("trn2-lnc1", _LNC1, 128, 8),
+        _trn2_platform("trn2-3xlarge", _LNC2, 4, 4),
         # Servers of an UltraServer have 4 or 16 Trainium3 chips of 8 physical cores each, so the
         # number of ranks depends on the host.
-        _trn2_platform("trn3", _lnc2, None, 4),
+        _trn2_platform("trn3", _LNC2, None, 4),
         Platform("cuda", _cuda),
         Platform("cpu", _cpu),
         Platform("xla_cpu", _xla_cpu, package=TORCH_XLA_PACKAGE, certified_as="trn1"),

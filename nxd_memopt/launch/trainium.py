@@ -24,6 +24,7 @@ DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
 # The runtime's default on trn1 according to its developer guide; its configuration guide says 30.
 EXEC_TIMEOUT_S = 600
 TORCH_XLA = "torch-neuronx 2.9, torch-xla"
+UNTIL_231 = "Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning"
 TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
 NODE_RANK = "{node_rank}"
 
@@ -45,38 +46,19 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
     # ranks on this host, so they are fixed.
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "fail rather than train on another device", "fixed"),
-        Variable(
-            "PJRT_DEVICE",
-            "NEURON",
-            "torch-xla runs on NeuronCores, not on its CPU simulation",
-            "fixed",
-        ),
+        Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
         functionalization(),
         Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
         *_compile_cache(run, flags),
-        Variable(
-            "NEURON_FUSE_SOFTMAX",
-            "1",
-            "softmax reaches the compiler as one operation",
-            versions=TORCH_XLA,
-        ),
+        Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
         _stochastic_rounding(run.config),
         Variable(
-            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
-            "3",
-            "the host runs ahead by up to three graphs",
-            versions="Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning",
+            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", "graphs that the host runs ahead", versions=UNTIL_231
         ),
         Variable("NEURON_RT_NUM_CORES", cores, "NeuronCores on this host, one per process", "fixed"),
         Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
         Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed", TORCH_XLA),
-        Variable(
-            "TPU_CHIPS_PER_HOST_BOUNDS",
-            cores,
-            "the same, for torch-xla's view of the topology",
-            "fixed",
-            TORCH_XLA,
-        ),
+        Variable("TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's topology", "fixed", TORCH_XLA),
         *_runtime(run),
     ]
 
@@ -90,58 +72,39 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             core.
     """
     lnc = str(logical_nc_config)
-    # The older name is fixed only where the environment has it: merged then rejects a value that
-    # contradicts LNC, and runtimes that do not know the name never see it.
-    older_name = "NEURON_RT_VIRTUAL_CORE_SIZE"
-    older = []
-    if older_name in run.environ:
-        older = [Variable(older_name, lnc, "the older name of the same", "fixed")]
+    ranks = "LNC, physical cores of one rank: the platform's number of ranks follows from it"
+    fallback = "an operation that fails on the device is an error, not a silent detour through the CPU"
     return [
         Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
-        Variable(
-            "NEURON_LOGICAL_NC_CONFIG",
-            lnc,
-            "LNC, physical cores of one rank: the platform's number of ranks follows from it",
-            "fixed",
-            "Neuron SDK 2.21 and newer",
-        ),
-        *older,
-        *_number_of_cores(run),
-        Variable(
-            "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
-            "1",
-            "an operation that fails on the device is an error, not a silent detour through the CPU",
-            versions=TORCH_NEURON,
-        ),
+        Variable("NEURON_LOGICAL_NC_CONFIG", lnc, ranks, "fixed", "Neuron SDK 2.21 and newer"),
+        *_if_present(run, "NEURON_RT_VIRTUAL_CORE_SIZE", lnc, "the older name of the same"),
+        *_if_present(run, "NEURON_RT_NUM_CORES", str(run.processes), "logical cores on this host, one per process"),
+        Variable("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "1", fallback, versions=TORCH_NEURON),
         *_neff_cache(run),
         _stochastic_rounding(run.config),
         *_runtime(run),
     ]
 
 
-def _number_of_cores(run: Run) -> list[Variable]:
-    """Return a fixed NEURON_RT_NUM_CORES if the environment has one.
+def _if_present(run: Run, name: str, value: str, reason: str) -> list[Variable]:
+    """Return a fixed variable if the environment has one of its name.
 
-    TorchNeuron does not need the variable, but a value for another number of ranks must be
-    rejected, which ``merged`` does for fixed variables.
+    The ranks do not need it: ``merged`` then rejects a value that contradicts the run.
     """
-    name = "NEURON_RT_NUM_CORES"
     if name not in run.environ:
         return []
-    return [Variable(name, str(run.processes), "logical NeuronCores on this host, one per process", "fixed")]
+    return [Variable(name, value, reason, "fixed")]
 
 
 def functionalization() -> Variable:
     """Return the variable that keeps torch_xla's functionalization on."""
     # torch_neuronx runs torch_xla without functionalization unless the environment sets this
     # variable to 0. It is a default, not fixed: the library itself avoids the operation below.
-    return Variable(
-        "XLA_DISABLE_FUNCTIONALIZATION",
-        "0",
-        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns "
-        "wrong data (pytorch/xla#8640)",
-        versions="torch-xla 2.1 to 2.9",
+    reason = (
+        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns wrong data "
+        "(pytorch/xla#8640)"
     )
+    return Variable("XLA_DISABLE_FUNCTIONALIZATION", "0", reason, versions="torch-xla 2.1 to 2.9")
 
 
 def stochastic_rounding(config: TrainConfig) -> bool:
@@ -154,12 +117,8 @@ def stochastic_rounding(config: TrainConfig) -> bool:
 
 def _stochastic_rounding(config: TrainConfig) -> Variable:
     """Return the variable that turns the device's stochastic rounding on or off."""
-    return Variable(
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN",
-        str(int(stochastic_rounding(config))),
-        "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)",
-        "fixed",
-    )
+    reason = "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)"
+    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(stochastic_rounding(config))), reason, "fixed")
 
 
 def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
@@ -208,15 +167,7 @@ def _compile_cache(run: Run, flags: str) -> list[Variable]:
             f"--cache_dir ({flags}), which takes precedence: name the cache once"
         )
     reason = "compiled graphs are kept here; the default is /var/tmp/neuron-compile-cache of each host"
-    return [
-        Variable(
-            "NEURON_COMPILE_CACHE_URL",
-            cache_location(run),
-            reason,
-            "fixed",
-            "torch-neuronx 1.13 to 2.9",
-        )
-    ]
+    return [Variable("NEURON_COMPILE_CACHE_URL", cache_location(run), reason, "fixed", "torch-neuronx 1.13 to 2.9")]
 
 
 def _neff_cache(run: Run) -> list[Variable]:
@@ -287,11 +238,7 @@ def _runtime(run: Run) -> list[Variable]:
             "slowest rank, which may still compile or read a checkpoint",
             versions="Neuron Runtime 2.0 and newer",
         ),
-        Variable(
-            "MALLOC_ARENA_MAX",
-            "64",
-            "bounds what glibc's malloc keeps per thread: many ranks share a host",
-        ),
+        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
         *_root_comm_id(run),
         *between_hosts,
     ]
@@ -317,16 +264,9 @@ def _between_hosts(run: Run) -> list[Variable]:
     interface = run.machine.container_interface()
     variables = [
         Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
+        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "the network card reads device memory without a copy through the host"),
         Variable(
-            "FI_EFA_USE_DEVICE_RDMA",
-            "1",
-            "the network card reads device memory without a copy through the host",
-        ),
-        Variable(
-            "FI_EFA_FORK_SAFE",
-            "1",
-            "libfabric stays usable where Python forks",
-            versions="Linux kernels below 5.15",
+            "FI_EFA_FORK_SAFE", "1", "libfabric stays usable where Python forks", versions="Linux kernels below 5.15"
         ),
     ]
     if interface is not None:

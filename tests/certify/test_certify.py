@@ -410,7 +410,7 @@ def test_command_refuses(monkeypatch, capsys, arguments, facts):
 def test_formulas_at_one_rank_are_empty():
     asked = request("cpu", LLAMA, {}, **SMALL)
     assert worker.measure(asked).survivals[2].recompute.collectives == Counter()
-    assert asked.memory_config() == MemoryConfig(attention_backend="math")
+    assert asked.memory == MemoryConfig(attention_backend="math")
 
 
 @pytest.mark.parametrize(("is_installed", "chosen"), [(True, "xla"), (False, "cpu")])

@@ -31,14 +31,15 @@ PADDED = ("moe_expert_capacity_factor=1.5", "moe_pad_expert_input_to_capacity=tr
 BLOCKS = ("moe_expert_block_size=16",)
 SELECTIVE = {"recompute_granularity": "selective"}
 FULL = {"recompute_granularity": "full"}
+EXPERTS = {**SELECTIVE, "recompute_modules": ("moe",)}
 # Name -> model, options of experts, options of the command.
 STEPS = {
     "padded, SP": (MIXTRAL, PADDED, {"sequence_parallel_enabled": True}),
     "blocks": (MIXTRAL, BLOCKS, FULL),
     "blocks, SP, experts recomputed": (
         QWEN3,
-        (*BLOCKS, "moe_layer_recompute=true"),
-        {"sequence_parallel_enabled": True},
+        BLOCKS,
+        {"sequence_parallel_enabled": True, **EXPERTS},
     ),
     "padded, SP, two regions": (
         MIXTRAL,
@@ -62,7 +63,7 @@ STEPS = {
     ),
     "bias of the router, four ranks": (
         QWEN3,
-        (*BLOCKS, "moe_router_score_function=sigmoid", "moe_router_enable_expert_bias=true"),
+        (*BLOCKS, "moe_router_score_function=sigmoid", "moe_router_bias_update_rate=0.001"),
         {"sequence_parallel_enabled": True, "tensor_model_parallel_size": 4, **FULL},
     ),
 }
@@ -85,18 +86,17 @@ STEPS |= {
         (
             *PADDED,
             SENT,
-            "moe_layer_recompute=true",
             "moe_router_load_balancing_type=global_aux_loss",
             "moe_aux_loss_coeff=0.1",
         ),
-        EXPERT_PARALLEL,
+        {**EXPERT_PARALLEL, **EXPERTS},
     ),
     "EP, blocks, router in fp64": (QWEN3, (*BLOCKS, "moe_router_dtype=fp64"), {**EXPERT_PARALLEL, **FULL}),
     "shared expert, SP": (MIXTRAL, (*PADDED, SHARED), {**FULL, "sequence_parallel_enabled": True}),
     "shared expert with a gate, recomputed, EP": (
         MIXTRAL,
-        (*BLOCKS, SHARED, GATED, "moe_layer_recompute=true"),
-        {**EXPERT_PARALLEL, "sequence_parallel_enabled": True},
+        (*BLOCKS, SHARED, GATED),
+        {**EXPERT_PARALLEL, **EXPERTS, "sequence_parallel_enabled": True},
     ),
     "shared expert with a gate, full": (MIXTRAL, (*PADDED, SHARED, GATED), FULL),
     "shared expert, attention and experts recomputed": (
@@ -123,17 +123,17 @@ SECTIONS = {
     "recompute_method": "memory",
     "recompute_num_layers": "memory",
     "recompute_modules": "memory",
-    "dtype": "model",
 }
 
 
 def asked(tmp_path, config, moe, *, backend="cpu", **options) -> Request:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
-    options = {"tensor_model_parallel_size": 2, "attention_backend": "math", "dtype": "float32"} | options
+    options = {"tensor_model_parallel_size": 2, "attention_backend": "math"} | options
+    dtype = options.pop("dtype", "float32")
     arguments = ["--model", str(file), "--backend", backend, "--seq-length", "32", "--measure-layers", "2", "3"]
     arguments += ["--data.micro-batch-size", "2"]
-    arguments += [f"--trainer.precision={'32-true' if options['dtype'] == 'float32' else 'bf16-true'}"]
+    arguments += [f"--trainer.precision={'32-true' if dtype == 'float32' else 'bf16-true'}"]
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
         arguments += [f"--{SECTIONS[name]}.{name.replace('_', '-')}", *map(str, values)]
@@ -159,17 +159,17 @@ def test_collectives_equal_the_formulas(name, tmp_path):
     checks = {check.name: check for check in certified.checks}
     assert checks["collectives"].passed, checks["collectives"].detail
     assert checks["same graph on every rank"].passed
-    if request.memory["recompute_granularity"]:
+    if request.memory.recompute_granularity:
         assert checks["recompute survives"].passed, checks["recompute survives"].detail
     # The weights of the choices are exchanged in every layer, [N, k] in the router's dtype.
-    kind = "all_gather" if request.parallel["sequence_parallel_enabled"] else "all_reduce"
+    kind = "all_gather" if request.parallel.sequence_parallel_enabled else "all_reduce"
     width = 8 if "fp64" in str(moe) else 4
-    size = request.parallel["tensor_model_parallel_size"]
+    size = request.parallel.tensor_model_parallel_size
     counted = certified.survivals[3].baseline.collectives
     if size > 1:
         assert counted[Collective(kind, 2 * 32 * config.get("num_experts_per_tok", 2) * width, size)] >= 3
     # Expert-parallel ranks exchange tokens, or the rows of each expert's capacity, in every layer and back.
-    if request.parallel["expert_model_parallel_size"] == 2:
+    if request.parallel.expert_model_parallel_size == 2:
         hidden = config["hidden_size"] * 4
         rows = (
             Collective("all_to_all", 4 * 48 * hidden, 2) if SENT in moe else Collective("all_gather", 128 * hidden, 2)
@@ -184,7 +184,7 @@ def test_collectives_equal_the_formulas(name, tmp_path):
 )
 def test_the_saving_of_recomputed_experts_is_seen(moe, least, tmp_path):
     """Of a layer, the experts save more than half; without recomputation of them, nothing is saved."""
-    recomputed = certificate(asked(tmp_path, MIXTRAL, (*moe, "moe_layer_recompute=true"))).survivals[3]
+    recomputed = certificate(asked(tmp_path, MIXTRAL, moe, **EXPERTS)).survivals[3]
     assert recomputed.ratio < least and recomputed.extra_matmuls > 0
     kept = certificate(asked(tmp_path, MIXTRAL, moe)).survivals[3]
     assert kept.ratio == 1 and kept.extra_matmuls == 0

@@ -138,7 +138,7 @@ def test_time_to_stop(tmp_path: Path, text: str | None, expected: float) -> None
     [
         (["--nproc", "0"], None, "at least 1, got '0'"),
         (["--nproc=two"], None, "at least 1, got 'two'"),
-        (["--nproc"], None, "at least 1, got None"),
+        (["--nproc"], None, "--nproc: expected one argument"),
         (["--nproc", "2"], "1", "omit --nproc or torchrun"),
     ],
 )

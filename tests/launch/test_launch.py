@@ -57,7 +57,7 @@ def test_the_published_recipes() -> None:
         size = config.parallel.tensor_model_parallel_size
         assert (optimizer.warmup_steps, config.trainer.max_steps, optimizer.lr_schedule) == (100, 10000, "linear")
         assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 1.0)
-        assert config.data_parallel.stage == "zero1"
+        assert config.data_parallel.sharding == "zero1"
         assert config.parallel.sequence_parallel_enabled
         facts[recipe] = (size, data.seq_length, data.global_batch_size, data.micro_batch_size, optimizer.lr)
     assert facts == {
@@ -170,7 +170,7 @@ def test_front_ends_pass_their_options_on(recipe: str) -> None:
 
 
 def test_the_launcher_trains(tmp_path: Path) -> None:
-    config = write_config(tmp_path, trainer={"max_steps": 2, "save_checkpoints": False, "export": False})
+    config = write_config(tmp_path, trainer={"max_steps": 2, "save_interval": "never", "export": False})
     arguments = ["--platform", "cpu", "--config", str(config)]
     done = run([*LAUNCHER, *arguments])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -190,7 +190,7 @@ def test_what_a_dry_run_certifies(recipe: str) -> None:
     asked = certified(found)
     config, request = found.config, asked.request
     assert config.model.config_overrides.items() <= request.config.items()
-    assert request.parallel_config() == config.parallel and request.memory_config() == config.memory
+    assert request.parallel == config.parallel and request.memory == config.memory
     assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
     assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
     replicas = 128 // config.parallel.tensor_model_parallel_size
@@ -220,7 +220,7 @@ def test_techniques_that_certify_cannot_measure_are_refused() -> None:
     def request(*options: str) -> Request:
         return certified(planned("llama3_8b", *options, "--platform", "trn2")).request
 
-    assert request("--memory.recompute-keep-core-attn").memory_config().recompute_keep_core_attn
+    assert request("--memory.recompute-keep-core-attn").memory.recompute_keep_core_attn
     assert not request().isolate_documents
     block = ("--memory.recompute-method", "block", "--memory.recompute-num-layers")
     selective = ("--memory.recompute-granularity", "selective", "--memory.recompute-modules", "norm")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
-from nxd_memopt.certify.command import Certify
+from nxd_memopt.command_line import INSTANCES, device_and_ranks
 from nxd_memopt.launch import command, platforms
-from nxd_memopt.launch.certificate import DEVICES
 from nxd_memopt.launch.machine import Machine
-from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
-from nxd_memopt.planner.hardware import DEVICE_GIB
+from nxd_memopt.launch.platforms import PLATFORMS, Platform, platform_named
 from tests.launch.launching import CORES, FOUR_HOSTS, ROOT, TOKENIZER, TRN1, TRN2, planned
 
 # ---- trn1 ------------------------------------------------------------------------------------------------------------
@@ -87,11 +84,9 @@ def test_trn2s_stochastic_rounding_follows_the_masters() -> None:
 
 
 def test_certify_knows_every_platforms_device() -> None:
-    assert set(get_args(get_type_hints(Certify)["device"])) == set(DEVICE_GIB)
     trainium = {name for name, platform in PLATFORMS.items() if platform.is_trainium}
-    assert trainium <= set(DEVICES)
     # two physical cores share 24 GiB of HBM on Trainium2, 36 on Trainium3
-    gib = {name: DEVICE_GIB[str(DEVICES[name][1])] for name in trainium}
+    gib = {name: device_and_ranks(name)[0].memory_gib for name in trainium}
     assert gib == {"trn1": 16, "trn1-2xlarge": 16, "trn2": 24, "trn2-lnc1": 12, "trn2-3xlarge": 24, "trn3": 36}
 
 
@@ -241,12 +236,12 @@ def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
 # ---- names and packages ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("instance", "platform"), INSTANCES.items())
-def test_names_of_instances_are_understood(instance: str, platform: str) -> None:
-    assert (
-        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "2").platform.name
-        == platform
-    )
+@pytest.mark.parametrize(("instance", "name"), INSTANCES.items())
+def test_names_of_instances_are_understood(instance: str, name: str) -> None:
+    """As devices of plans and certificates, too."""
+    assert platform_named(instance).name == name.replace("trn1n", "trn1")
+    device, ranks = device_and_ranks(instance)
+    assert device.name == name.removesuffix("-3xlarge") and ranks in (2, 4, 32, 64)
 
 
 def test_a_trn1_2xlarge_has_two_ranks() -> None:

@@ -21,14 +21,12 @@ def test_nested_recompute_equals_the_step(config, number, sequence):
     memory = {**FULL, "recompute_method": "nested", "recompute_num_layers": number}
     asked = request("cpu", config, memory, parallel=parallel(4, sequence=sequence), sequence_length=32)
     measured = worker.measure_variant(asked, 5).collectives
-    assert measured == expected_collectives(_shape(asked, 5), asked.memory_config(), stops_early=True)
+    assert measured == expected_collectives(_shape(asked, 5), asked.memory, stops_early=True)
 
 
 def test_nested_recompute_on_xla_is_refused():
     asked = request("cpu", LLAMA, {**FULL, "recompute_method": "nested"}, parallel=parallel(4, sequence=True))
-    message = error_message(
-        lambda: expected_collectives(_shape(asked, 4), asked.memory_config(), stops_early=False), ValueError
-    )
+    message = error_message(lambda: expected_collectives(_shape(asked, 4), asked.memory, stops_early=False), ValueError)
     assert_says(message, "nested", "uniform")
 
 

@@ -63,12 +63,12 @@ def tensor_parallel_case(config: dict, memory: dict, *, sequence: bool, dtype: s
     sent.subtract(_gradient_hook(_shape(plain, 6)))
     sizes = rank_sizes(
         with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6}),
-        asked.parallel_config(),
+        asked.parallel,
         sequence_length=32,
         micro_batch_size=1,
         dtype=dtype,
     )
-    return sent_bytes(sent), tensor_parallel_bytes(sizes, asked.memory_config())
+    return sent_bytes(sent), tensor_parallel_bytes(sizes, asked.memory)
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sequence", "tensor"])

@@ -228,7 +228,7 @@ def test_certify_gets_all_options_of_experts() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5}
     run = Run("", build(LLAMA | {"num_hidden_layers": 4}, moe=moe), frozenset(), is_bare=False)
     request = request_of(run.config, run.model_config(), backend="cpu", device="cuda", layer_counts=None)
-    found = request.moe_config()
+    found = request.moe
     assert found is not None and (found.moe_expert_block_size, found.moe_z_loss_coeff) == (64, 0.5)
     assert (request.config["model_type"], request.config["num_local_experts"]) == ("mixtral", 4)
 

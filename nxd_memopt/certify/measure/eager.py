@@ -89,13 +89,7 @@ class _Recorder(TorchDispatchMode):
         self._events: list[tuple[int, int]] = []  # (serial, bytes allocated or -bytes freed)
         self._num_allocated = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Register the arguments first: an unknown storage among them existed before the step, while
         # an unknown storage among the results is new.

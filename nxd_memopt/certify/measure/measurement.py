@@ -62,16 +62,8 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON; ``from_json`` is the inverse."""
-        return {
-            "matmuls": self.matmuls,
-            "traced_matmuls": self.traced_matmuls,
-            "held_bytes": self.held_bytes,
-            "peak_bytes": self.peak_bytes,
-            "flops": self.flops,
-            "collectives": collectives_to_json(self.collectives),
-            "largest": [dataclasses.asdict(tensor) for tensor in self.largest],
-            "fingerprint": self.fingerprint,
-        }
+        largest = [dataclasses.asdict(tensor) for tensor in self.largest]
+        return vars(self) | {"collectives": collectives_to_json(self.collectives), "largest": largest}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:

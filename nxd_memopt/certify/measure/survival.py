@@ -76,10 +76,7 @@ class Survival:
         )
 
 
-def compare(
-    step: Callable[[], Any],
-    measure: Callable[[Callable[[], Any]], Measurement],
-) -> Survival:
+def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
     """Return ``step`` measured as configured and then without recomputation."""
     recompute = measure(step)
     with without_recompute():

@@ -11,13 +11,7 @@ import torch
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
-from nxd_memopt.certify.memory_terms import (
-    DMA_SPILL_SHARE,
-    MemoryTerms,
-    OptimizerState,
-    extrapolate,
-    memory_terms,
-)
+from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, OptimizerState, extrapolate, memory_terms
 from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
@@ -71,7 +65,7 @@ def judge(
         compiler_flags: ``NEURON_CC_FLAGS``; ``None`` if not set.
     """
     depth = request.config["num_hidden_layers"]
-    memory = request.memory_config()
+    memory = request.memory
     survivals = answer.survivals
     # Formulas are needed at each measured depth, to compare, and at the full one, to report.
     # PyTorch's eager checkpoint stops a recomputation early, so it omits collectives that XLA
@@ -114,21 +108,21 @@ def _shape(request: Request, layers: int) -> StepShape:
     config: Any = config_of({**request.config, "num_hidden_layers": layers})
     return step_shape(
         config,
-        request.parallel_config(),
-        request.memory_config(),
+        request.parallel,
+        request.memory,
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
         element_bytes=getattr(torch, request.dtype).itemsize,
         # Backend xla measures fp16 for bf16: the step that was measured is the one of the formulas.
         loss_in_backward=request.dtype == "float16",
-        moe=request.moe_config(),
+        moe=request.moe,
     )
 
 
 def _vocabulary_sizes(request: Request) -> set[int]:
     """Return V, and ceil(V / T) for a rank's padded shard."""
     vocab_size = request.config["vocab_size"]
-    size = request.parallel_config().tensor_model_parallel_size
+    size = request.parallel.tensor_model_parallel_size
     return {vocab_size, -(-vocab_size // size)}
 
 
@@ -145,7 +139,7 @@ def _check_flags(compiler_flags: str | None) -> Check:
 def _check_isolation(request: Request) -> Check:
     """Return a note with the cost of isolated documents."""
     # The graphs of "auto": a loop of tiles, since the flash kernels of NeuronCores take no bounds.
-    if request.memory_config().attention_backend == "math":
+    if request.memory.attention_backend == "math":
         detail = "math attention: S x S scores and a mask"
     else:
         detail = (
@@ -170,11 +164,7 @@ def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
 
 
 def _fit(
-    request: Request,
-    answer: Answer,
-    device: Device,
-    optimizer: OptimizerState,
-    temporary_bytes: int,
+    request: Request, answer: Answer, device: Device, optimizer: OptimizerState, temporary_bytes: int
 ) -> MemoryTerms:
     """Return the memory of one rank at full depth."""
     # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels. Isolated

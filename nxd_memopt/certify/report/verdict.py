@@ -8,13 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.certify.measure.measurement import (
-    LiveTensor,
-    Measurement,
-    collectives_to_json,
-    is_logits,
-    is_square_in,
-)
+from nxd_memopt.certify.measure.measurement import LiveTensor, Measurement, collectives_to_json, is_logits, is_square_in
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.certify.memory_terms import MemoryTerms
 from nxd_memopt.config import MemoryConfig
@@ -86,11 +80,7 @@ class Certificate:
         }
 
 
-def check_survival(
-    memory: MemoryConfig,
-    survivals: Mapping[int, Survival],
-    max_temp_ratio: float | None,
-) -> Check:
+def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_temp_ratio: float | None) -> Check:
     """Check that recomputation survives in the deepest of the measured models."""
     # The deepest model is closest to the full one: the embedding and the loss, which recomputation
     # does not change, have the smallest part in its bytes.
@@ -121,11 +111,7 @@ def check_ranks(fingerprints: Sequence[str]) -> Check:
 
 
 def check_collectives(
-    shapes: Mapping[int, StepShape],
-    survivals: Mapping[int, Survival],
-    memory: MemoryConfig,
-    *,
-    stops_early: bool,
+    shapes: Mapping[int, StepShape], survivals: Mapping[int, Survival], memory: MemoryConfig, *, stops_early: bool
 ) -> Check:
     """Check that collectives equal the formulas of ``planner.timing.collectives`` exactly.
 
@@ -171,11 +157,7 @@ def _listed(collectives: Counter[Collective]) -> str:
     )
 
 
-def check_large_tensors(
-    measured: Measurement,
-    shape: StepShape,
-    vocabulary_sizes: Iterable[int],
-) -> Check:
+def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_sizes: Iterable[int]) -> Check:
     """Report the largest tensors, and whether S x S scores or full logits are among them."""
     # A note and no verdict: core attention without a flash kernel has S x S scores by choice. Both
     # are much larger than an activation [S, B, H]: they grow with S^2, and with V instead of H.

@@ -12,7 +12,7 @@ from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
-from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run
+from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
 from nxd_memopt.files import require_new
@@ -127,22 +127,14 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.write is not None:
         _require_new_file("--write", Path(options.write))
     if options.plot is not None:
-        _require_directory("--plot", Path(options.plot))
+        require_directory("--plot", Path(options.plot))
     return options, overrides
 
 
 def _require_new_file(option: str, file: Path) -> None:
     """Raise ``ValueError`` if ``file`` exists, or its directory does not."""
-    _require_directory(option, file)
+    require_directory(option, file)
     require_new(option, file)
-
-
-def _require_directory(option: str, file: Path) -> None:
-    """Raise ``ValueError`` if ``file`` is a directory, or is in none."""
-    if file.is_dir():
-        raise ValueError(f"{option} {file} is a directory: name a file in it")
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{option} {file}: {file.absolute().parent} is no directory: create it, or name another file")
 
 
 def _problem(options: argparse.Namespace, run: Run) -> Problem:

@@ -43,9 +43,13 @@ def counts_before(chosen: Tensor) -> Tensor:
     # Cumulative sums as matmuls with triangular matrices: within blocks, and over the blocks' sums.
     blocks = F.pad(chosen, (0, -tokens % _BLOCK)).view(num_experts, -1, _BLOCK)
     with without_autocast(chosen):
-        inside = blocks @ _ones_above_diagonal(_BLOCK, chosen.device)
-        before = blocks.sum(2) @ _ones_above_diagonal(blocks.size(1), chosen.device)  # [E, blocks]
-    return (inside + before.unsqueeze(2)).view(num_experts, -1).narrow(1, 0, tokens)
+        counts = blocks @ _ones_above_diagonal(_BLOCK, chosen.device)
+        # A single block has nothing before it. Compilers would fold that matmul with a zero, so that a recomputed
+        # layer would execute fewer matmuls than were traced, which certify takes for a lost recomputation.
+        if blocks.size(1) > 1:
+            before = blocks.sum(2) @ _ones_above_diagonal(blocks.size(1), chosen.device)  # [E, blocks]
+            counts = counts + before.unsqueeze(2)
+    return counts.view(num_experts, -1).narrow(1, 0, tokens)
 
 
 def _ones_above_diagonal(size: int, device: torch.device) -> Tensor:
