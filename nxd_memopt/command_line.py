@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.configs import (
     NAMED_CONFIGS,
     load_model_config,
@@ -181,6 +182,7 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
     Raises:
         ValueError: no run or several are named, or a value is not valid.
     """
+    require_installed("a run's options", "tyro", "yaml", extra="train")
     from nxd_memopt.training.config.parsing import parse_config
 
     sources = [name for name in ("model", "config", "recipe") if getattr(options, name) is not None]
