@@ -97,9 +97,10 @@ class Parser(argparse.ArgumentParser):
         meant = FORMER_NAMES.get(name) or sections.get(name)
         if meant is None:
             close = difflib.get_close_matches(name, [*own, *sections], n=1)
-            meant = sections.get(close[0], close[0]) if close else None
-        remedy = "" if meant is None else f": did you mean {meant}?"
-        self.error(f"unknown option {name}{remedy}")
+            if not close:
+                self.error(f"unknown option {name}")
+            meant = sections.get(close[0], close[0])
+        self.error(f"unknown option {name}: did you mean {meant}?")
 
 
 def count(text: str) -> int:
@@ -167,8 +168,9 @@ class Run:
     def file_config(self) -> dict[str, Any]:
         """Return the model's config as its file and the overrides have it."""
         model = self.config.model
-        stored = {} if model.pretrained is None else load_model_config(model.pretrained)
-        return stored | model.config_overrides
+        if model.pretrained is None:
+            return dict(model.config_overrides)
+        return load_model_config(model.pretrained) | model.config_overrides
 
     @property
     def has_tokenizer(self) -> bool:
