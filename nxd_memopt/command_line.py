@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.configs import (
     NAMED_CONFIGS,
     load_model_config,
@@ -96,9 +97,10 @@ class Parser(argparse.ArgumentParser):
         meant = FORMER_NAMES.get(name) or sections.get(name)
         if meant is None:
             close = difflib.get_close_matches(name, [*own, *sections], n=1)
-            meant = sections.get(close[0], close[0]) if close else None
-        remedy = "" if meant is None else f": did you mean {meant}?"
-        self.error(f"unknown option {name}{remedy}")
+            if not close:
+                self.error(f"unknown option {name}")
+            meant = sections.get(close[0], close[0])
+        self.error(f"unknown option {name}: did you mean {meant}?")
 
 
 def count(text: str) -> int:
@@ -166,8 +168,9 @@ class Run:
     def file_config(self) -> dict[str, Any]:
         """Return the model's config as its file and the overrides have it."""
         model = self.config.model
-        stored = {} if model.pretrained is None else load_model_config(model.pretrained)
-        return stored | model.config_overrides
+        if model.pretrained is None:
+            return dict(model.config_overrides)
+        return load_model_config(model.pretrained) | model.config_overrides
 
     @property
     def has_tokenizer(self) -> bool:
@@ -181,6 +184,7 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
     Raises:
         ValueError: no run or several are named, or a value is not valid.
     """
+    require_installed("a run's options", "tyro", "yaml", extra="train")
     from nxd_memopt.training.config.parsing import parse_config
 
     sources = [name for name in ("model", "config", "recipe") if getattr(options, name) is not None]
@@ -248,7 +252,7 @@ def _keys_of(file: Path) -> set[str]:
 def _options_of_sections() -> dict[str, str]:
     """Return ``--OPTION`` -> ``--SECTION.OPTION`` of all options of a run."""
     found: dict[str, str] = {}
-    for section, cls in typing.get_type_hints(TrainConfig).items():
+    for section, cls in SECTIONS.items():
         for field in dataclasses.fields(cls):
             flag = field.name.replace("_", "-")
             found.setdefault(f"--{flag}", f"--{section.replace('_', '-')}.{flag}")

@@ -16,13 +16,24 @@ with suppress(ImportError):
 if TYPE_CHECKING:
     import torch
 
+    from nxd_memopt.checkpoint.nxd.architectures import QKVForm
+
 Format = Literal["hf", "nxd"]
 # Options by the formats that use them.
 _TO_NXD = ("pipeline_model_parallel_size", "qkv_linear", "fused_qkv", "xser", "kv_size_multiplier")
 _TO_HF = ("max_shard_size_gib",)
 _FROM_NXD = ("config", "accept_drift")
-_EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed")
 _OF_NXD = ("tensor_model_parallel_size", "kv_order", "query_key_value_stride")
+_EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed")
+_COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier", *_EXPERTS[:3])
+# Layout of query, key and value: whether GQAQKVColumnParallelLinear has them, and whether as one
+# parameter, with the name of the form.
+_FORMS: dict[tuple[bool, bool], QKVForm] = {
+    (True, True): "fused",
+    (True, False): "linear",
+    (False, True): "stacked",
+    (False, False): "separate",
+}
 
 
 @dataclass(frozen=True)
@@ -93,9 +104,9 @@ class Convert:
 
     def _require_sizes(self) -> None:
         """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
-        for name in (*_TO_NXD, *_OF_NXD, *_EXPERTS):
+        for name in _COUNTS:
             size = getattr(self, name)
-            if name.endswith(("size", "multiplier", "experts", "topk")) and size is not None and size < 1:
+            if size is not None and size < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
         if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
             raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
@@ -214,10 +225,8 @@ class Convert:
         # Names of the attention weights: GQAQKVColumnParallelLinear (linear) or plain
         # projections, each with separate parameters or one fused parameter. Replicated KV heads
         # need the former.
-        if self.qkv_linear or replicas > 1:
-            form = "fused" if self.fused_qkv else "linear"
-        else:
-            form = "stacked" if self.fused_qkv else "separate"
+        is_linear = self.qkv_linear or replicas > 1
+        form = _FORMS[is_linear, self.fused_qkv]
         options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)
         to_nxd(self.source, self.target, options)
 

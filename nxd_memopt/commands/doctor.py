@@ -65,8 +65,13 @@ def _describe_host_memory() -> str:
     if transfers is None:
         return f"nothing is offloaded: the backend {backend.name} has no copies that overlap with its work"
     available = available_host_bytes()
-    size = "an unknown size" if available is None else f"{available / GIB:.1f} GiB"
-    kind = "page-locked, " if transfers.needs_pinned_memory else ""
+    size = "an unknown size"
+    if available is not None:
+        size = f"{available / GIB:.1f} GiB"
+    # CUDA copies from page-locked memory only without waiting.
+    kind = ""
+    if transfers.needs_pinned_memory:
+        kind = "page-locked, "
     return f"activations and optimizer states can be offloaded ({kind}{size} available)"
 
 

@@ -91,7 +91,10 @@ def _show(options: argparse.Namespace) -> int:
         lines = write_report(Path(options.report))
     else:
         first, second = (Path(directory) for directory in options.compare)
-        lines = write_comparison(first, second, Path(options.html) if options.html else None)
+        html = None
+        if options.html:
+            html = Path(options.html)
+        lines = write_comparison(first, second, html)
     print("\n".join(lines))
     return 0
 
@@ -118,7 +121,9 @@ def _profile(options: argparse.Namespace, command: Sequence[str], output: Path, 
     except OSError as error:
         raise ValueError(f"-- {command[0]} cannot be run ({error.strerror}): write -- PROGRAM ARGUMENTS") from error
     if status:
-        remains = f"; remove {output}, which has what it wrote, before the next attempt" if output.exists() else ""
+        remains = ""
+        if output.exists():
+            remains = f"; remove {output}, which has what it wrote, before the next attempt"
         print(f"nxd-memopt profile: the command has ended with status {status}{remains}", file=sys.stderr)
         return status if status > 0 else 128 - status
     if not (output / "rank0.json").is_file():

@@ -68,7 +68,7 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
     file, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
     source = {
         "model": {"config_overrides": NAMED_CONFIGS["smollm2-135m"], "tokenizer": "somewhere"},
-        "data": {"dataset": "d.jsonl", "seq_length": 4096, "micro_batch_size": 3, "eval_sequences": 5},
+        "data": {"dataset": "d.jsonl", "seq_length": 4096, "micro_batch_size": 4, "eval_sequences": 5},
         "optimizer": {"lr": 1e-3, "warmup_steps": 7, "optimizer_offload_fraction": 1.0},
         "trainer": {"output_dir": "mine", "precision": "bf16-true", "max_steps": 9},
     }
@@ -77,7 +77,7 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
     assert plan_command.main(arguments) == 0
     content = yaml.safe_load(written.read_text())
     assert content["data"]["dataset"] == "d.jsonl" and content["data"]["eval_sequences"] == 5
-    assert content["data"]["micro_batch_size"] != 3 and content["data"]["seq_length"] == 4096
+    assert content["data"]["micro_batch_size"] != 4 and content["data"]["seq_length"] == 4096
     assert content["optimizer"] == {"lr": 1e-3, "warmup_steps": 7}
     assert content["trainer"]["output_dir"] == "mine" and content["trainer"]["max_steps"] == 9
     config = parse_config(["--config", str(written)])

@@ -12,8 +12,8 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
+from nxd_memopt.certify.request import request_of
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.launch.certificate import _memory
 from nxd_memopt.launch.trainium import neuron_cc_flags
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.peak import step_memory
@@ -174,7 +174,8 @@ def test_auto_contradicts_techniques_of_the_section(tmp_path):
 
 def test_launchers_do_not_guess_what_auto_will_choose(tmp_path):
     config = parse_config(["--config", str(write_auto(tmp_path))])
-    assert_says(error_message(lambda: _memory(config)), "memory: auto", "nxd-memopt plan --write")
+    message = error_message(lambda: request_of(config, {}, backend="cpu", device="trn2", layer_counts=None))
+    assert_says(message, "memory: auto", "nxd-memopt plan --write")
     # It may choose recompute, which trn1's compiler keeps at -O1 only.
     assert "-O1" in neuron_cc_flags(config, "")
 

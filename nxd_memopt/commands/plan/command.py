@@ -46,12 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     problem = _problem(options, run)
     fixed = fixed_options(run)
     found = plans(problem, fixed)
-    # Where nothing fits, the setting that exceeds the memory least.
-    best = found[0] if found else smallest(problem, fixed)
+    changes: list[str] = []
+    if found:
+        best = found[0]
+    else:
+        # The setting that exceeds the memory least, and what would make one fit.
+        best = smallest(problem, fixed)
+        changes = remedies(problem, fixed)
     content = configuration(problem, best.setting, run)
     if not run.is_bare or options.write is not None:
         require_trainable(content, problem, best.setting, run.name)
-    changes = [] if found else remedies(problem, fixed)
     if options.json:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:
@@ -178,7 +182,9 @@ def _print(
     batch = problem.global_batch_size or "one sequence per data-parallel rank"
     # A calibrated device has as many ranks on a host as were measured.
     hosts = -(-problem.devices // device.ranks_per_host)
-    shown = f" on {hosts} hosts of {device.ranks_per_host}" if hosts > 1 else ""
+    shown = ""
+    if hosts > 1:
+        shown = f" on {hosts} hosts of {device.ranks_per_host}"
     print(
         f"{name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
@@ -213,7 +219,10 @@ def _print(
     if len(found) > options.show:
         print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
     memory = best.memory
-    unit, name_of_unit = (GIB, "GiB") if memory.device_bytes >= GIB else (GIB >> 10, "MiB")
+    # A small model on a CPU would have terms of 0.00 GiB only.
+    unit, name_of_unit = GIB, "GiB"
+    if memory.device_bytes < GIB:
+        unit, name_of_unit = GIB >> 10, "MiB"
     terms = ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.device.items() if size >= unit // 100)
     print(f"Memory of the first, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
 

@@ -12,7 +12,8 @@ from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.search.plan import Plan, shards_sequences
 from nxd_memopt.planner.search.problem import Problem, Setting
-from nxd_memopt.training.config.train_config import MemoryConfig, OptimizerConfig
+from nxd_memopt.training.config.parsing import SECTIONS
+from nxd_memopt.training.config.train_config import MemoryConfig, ModelConfig, OptimizerConfig
 
 _CHOSEN = {
     "optimizer": (
@@ -26,6 +27,8 @@ _CHOSEN = {
     "trainer": ("enable_cuda_graph", "precision"),
 }
 """Section -> options that the plan chooses: they are written if the chosen setting has them."""
+_SECTIONS = tuple(SECTIONS)
+_NO_MODEL = "none"
 
 
 def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, Any]) -> list[str]:
@@ -72,7 +75,11 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
         run: the run, of which the plan keeps all options that it does not choose.
     """
     content = _chosen(problem, setting)
-    given = {field.name: given_options(getattr(run.config, field.name)) for field in dataclasses.fields(run.config)}
+    # Compared after the sections have replaced "auto" values, as those of the run have.
+    defaults = TrainConfig(ModelConfig(pretrained=_NO_MODEL))
+    given: dict[str, dict[str, Any]] = {}
+    for name in _SECTIONS:
+        given[name] = _given(getattr(run.config, name), getattr(defaults, name))
     given["model"] = _model(run, given["model"])
     given["moe"] |= _static_form(problem)
     for name, section in given.items():
@@ -125,7 +132,7 @@ def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:
     content: dict[str, Any] = {
         "model": {},
         "parallel": parallel,
-        "memory": given_options(setting.memory),
+        "memory": _given(setting.memory, MemoryConfig()),
         "data": {
             "seq_length": problem.sequence_length,
             "micro_batch_size": setting.micro_batch_size,
@@ -159,6 +166,8 @@ def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
     """Return the ``model`` section to write."""
     if not run.has_tokenizer:
         given.pop("tokenizer")
+    if given["pretrained"] is None:
+        given.pop("pretrained")
     if not run.is_bare:
         return given
     pretrained = Path(given.pop("pretrained"))
@@ -176,16 +185,10 @@ def _static_form(problem: Problem) -> dict[str, Any]:
     return {name: getattr(moe, name) for name in ("moe_expert_block_size", "moe_token_dispatcher_type")}
 
 
-def given_options(section: Any) -> dict[str, Any]:
-    """Return the options of a section that are not defaults, as values of YAML."""
-    given: dict[str, Any] = {}
-    for option in dataclasses.fields(section):
-        value = getattr(section, option.name)
-        factory = option.default_factory
-        default = option.default if factory is dataclasses.MISSING else factory()
-        if value != default:
-            given[option.name] = _plain(value)
-    return given
+def _given(section: Any, default: Any) -> dict[str, Any]:
+    """Return the options of a section that are not the default's, as values of YAML."""
+    values = {option.name: getattr(section, option.name) for option in dataclasses.fields(section)}
+    return {name: _plain(value) for name, value in values.items() if value != getattr(default, name)}
 
 
 def _plain(value: Any) -> Any:
