@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from nxd_memopt.architectures.parameters import require_supported_values
 from nxd_memopt.architectures.published import published_name, spelled
 from nxd_memopt.config import require_one_of
 from nxd_memopt.planner.hardware import Device, device_named
+from nxd_memopt.training.config.parsing import SECTIONS
 from nxd_memopt.training.config.train_config import RECIPES, TrainConfig
 
 OVERRIDES = (

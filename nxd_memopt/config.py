@@ -214,17 +214,6 @@ class MemoryConfig:
         self._check_tiles()
         self._check_head_groups()
 
-    # 1 and True are equal in Python, and here the attention of one layer and of all: the planner's caches would
-    # return the bytes of the other.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MemoryConfig) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return (*vars(self).values(), type(self.recompute_keep_core_attn))
-
     def num_offloaded_layers(self, num_layers: int) -> int:
         """Return how many first layers offload activations or checkpoints, of ``num_layers``."""
         if self.cpu_offloading_weights and not self.cpu_offloading_activations:

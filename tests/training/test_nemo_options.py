@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,91 +121,6 @@ def test_constant_steps_count_from_the_last_step() -> None:
     values["trainer"]["max_steps"] = 3
     with pytest.raises(ValueError, match=r"constant_steps 3 needs a larger trainer\.max_steps, got 3: set it"):
         config_from_mapping(values)
-
-
-# A section, the options of it and of NeMo's switches, and the options that are set or the error.
-SWITCHED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | str]] = {
-    "offload without a number": (
-        "memory",
-        {"cpu_offloading": True},
-        "memory.cpu_offloading_num_layers is not given: set",
-    ),
-    "offload": (
-        "memory",
-        {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
-        {"cpu_offloading_num_layers": 2},
-    ),
-    "offload of checkpoints": (
-        "memory",
-        {"cpu_offloading": True, "cpu_offloading_activations": True, "recompute_granularity": "full"},
-        {"cpu_offloading_num_layers": 0, "cpu_offloading_activations": True},
-    ),
-    "no offload": (
-        "memory",
-        {"cpu_offloading": False, "cpu_offloading_num_layers": 2, "cpu_offloading_weights": True},
-        {"cpu_offloading_num_layers": 0, "cpu_offloading_weights": False},
-    ),
-    "states": ("optimizer", {"optimizer_cpu_offload": True}, {"optimizer_offload_fraction": 1.0}),
-    "part of the states": (
-        "optimizer",
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
-        {"optimizer_offload_fraction": 0.5},
-    ),
-    "no states": (
-        "optimizer",
-        {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 0.5},
-        {"optimizer_offload_fraction": 0.0},
-    ),
-    "null": (
-        "optimizer",
-        {"optimizer_cpu_offload": None, "optimizer_offload_fraction": 0.5},
-        {"optimizer_offload_fraction": 0.5},
-    ),
-    "a word": ("optimizer", {"optimizer_cpu_offload": "yes"}, "optimizer_cpu_offload must be true or false, got 'yes'"),
-    "bias": ("moe", {"moe_router_enable_expert_bias": True}, {"moe_router_bias_update_rate": 1e-3}),
-    "no bias": (
-        "moe",
-        {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3},
-        {"moe_router_bias_update_rate": None},
-    ),
-    "dropping": (
-        "moe",
-        {"moe_token_dropping": True, "moe_expert_capacity_factor": 1.5},
-        {"moe_expert_capacity_factor": 1.5},
-    ),
-    "dropping without a capacity": ("moe", {"moe_token_dropping": True}, "moe.moe_expert_capacity_factor is not given"),
-    "no dropping": ("moe", {"moe_token_dropping": False}, {"moe_expert_capacity_factor": None}),
-    "recompute": ("moe", {"moe_layer_recompute": True}, "write memory.recompute_granularity: selective, "),
-    "no recompute": ("moe", {"moe_layer_recompute": False}, {}),
-    "width": ("moe", {"moe_ffn_hidden_size": 12}, "moe_ffn_hidden_size 12 is an option of the model"),
-    "no width": ("moe", {"moe_ffn_hidden_size": None}, {}),
-    "selective recompute": (
-        "memory",
-        {"selective_activation_checkpointing_is_enabled": True},
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    ),
-    "two kinds of recompute": (
-        "memory",
-        {"selective_activation_checkpointing_is_enabled": True, "recompute_granularity": "full"},
-        "sets memory.recompute_granularity a second time",
-    ),
-}
-
-
-@pytest.mark.parametrize("is_pasted", [False, True])
-@pytest.mark.parametrize("name", SWITCHED)
-def test_switches(name: str, is_pasted: bool) -> None:
-    """In the option's own section, and in a model section as NeMo's."""
-    section, options, expected = SWITCHED[name]
-    values: dict[str, Any] = {"model": {"pretrained": "d"}, section: options}
-    if is_pasted:
-        values = {"model": {"pretrained": "d", **options}}
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            config_from_mapping(values)
-        return
-    found = getattr(config_from_mapping(values), section)
-    assert {each: getattr(found, each) for each in expected} == expected
 
 
 def test_a_section_pastes_in(tmp_path: Path) -> None:

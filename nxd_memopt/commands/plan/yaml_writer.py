@@ -13,7 +13,7 @@ from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.search.plan import Plan, shards_sequences
 from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import MemoryConfig, ModelConfig, OptimizerConfig
+from nxd_memopt.training.config.train_config import MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 _CHOSEN = {
     "optimizer": (
@@ -27,7 +27,6 @@ _CHOSEN = {
     "trainer": ("enable_cuda_graph", "precision"),
 }
 """Section -> options that the plan chooses: they are written if the chosen setting has them."""
-_SECTIONS = tuple(SECTIONS)
 _NO_MODEL = "none"
 
 
@@ -78,7 +77,7 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
     # Compared after the sections have replaced "auto" values, as those of the run have.
     defaults = TrainConfig(ModelConfig(pretrained=_NO_MODEL))
     given: dict[str, dict[str, Any]] = {}
-    for name in _SECTIONS:
+    for name in SECTIONS:
         given[name] = _given(getattr(run.config, name), getattr(defaults, name))
     given["model"] = _model(run, given["model"])
     given["moe"] |= _static_form(problem)
