@@ -107,8 +107,12 @@ def check_options(options: Any, section: str = "") -> None:
     """
     hints = field_types(type(options))
     for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        # The planner makes many configurations, most of whose options have their defaults.
+        if value is field.default:
+            continue
         name = f"{section}.{field.name}" if section else field.name
-        value = fit(name, getattr(options, field.name), hints[field.name])
+        value = fit(name, value, hints[field.name])
         object.__setattr__(options, field.name, value)
         declared = declaration(field)
         if declared.is_path:
