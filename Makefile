@@ -51,9 +51,9 @@ build/neuronx-distributed:
 	git -C $@ checkout --detach $(NXD_REVISION)
 
 test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, example models and checkpoints, unchanged, on CPU ranks (NXD_SOURCE=its checkout)
-	$(PYTHON) scripts/compat/run_nxd_tests.py --source $(NXD_SOURCE)
-	$(PYTHON) scripts/compat/train_examples.py --source $(NXD_SOURCE)
-	$(PYTHON) scripts/compat/nxd_checkpoints.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/run_nxd_tests.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/train_examples.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/nxd_checkpoints.py --source $(NXD_SOURCE)
 
 golden: setup ## record the golden losses anew
 	$(PYTHON) -m scripts.golden

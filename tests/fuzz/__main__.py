@@ -1,4 +1,4 @@
-"""Draws configurations, runs them and prints a summary: ``python -m scripts.fuzz --draws 100 --seed 7 --jobs 2``."""
+"""Draws configurations, runs them and prints a summary: ``python -m tests.fuzz --draws 100 --seed 7 --jobs 2``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from scripts.fuzz import library, programs
-from scripts.fuzz.draws import Draw, Spec, draw_library, draw_program
-from scripts.fuzz.outcomes import FAILED, Outcome, summarize
 from tests.dist import pool
+from tests.fuzz import library, programs
+from tests.fuzz.draws import Draw, Spec, draw_library, draw_program
+from tests.fuzz.outcomes import FAILED, Outcome, summarize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM_SHARE = 5
@@ -83,7 +83,7 @@ def run_jobs(arguments: argparse.Namespace) -> None:
     options = ["--draws", str(arguments.draws), "--seed", str(arguments.seed), "--minutes", str(arguments.minutes)]
     if arguments.layer is not None:
         options += ["--layer", arguments.layer]
-    command = [sys.executable, "-m", "scripts.fuzz", *options]
+    command = [sys.executable, "-m", "tests.fuzz", *options]
     started = [
         subprocess.Popen([*command, "--part", f"{job}/{arguments.jobs}", "--record", str(part)], cwd=ROOT)
         for job, part in enumerate(parts)

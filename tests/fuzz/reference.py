@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scripts.fuzz.draws import EXPERTS, Spec
+from tests.fuzz.draws import EXPERTS, Spec
 
 IGNORED = -100
 Batch = dict[str, Tensor]

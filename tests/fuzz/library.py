@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.fuzz import library_runs, reference
-from scripts.fuzz.draws import Spec
-from scripts.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 from tests.dist import pool
+from tests.fuzz import library_runs, reference
+from tests.fuzz.draws import Spec
+from tests.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 
 TIMEOUT_S = 120.0
 FLOAT64 = 1e-9  # float64 has 1e-16; measured: 1e-14 at most, with sums of some thousand terms in another order

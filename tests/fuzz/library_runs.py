@@ -28,9 +28,9 @@ from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Opti
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
-from scripts.fuzz.draws import Spec
-from scripts.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
 from tests.deferred_transfers import Deferred, DeferredTransfers
+from tests.fuzz.draws import Spec
+from tests.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference_models import local_part
 

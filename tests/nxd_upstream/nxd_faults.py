@@ -1,6 +1,6 @@
 """One rank of small programs that show neuronx-distributed's faults, run on either library.
 
-    torchrun --nproc_per_node 2 scripts/compat/nxd_faults.py --source DIR [--library neuronx_distributed]
+    torchrun --nproc_per_node 2 tests/nxd_upstream/nxd_faults.py --source DIR [--library neuronx_distributed]
 
 Prints the result of each fault's program; docs/migrating_from_nxd.md describes the faults.
 """

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from scripts.fuzz import library
-from scripts.fuzz.__main__ import draw_spec, parse_spec, records
-from scripts.fuzz.outcomes import FAILED, REFUSED, kind_of, reasons, summarize
+from tests.fuzz import library
+from tests.fuzz.__main__ import draw_spec, parse_spec, records
+from tests.fuzz.outcomes import FAILED, REFUSED, kind_of, reasons, summarize
 
 SEED = 1
 PARTS = 4
@@ -21,7 +21,7 @@ def check(numbers: range, tmp_path: Path) -> None:
     (tmp_path / "draws.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     lines, is_clean = summarize(rows)
     assert len(rows) == len(numbers)
-    assert is_clean, "\n".join([*lines, f"run one again: python -m scripts.fuzz --rerun {tmp_path}/draws.jsonl:LINE"])
+    assert is_clean, "\n".join([*lines, f"run one again: python -m tests.fuzz --rerun {tmp_path}/draws.jsonl:LINE"])
 
 
 def test_40_draws(tmp_path: Path) -> None:

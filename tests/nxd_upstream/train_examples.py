@@ -1,6 +1,6 @@
 """Compares neuronx-distributed's example models: its package, this library through the alias, our own files.
 
-``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on
+``python tests/nxd_upstream/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on
 CPU ranks and writes docs/benchmarks/nxd_examples.csv. The example on our library runs in an
 environment with the transformers version that it pins and with our wheel (.venv-compat, created on
 demand). neuronx-distributed runs in .venv-xla with the example's pins first on its path. Our own

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from scripts.fuzz.draws import STEPS, Spec
-from scripts.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 from tests.dist import pool
+from tests.fuzz.draws import STEPS, Spec
+from tests.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 from tests.training import chats, runs
 
 TIMEOUT_S = 180.0
@@ -75,7 +75,7 @@ def run_program(config: Path, options: tuple[str, ...], ranks: int) -> Outcome |
 def run_rank(config: str, options: tuple[str, ...]) -> str | None:
     """Run the program on this rank; return the message of a refusal."""
     from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
-    from scripts.fuzz.library_runs import simulated_device
+    from tests.fuzz.library_runs import simulated_device
 
     chunks = {"resident_elements": 100, "chunk_elements": CHUNK, "staging_bytes": 3 * 12 * CHUNK}
     with simulated_device(1 << 28), mock.patch.dict(OffloadedZero1Optimizer.__init__.__kwdefaults__, chunks):

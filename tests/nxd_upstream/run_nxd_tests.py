@@ -1,6 +1,6 @@
 """Runs neuronx-distributed's own tests, unchanged, on CPU ranks, and records the counts.
 
-scripts/compat/run_nxd_tests.py --source DIR [--library neuronx_distributed] [--only NAME] [--append]
+tests/nxd_upstream/run_nxd_tests.py --source DIR [--library neuronx_distributed] [--only NAME] [--append]
 """
 
 from __future__ import annotations

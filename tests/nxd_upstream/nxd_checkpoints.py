@@ -1,6 +1,6 @@
 """Compares checkpoints of neuronx-distributed's own code with this library's, in both directions, value by value.
 
-``python scripts/compat/nxd_checkpoints.py --source NXD_CHECKOUT`` prints a table. One library
+``python tests/nxd_upstream/nxd_checkpoints.py --source NXD_CHECKOUT`` prints a table. One library
 writes a checkpoint of an example's model and the other reads it at several sizes. Hugging Face
 weights are converted, loaded and saved by neuronx-distributed's model, and converted back. The
 ``CheckpointConverterBase`` of both libraries converts the same weights.
