@@ -73,7 +73,7 @@ test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
 bench-gpu: setup ## GPUS=N: the races of docs/benchmarks.md on N NVIDIA GPUs, recorded
 	$(PYTHON) -m scripts.bench.gpu_suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
 
-mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
+mutants: setup setup-xla ## plant faults in copies, one at a time: the tests must detect each (40 minutes on two cores)
 	$(PYTHON) scripts/mutants.py
 
 docs: ## build/site: the pages of docs/ and the API reference; a warning is an error
