@@ -63,7 +63,7 @@ parity: setup ## compare losses and gradients with transformers, and record the 
 	$(PYTHON) -m scripts.bench.moe_parity --output docs/numerics_moe.md
 
 bench: parity ## parity, and the race of forward + backward against transformers
-	$(PYTHON) -m scripts.bench.forward_backward --append
+	$(PYTHON) -m scripts.bench.races.forward_backward --append
 
 GPUS ?= 1
 
@@ -71,7 +71,7 @@ test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
 	NXD_MEMOPT_BACKEND=cuda $(PYTHON) -m pytest tests/cuda
 
 bench-gpu: setup ## GPUS=N: the races of docs/benchmarks.md on N NVIDIA GPUs, recorded
-	$(PYTHON) -m scripts.bench.gpu_suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
+	$(PYTHON) -m scripts.bench.races.suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
 
 mutants: setup setup-xla ## plant faults in copies, one at a time: the tests must detect each (40 minutes on two cores)
 	$(PYTHON) scripts/mutants.py

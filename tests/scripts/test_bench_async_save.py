@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 
-from scripts.bench import async_save
+from scripts.bench.races import async_save
 
 
 def test_a_row_is_recorded_and_the_last_checkpoint_is_compared(tmp_path, monkeypatch, capsys):

@@ -12,9 +12,9 @@ import pytest
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.profiling.calibration import write_device
-from scripts.bench import planned_memory
-from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
-from scripts.bench.planned_memory import argument_parser, chosen_cells, errors, totals
+from scripts.bench.planner import memory as planned_memory
+from scripts.bench.planner.cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
+from scripts.bench.planner.memory import argument_parser, chosen_cells, errors, totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -166,7 +166,7 @@ def test_cells_on_two_ranks(tmp_path):
     names = [cell.name for cell in NAMED_ON[2]]
     first = names.index("mixtral 8k moe T=2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "scripts.bench.planned_memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
+    command += ["-m", "scripts.bench.planner.memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
     done = subprocess.run([*command, "--cells", f"{first}:"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with path.open(newline="") as file:

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from scripts.bench.planned_cells import NAMED_ON, drawn
-from scripts.bench.planned_memory import CSV
-from scripts.bench.planned_rows import beyond, cell_of, errors_of, main, rows_of
+from scripts.bench.planner.cells import NAMED_ON, drawn
+from scripts.bench.planner.memory import CSV
+from scripts.bench.planner.rows import beyond, cell_of, errors_of, main, rows_of
 
 # Formulas of the steps that were measured as the code is now.
 FORMULAS = ["5799b86", "aba393a", "0cffe7e", "b3d160d", "8eca28a", "d104159"]

@@ -1,4 +1,4 @@
-"""Records what every benchmark row says of its run, and appends rows to a CSV file."""
+"""The command line that benchmarks share, what every row says of its run, and the CSV files of rows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import transformers
 from nxd_memopt._optional import installed, why_missing
 from nxd_memopt.backends import backend
 
+ROOT = Path(__file__).resolve().parents[3]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 _WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
 _VARIABLES = (  # environment variables that change what is measured
     "CUBLAS_WORKSPACE_CONFIG",
@@ -47,12 +49,16 @@ def cpu_name() -> str:
     return f"{models[0]}, {len(models)} cores"
 
 
-def environment(module: str) -> dict[str, Any]:
-    """Return the columns that every row has in addition to its figures.
+def bench_parser(description: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks; the rows of ``name`` are in ``NAME.csv``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / f"{name}.csv")
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    return parser
 
-    Args:
-        module: module of the benchmark, for the command.
-    """
+
+def environment() -> dict[str, Any]:
+    """Return the columns that every row has in addition to its figures."""
     device = cpu_name()
     if backend.name == "cuda":
         device = torch.cuda.get_device_name()
@@ -63,8 +69,14 @@ def environment(module: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "peers": ", ".join(usable_packages()),
         "commit": _commit(),
-        "command": shlex.join([*_settings(), *_launcher(), "-m", module, *sys.argv[1:]]),
+        "command": shlex.join([*_settings(), *_launcher(), "-m", _module(), *sys.argv[1:]]),
     }
+
+
+def _module() -> str:
+    """Return the name of the module that ``python -m`` runs."""
+    specification = sys.modules["__main__"].__spec__
+    return "unknown" if specification is None else specification.name
 
 
 def usable_packages() -> list[str]:
@@ -101,7 +113,7 @@ def last_commit(path: str) -> str:
 
 def _git(*arguments: str) -> str:
     """Return the output of a git command, or an empty text outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
@@ -152,19 +164,12 @@ def _append(rows: list[dict[str, Any]], path: Path) -> None:
     incomplete.replace(path)
 
 
-def publish(
-    rows: list[dict[str, Any]],
-    columns: Sequence[str],
-    title: str,
-    args: argparse.Namespace,
-    *,
-    module: str,
-) -> None:
+def publish(rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace) -> None:
     """Print ``columns`` of all rows; with ``args.append`` append them to ``args.csv``."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
     print_table(rows, title)
     if args.append:
-        append([row | environment(module) for row in rows], args.csv)
+        append([row | environment() for row in rows], args.csv)
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:

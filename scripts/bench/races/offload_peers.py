@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from nxd_memopt._optional import installed
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, dtype, with_flash4
+from scripts.bench.races.peers import Builder, LossFunction, build_hf, build_liger, dtype, with_flash4
 
 LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.01  # torch's default, which is not DeepSpeed's

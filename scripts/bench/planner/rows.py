@@ -1,8 +1,8 @@
 """Plans recorded steps again: the errors of today's formulas, without a GPU.
 
-    python -m scripts.bench.planned_rows
-    python -m scripts.bench.planned_rows --formulas b3d160d 0cffe7e --csv docs/benchmarks/planned_memory.csv
-    python -m scripts.bench.planned_rows --beyond
+    python -m scripts.bench.planner.rows
+    python -m scripts.bench.planner.rows --formulas b3d160d 0cffe7e --csv docs/benchmarks/planned_memory.csv
+    python -m scripts.bench.planner.rows --beyond
 
 Each row of ``planned_memory`` names its step in full. Printed are the errors of its allocated and reserved
 bytes and of its time, ``planned / measured - 1``; ``--beyond`` prints the rows beyond the bounds of ``planned_memory``
@@ -23,8 +23,8 @@ from typing import Any
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
-from scripts.bench.planned_cells import DEVICE, Cell
-from scripts.bench.planned_memory import CSV, WAITING_PART, is_beyond, waits_for_memory
+from scripts.bench.planner.cells import DEVICE, Cell
+from scripts.bench.planner.memory import CSV, WAITING_PART, is_beyond, waits_for_memory
 
 _OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
 _OPTIMIZER = ("optimizer_", "store_param_remainders", "overlap_grad_reduce")

@@ -1,6 +1,6 @@
 """Races the six matmuls of experts against torch's ``grouped_mm`` on one GPU.
 
-    python -m scripts.bench.moe_matmuls --append
+    python -m scripts.bench.races.moe_matmuls --append
 
 bf16, each token chooses different experts with equal probabilities. Operands of tokens are gathered:
 inside our kernels, and by ``index_select`` before torch's.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.assignment import assign
 from nxd_memopt.ops.cuda.grouped_matmul import ExpertRows, matmul_of_rows, matmul_over_rows
-from scripts.bench.gpu_race import parse_on_gpu, race, race_parser
-from scripts.bench.moe_layer import SHAPES, Shape, routed
-from scripts.bench.record import publish
+from scripts.bench.harness.gpu_race import parse_on_gpu, race, race_parser
+from scripts.bench.harness.record import publish
+from scripts.bench.races.moe_layer import SHAPES, Shape, routed
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "moe_matmuls.csv"
 COLUMNS = ("shape", "tokens", "matmul", "ours_ms", "torch_ms", "over_torch", "tflops")
 
 
@@ -78,7 +76,7 @@ def matmuls(shape: Shape, tokens: int) -> dict[str, tuple[Callable[[], Tensor], 
 
 
 def main() -> None:
-    parser = race_parser(__doc__, CSV, turns=3)
+    parser = race_parser(__doc__, "moe_matmuls", turns=3)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     args = parse_on_gpu(parser)
@@ -98,7 +96,7 @@ def main() -> None:
                     "tflops": round(flops / times["ours"] / 1e9),
                 }
             )
-    publish(lines, COLUMNS, "matmuls of experts", args, module="scripts.bench.moe_matmuls")
+    publish(lines, COLUMNS, "matmuls of experts", args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Benchmark of ZeRO-3: full steps with clipping, next to FSDP2 on transformers' model with Liger-Kernel.
 
-    torchrun --nproc_per_node 2 -m scripts.bench.sharded_step --model llama3-8b --tokens 8192 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.races.sharded_step --model llama3-8b --tokens 8192 --append
 
 Every process is a data-parallel rank with a sequence of its own; with ``--tensor-parallel T``, of ours alone,
 T processes are one, with sequence parallelism. Random weights, fused AdamW,
@@ -13,8 +13,6 @@ Peers recompute every layer with ``--recompute full`` and none otherwise; ``--me
 from __future__ import annotations
 
 import argparse
-import gc
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,15 +26,22 @@ from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from scripts.bench.configs import CONFIGS
-from scripts.bench.gpu_race import first_line
-from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
-from scripts.bench.offload_peers import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, ClippedAdamW, Stepper, with_fsdp2
-from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, with_flash4
-from scripts.bench.record import append, environment
-from scripts.bench.train_step import build_ours, build_ours_compiled
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.harness.steps import (
+    LossFunction,
+    Row,
+    limit_device_memory,
+    random_tokens,
+    record_rows,
+    step_parser,
+    timed_steps,
+    with_figures,
+    with_options,
+)
+from scripts.bench.races.offload_peers import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, ClippedAdamW, Stepper, with_fsdp2
+from scripts.bench.races.peers import Builder, build_hf, build_liger, with_flash4
+from scripts.bench.races.train_step import build_ours, build_ours_compiled
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "sharded_step.csv"
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS: dict[str, Builder] = {"ours": build_ours, "ours compiled": build_ours_compiled}
 PEERS: dict[str, tuple[Builder, bool]] = {  # with compiled layers or without
@@ -94,25 +99,18 @@ def build(
     return model, loss_of, ClippedAdamW(model)
 
 
-def measure(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> Row:
     """Return the columns of a row; the memory is free again afterwards."""
-    from scripts.bench.state_offload import timed_steps
-
     # All ranks of all variants begin with the same seed; each rank has tokens of its own.
     model_parallel_manual_seed(7)
     config = CONFIGS[args.model]()
     model, loss_of, optimizer = build(variant, config, STATES[args.states], memory, keeps_gathered=args.keep_gathered)
     model.train()
-    generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
-    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
-    # timed_steps counts the tokens of one sequence and divides by all devices.
-    result = timed_steps(loss_of, optimizer, ids, args)
-    speed = result["tokens_per_s_per_device"] * parallel_state.get_data_parallel_size()
-    result["tokens_per_s_per_device"] = round(speed, 1)
+    result = timed_steps(loss_of, optimizer, random_tokens(config, 1, tokens)[0], args)
     return result | {"grad_norm": round(optimizer.norm(), 4)}
 
 
-def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> Row:
     """Return the row of a variant; one that does not run is a row with its failure."""
     memory = MemoryConfig(recompute_granularity="full") if args.recompute == "full" else MemoryConfig()
     words = [args.recompute]
@@ -121,7 +119,7 @@ def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[st
         words += args.memory
         if args.keep_gathered:
             words.append("gathered weights kept")
-    row: dict[str, Any] = {
+    row: Row = {
         "model": args.model,
         "variant": variant,
         "data_parallel": parallel_state.get_data_parallel_size(),
@@ -130,35 +128,18 @@ def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[st
         "states": args.states,
         "recompute": ", ".join(words),
         "cap_gib": args.cap_gib or "",
-        "failure": "",
     }
-    # All ranks fail alike, so none waits in a collective for one that has failed.
-    try:
-        row |= measure(variant, tokens, memory, args)
-    except (RuntimeError, AttributeError, ValueError, ImportError) as error:
-        row["failure"] = first_line(error)
-    gc.collect()
-    if backend.name == "cuda":
-        torch.cuda.empty_cache()
-    return row
+    return with_figures(row, lambda: measure(variant, tokens, memory, args))
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="of each rank's sequence")
-    parser.add_argument("--variants", choices=(*OURS, *PEERS), nargs="+", default=["ours", "hf"])
+    # timed_steps reads the last three, which this benchmark does not vary.
+    defaults = {"variants": ["ours", "hf"], "accumulation": 1, "warm_up_tokens": None, "read_loss": False}
+    parser = step_parser(__doc__, "sharded_step", (*OURS, *PEERS), **defaults)
     parser.add_argument("--states", choices=STATES, default="fp32")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--keep-gathered", action="store_true", help="ours: reshard_after_forward: false")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ours: T of each replica")
-    add_memory_options(parser)
-    parser.add_argument("--warm-up-steps", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
-    # What timed_steps reads and this benchmark does not vary.
-    parser.set_defaults(accumulation=1, warm_up_tokens=None, read_loss=False)
     return parser
 
 
@@ -171,14 +152,7 @@ def main() -> None:
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_parallel)
     limit_device_memory(args.cap_gib)
-    about = environment("scripts.bench.sharded_step")
-    for tokens in args.tokens:
-        for variant in args.variants:
-            row = measured_row(variant, tokens, args)
-            if parallel_state.is_global_rank_zero():
-                print(row, flush=True)
-                if args.append:
-                    append([row | about], args.csv)
+    record_rows(args, lambda variant, tokens: measured_row(variant, tokens, args))
     leave_process_groups()
 
 

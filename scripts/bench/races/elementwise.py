@@ -1,6 +1,6 @@
 """Races element-wise operations, forward and backward, and the optimizer's step, on one GPU.
 
-    python -m scripts.bench.elementwise --append
+    python -m scripts.bench.races.elementwise --append
 
 bf16. ``ours`` is what the models run, ``eager`` the equivalent plain PyTorch code, ``compile``
 torch.compile of ``eager``, ``liger`` Liger-Kernel's kernel. ``ideal_ms`` is the time to read each
@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +33,9 @@ from nxd_memopt.ops.parts import Layout, split_sizes
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW
-from scripts.bench.gpu_race import first_line, parse_on_gpu, race, race_parser
-from scripts.bench.record import publish
+from scripts.bench.harness.gpu_race import first_line, parse_on_gpu, race, race_parser
+from scripts.bench.harness.record import publish
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "elementwise.csv"
 EPS = 1e-5
 Function = Callable[..., Any]
 
@@ -440,7 +438,7 @@ def _enter(rows: list[dict[str, Any]], operation: str, times: dict[str, float]) 
 
 
 def main() -> None:
-    parser = race_parser(__doc__, CSV, turns=4)
+    parser = race_parser(__doc__, "elementwise", turns=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--width", type=int, default=14336, help="of the MLP")
@@ -450,7 +448,7 @@ def main() -> None:
     rows = run_cases(args)
     columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
     title = "element-wise operations, forward + backward"
-    publish(rows, columns, title, args, module="scripts.bench.elementwise")
+    publish(rows, columns, title, args)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
 """Races linear layer + cross entropy, forward and backward: time, memory and errors against the peers.
 
-    python -m scripts.bench.linear_cross_entropy --tokens 8192 32768 --append
-    torchrun --nproc_per_node 4 -m scripts.bench.linear_cross_entropy --tokens 8192 --append
+    python -m scripts.bench.races.linear_cross_entropy --tokens 8192 32768 --append
+    torchrun --nproc_per_node 4 -m scripts.bench.races.linear_cross_entropy --tokens 8192 --append
+    python -m scripts.bench.races.linear_cross_entropy --heads tiny --tokens 512 --plot memory.png
 
-bf16. ``floor`` is the three matmuls alone. With several processes the vocabulary is sharded, and
+bf16, on a CPU fp32. ``floor`` is the three matmuls alone. With several processes the vocabulary is sharded, and
 the tokens are sequence shards; the peers then all-gather the tokens first and reduce-scatter their
 gradient last, as their users do. Memory is the peak without the inputs, with gradients and peer
 memory. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
 within one process; each time is the median of all turns. ``cce`` skips gradients that it considers
 negligible, ``cce unfiltered`` skips none, ``cce exact`` also sums in fp32. ``cce exact`` and
-vocabulary parallelism need CCE from its repository, which is newer than PyPI's 25.1.1.
+vocabulary parallelism need CCE from its repository, which is newer than PyPI's 25.1.1. ``mgmalek`` is
+a checkout of github.com/mgmalek/efficient_cross_entropy. ``not_close`` names what ``torch.allclose`` finds
+different. ``--plot`` draws the memory of each variant over the time of one call.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,19 +26,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from scripts.bench.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
-from scripts.bench.record import publish
+from nxd_memopt.profiling.plots import draw_timelines
+from scripts.bench.harness.gpu_race import first_line, memory_over_time, peak_gib, race, race_parser
+from scripts.bench.harness.record import publish
+from scripts.bench.races.peers import dtype
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
 HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
 REFERENCE_TOKENS = 8192  # longer sequences have no columns of errors
 REFERENCE_ROWS = 1024
+MALEK_CHUNKS = 8
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Relative tolerance of loss and gradients by dtype: about four roundings of the dtype, and in fp32
+what sums of different order differ by. The absolute one is it times the largest reference value."""
+CUSTOM = "custom"
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -124,7 +134,27 @@ def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
     return cce(vocab_parallel_options=shard, **options)
 
 
-def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
+def malek(directory: Path) -> LossFunction:
+    """Return the loss of a checkout of mgmalek/efficient_cross_entropy, in up to ``MALEK_CHUNKS`` chunks."""
+    spec = importlib.util.spec_from_file_location("malek_modules", directory / "modules.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        # It needs chunks of equal lengths.
+        chunks = next(count for count in range(MALEK_CHUNKS, 0, -1) if x.size(0) % count == 0)
+        with torch.device("meta"):  # its own weight is replaced
+            criterion = module.FusedProjectionPlusCrossEntropyLoss(weight.size(1), weight.size(0), chunks)
+        criterion.proj_weight = weight
+        return criterion(x, target)
+
+    return loss
+
+
+def variants(
+    gradient_bytes: int, tokens: int, vocab: int, checkout: Path | None = None
+) -> dict[str, Callable[[], LossFunction]]:
     """Return a builder of each variant by name; the builder fails if a peer is not installed."""
     # ``logits_bytes`` limits our chunks: more bytes, fewer chunks and larger matmuls. 4 bytes per
     # logit are enough for one chunk. Liger's chunks depend on its constant in the same way, so it
@@ -142,18 +172,17 @@ def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable
             "cce vocab-parallel": lambda: gathered(cce_vocab_parallel(vocab, filter_eps="auto")),
             "cce unfiltered, vocab-parallel": lambda: gathered(cce_vocab_parallel(vocab, filter_eps=None)),
         }
-    peers = {f"liger {const}": lambda const=const: liger(const) for const in (1, 2, 4, 8)}
-    return (
-        table
-        | {"eager": lambda: eager, "compile": lambda: torch.compile(eager)}
-        | peers
-        | {
-            "liger fp32": lambda: liger(1, torch.float32),
-            "cce": lambda: cce(filter_eps="auto"),
-            "cce unfiltered": lambda: cce(filter_eps=None),
-            "cce exact": lambda: cce(impl="cce_exact"),
-        }
-    )
+    table |= {"eager": lambda: eager, "compile": lambda: torch.compile(eager)}
+    table |= {f"liger {const}": lambda const=const: liger(const) for const in (1, 2, 4, 8)}
+    table |= {
+        "liger fp32": lambda: liger(1, torch.float32),
+        "cce": lambda: cce(filter_eps="auto"),
+        "cce unfiltered": lambda: cce(filter_eps=None),
+        "cce exact": lambda: cce(impl="cce_exact"),
+    }
+    if checkout is not None:
+        table["mgmalek"] = lambda: malek(checkout)
+    return table
 
 
 def floor_of(x: Tensor, weight: Tensor) -> Callable[[], None]:
@@ -209,17 +238,25 @@ def errors(
     inputs: tuple[Tensor, Tensor, Tensor],
     expected: tuple[Tensor, ...],
 ) -> dict[str, Any]:
-    """Return the loss's absolute error, and relative errors of dX and dW in the 2-norm."""
+    """Return the loss's absolute error, the relative errors of dX and dW in the 2-norm, and what is not close."""
     x, weight, target = inputs
     value = loss(x, weight, target)
     value.backward()
-    result = {"loss_error": float(f"{abs(value.item() - expected[0].item()):.2e}")}
-    for name, tensor, grad in (("dx_error", x, expected[1]), ("dw_error", weight, expected[2])):
-        assert tensor.grad is not None
-        difference = (tensor.grad.float() - grad).norm() / grad.norm()
-        result[name] = float(f"{difference.item():.2e}")
-        tensor.grad = None
-    return result
+    assert x.grad is not None and weight.grad is not None
+    found = {"loss": value.detach(), "dx": x.grad, "dw": weight.grad}
+    tolerance = TOLERANCES[x.dtype]
+    result: dict[str, Any] = {}
+    different: list[str] = []
+    for (name, tensor), reference_tensor in zip(found.items(), expected, strict=True):
+        difference = (tensor.float() - reference_tensor).norm()
+        if name != "loss":
+            difference /= reference_tensor.norm()
+        result[f"{name}_error"] = float(f"{difference.item():.2e}")
+        absolute = tolerance * float(reference_tensor.abs().max())
+        if not torch.allclose(tensor.float(), reference_tensor, rtol=tolerance, atol=absolute):
+            different.append(name)
+    x.grad = weight.grad = None
+    return result | {"not_close": " ".join(different)}
 
 
 def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -230,10 +267,10 @@ def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
 
 def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row of time, memory and errors for each variant."""
-    hidden, vocab = HEADS[head]
+    hidden, vocab = (args.hidden, args.vocabulary) if head == CUSTOM else HEADS[head]
     size = parallel_state.get_tensor_model_parallel_size()
     generator = torch.Generator(backend.device).manual_seed(5)
-    options: Any = {"device": backend.device, "dtype": torch.bfloat16, "generator": generator}
+    options: Any = {"device": backend.device, "dtype": dtype(), "generator": generator}
     x = torch.randn(tokens, hidden, **options)
     weight = torch.randn(vocab, hidden, **options) * 0.02
     target = torch.randint(0, vocab, (tokens,), device=backend.device, generator=generator)
@@ -247,12 +284,12 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
         del full_grads
     # Sequence shard of the tokens, vocabulary shard of the weight; targets are replicated.
     x = x.chunk(size)[rank].clone().requires_grad_()
-    weight = weight.chunk(size)[rank].clone().requires_grad_()
+    weight = nn.Parameter(weight.chunk(size)[rank].clone())
     inputs = (x, weight, target)
-    gradient_bytes = 2 * (x.numel() + weight.numel())
+    gradient_bytes = x.nbytes + weight.nbytes
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], None]] = {"floor": floor_of(x, weight.detach())}
-    for name, build in variants(gradient_bytes, tokens, vocab // size).items():
+    for name, build in variants(gradient_bytes, tokens, vocab // size, args.malek).items():
         if args.variants and name not in args.variants:
             continue
         row: dict[str, Any] = {
@@ -268,19 +305,24 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
             # torch's figures do not contain peer memory, so it is added.
             backend.release_groups()
             step(loss, inputs)  # compiles
-            peer_bytes = (backend.memory_allocated() or 0) - torch.cuda.memory_allocated()
+            peer_bytes = 0
+            if backend.name == "cuda":
+                peer_bytes = (backend.memory_allocated() or 0) - torch.cuda.memory_allocated()
             call = partial(step, loss, inputs)
             row["peak_gib"] = round(peak_gib(call) + peer_bytes / 2**30, 3)
             if expected:
                 row |= errors(loss, inputs, expected)
             calls[name] = call
-        except (ImportError, RuntimeError) as error:  # out of memory too
+        except (ImportError, RuntimeError, AssertionError) as error:  # out of memory, or no kernel for the device
             row["failure"] = first_line(error)
             x.grad = weight.grad = None
     # The race needs the memory of the reference, which has the bytes of two fp32 gradients.
     del expected
     times = race(calls, args.turns)
     floor_ms = times["floor"]
+    if args.plot:
+        timelines = {row["variant"]: memory_over_time(calls[row["variant"]]) for row in rows if row["variant"] in calls}
+        draw_timelines(timelines, args.plot, f"memory of forward and backward, {head}, {tokens} tokens")
     for row in rows:
         row["floor_ms"] = round(floor_ms, 3)
         row["gradients_gib"] = round(gradient_bytes / 2**30, 3)
@@ -291,21 +333,27 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = race_parser(__doc__, CSV, turns=4)
-    parser.add_argument("--heads", choices=HEADS, nargs="+", default=["llama3-8b"])
+    parser = race_parser(__doc__, "linear_cross_entropy", turns=4)
+    parser.add_argument("--heads", choices=[*HEADS, CUSTOM], nargs="+", default=["llama3-8b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--hidden", type=int, help=f"H of the head {CUSTOM!r}")
+    parser.add_argument("--vocabulary", type=int, help=f"V of the head {CUSTOM!r}")
     parser.add_argument("--variants", nargs="+", help="only these")
+    parser.add_argument("--malek", type=Path, metavar="DIR", help="checkout of mgmalek/efficient_cross_entropy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory of each variant over time")
     return parser
 
 
 def main() -> None:
-    args = parse_on_gpu(argument_parser())
+    args = argument_parser().parse_args()
+    if args.hidden and args.vocabulary:
+        args.heads = [CUSTOM]
     backend.init_process_group()
     world = parallel_state.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     # Which variants exist depends on T, so argparse cannot check --variants: only their names are
     # used here, and no variant is built.
-    names = list(variants(1, 1, 1))
+    names = list(variants(1, 1, 1, args.malek))
     unknown = sorted(set(args.variants or ()) - set(names))
     if unknown:
         raise SystemExit(f"error: no variants {unknown} on {world} GPUs, there are {names}")
@@ -326,11 +374,11 @@ def main() -> None:
         "loss_error",
         "dx_error",
         "dw_error",
+        "not_close",
         "failure",
     )
     if parallel_state.is_global_rank_zero():
-        module = "scripts.bench.linear_cross_entropy"
-        publish(rows, columns, "linear + cross entropy", args, module=module)
+        publish(rows, columns, "linear + cross entropy", args)
     leave_process_groups()
 
 

@@ -1,8 +1,8 @@
 """Benchmark of optimizer states in host memory: steps with clipping, the link's floor and peers in the same run.
 
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # long sequences leave no room for fragments
-    python -m scripts.bench.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
-    python -m scripts.bench.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
+    python -m scripts.bench.races.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
+    python -m scripts.bench.races.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
 
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter; 10 with
 ``--remainders``, of which 2 are what the masters have beyond the weights), batch 1, clipping by the
@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import resource
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -45,15 +43,20 @@ from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
 from nxd_memopt.profiling.calibration import host_copies_per_s
-from scripts.bench.configs import CONFIGS
-from scripts.bench.gpu_race import first_line
-from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
-from scripts.bench.offload_peers import PEERS, DeepSpeedAdamW
-from scripts.bench.peers import LossFunction, dtype
-from scripts.bench.record import append, environment
-from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
-
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.harness.steps import (
+    Row,
+    limit_device_memory,
+    random_tokens,
+    record_rows,
+    step_parser,
+    timed_steps,
+    with_figures,
+    with_options,
+)
+from scripts.bench.races.offload_peers import PEERS, DeepSpeedAdamW
+from scripts.bench.races.peers import dtype
+from scripts.bench.races.train_step import build_ours
 
 
 def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
     return model(ids, labels=ids, cu_seqlens=bounds).loss
 
 
-def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
+def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> Row:
     """Return the columns of a row; the memory is free again afterwards."""
     transfers = backend.host_transfers()
     assert transfers is not None
@@ -91,7 +94,7 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     backend.synchronize()
     setup_s = time.perf_counter() - start
     state_bytes = pool.ledger().get(OWNER, 0)
-    result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
+    result = timed_steps(loss_of, optimizer, random_tokens(config, 1, tokens)[0], args)
     # The next variant allocates the memory into which the states of a next step are being copied.
     optimizer.finish_update()
     sums = ", fp32 gradient sums" if args.fp32_sums else ""
@@ -125,7 +128,7 @@ def reserve_checkpoints(model: nn.Module, memory: MemoryConfig, tokens: int, poo
     return pool.allocated_bytes
 
 
-def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespace) -> Row:
     """Return the columns of a peer's row, with full recompute."""
     peer = PEERS[variant]
     if peer.optimizer is DeepSpeedAdamW and args.accumulation > 1:
@@ -133,48 +136,13 @@ def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespac
     model, loss_of = peer.build(config, MemoryConfig(recompute_granularity="full"))
     model.train()
     optimizer = peer.optimizer(model)
-    result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
+    result = timed_steps(loss_of, optimizer, random_tokens(config, 1, tokens)[0], args)
     return result | {"states": peer.states, "grad_norm": round(optimizer.norm(), 4)}
 
 
-def token_ids(config: Any, tokens: int) -> Tensor:
-    """Return random token ids ``[1, tokens]``, the same for all variants."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
-
-
-def timed_steps(loss_of: LossFunction, optimizer: Any, ids: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """Return time, peak memory and losses of ``args.steps`` steps after the warm-up."""
-    losses: list[Tensor] = []
-    # Timed together, as steps between two reads of the loss in a training loop: the states that
-    # return to the host after a step overlap with the next one.
-    start = 0.0
-    for i in range(args.warm_up_steps + args.steps):
-        if i == args.warm_up_steps:
-            backend.reset_peak_memory_stats()
-            backend.synchronize()
-            start = time.perf_counter()
-        # A warm-up may be shorter: a step of 400,000 tokens takes minutes.
-        tokens = ids.size(1)
-        if i < args.warm_up_steps:
-            tokens = args.warm_up_tokens or tokens
-        for _ in range(args.accumulation):
-            loss = loss_of(ids[:, :tokens])
-            (loss / args.accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        if args.read_loss:
-            losses[-1].item()
-    backend.synchronize()
-    step_s = (time.perf_counter() - start) / args.steps
-    values = [round(loss.item(), 4) for loss in losses]
-    return figures([step_s], values, ids.numel() * args.accumulation)
-
-
-def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of one variant; a peer that does not run is a row with its failure."""
-    row: dict[str, Any] = {
+def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> Row:
+    """Return the row of one variant."""
+    row: Row = {
         "model": args.model,
         "variant": variant,
         "tensor_parallel": parallel_state.get_world_size(),
@@ -184,45 +152,27 @@ def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse
         "cap_gib": args.cap_gib or "",
         "failure": "",
     }
-    # The same weights for ours whatever ran before; the memory is free again afterwards.
+    # The same weights for ours whatever ran before.
     model_parallel_manual_seed(7)
     config = CONFIGS[args.model]()
     if variant == "ours":
         row |= {"fraction": args.fraction, "staging_gib": args.staging_gib, "memory": " ".join(args.memory)}
-        row |= measure(config, tokens, memory, args)
-    else:
-        row["memory"] = "recompute_granularity=full"
-        try:
-            row |= measure_peer(variant, config, tokens, args)
-        except (RuntimeError, AttributeError, ValueError, ImportError) as error:
-            row["failure"] = first_line(error)
-    gc.collect()
-    if backend.name == "cuda":
-        torch.cuda.empty_cache()
-        # PyTorch keeps freed page-locked memory too, which the next variant may need.
-        torch._C._host_emptyCache()
-    return row
+        return row | measure(config, tokens, memory, args)
+    row["memory"] = "recompute_granularity=full"
+    return with_figures(row, lambda: measure_peer(variant, config, tokens, args))
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
-    parser.add_argument("--variants", choices=("ours", *PEERS), nargs="+", default=["ours"])
+    parser = step_parser(__doc__, "state_offload", ("ours", *PEERS))
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--staging-gib", type=float, default=2.0)
-    add_memory_options(parser)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--fp32-sums", action="store_true", help="ours: add the micro-batches' gradients in fp32")
     parser.add_argument("--remainders", action="store_true", help="ours: 10 bytes per parameter instead of 12")
     parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
     parser.add_argument("--document-tokens", type=int, help="attention within documents of this length; memory only")
-    parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
     parser.add_argument("--warm-up-tokens", type=int, help="tokens of a warm-up step, default --tokens")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 
@@ -238,17 +188,14 @@ def main() -> None:
     for tokens in args.tokens:
         if args.document_tokens:
             require_divisible("--tokens", tokens, "--document-tokens", args.document_tokens)
-        for variant in args.variants:
-            missing = [] if variant == "ours" else PEERS[variant].missing()
-            if missing:
-                if parallel_state.is_global_rank_zero():
-                    print(f"{variant}: skipped, not installed: {', '.join(missing)}", flush=True)
-                continue
-            row = measured_row(variant, tokens, memory, args)
-            if parallel_state.is_global_rank_zero():
-                print(row, flush=True)
-                if args.append:
-                    append([row | environment("scripts.bench.state_offload")], args.csv)
+
+    def measured(variant: str, tokens: int) -> Row | None:
+        missing = [] if variant == "ours" else PEERS[variant].missing()
+        if missing and parallel_state.is_global_rank_zero():
+            print(f"{variant}: skipped, not installed: {', '.join(missing)}", flush=True)
+        return None if missing else measured_row(variant, tokens, memory, args)
+
+    record_rows(args, measured)
     leave_process_groups()
 
 

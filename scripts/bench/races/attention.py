@@ -1,6 +1,6 @@
 """Races attention implementations, forward and backward, on one GPU.
 
-    python -m scripts.bench.attention --append
+    python -m scripts.bench.races.attention --append
 
 Causal, bf16, batch 1, in the memory layout of the models. ``auto`` is the models' default,
 ``torch`` is ``scaled_dot_product_attention`` with PyTorch's choice of kernel. TFLOP/s count half of
@@ -11,7 +11,6 @@ tokens and counts half of each document's square.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.packed import PackedDocuments
-from scripts.bench.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
-from scripts.bench.record import publish
+from scripts.bench.harness.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from scripts.bench.harness.record import publish
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "attention.csv"
 HEADS = {"llama3-8b": (32, 8, 128), "llama3-8b T=4": (8, 2, 128), "gpt-neox-20b": (64, 64, 96)}
 DOCUMENTS = 4
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -142,7 +140,7 @@ def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = race_parser(__doc__, CSV, turns=3)
+    parser = race_parser(__doc__, "attention", turns=3)
     parser.add_argument("--shapes", choices=HEADS, nargs="+", default=list(HEADS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     args = parse_on_gpu(parser)
@@ -162,7 +160,7 @@ def main() -> None:
         "failure",
     )
     title = "attention, forward and forward + backward"
-    publish(rows, columns, title, args, module="scripts.bench.attention")
+    publish(rows, columns, title, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Races forward + backward in one process against transformers, interleaved: time and memory.
 
-    python -m scripts.bench.forward_backward --tokens 512 --append
+    python -m scripts.bench.races.forward_backward --tokens 512 --append
 
 A LLaMA with 12 layers, hidden size 768 and vocabulary 32,000; fp32 on a CPU (bf16 on a GPU), batch
 1, no parallelism. Memory is the peak of bytes allocated during one forward + backward, without the
@@ -9,10 +9,8 @@ bytes allocated before, from torch's profiler.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +19,11 @@ from torch.profiler import profile
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from scripts.bench.configs import CONFIGS
-from scripts.bench.peers import LossFunction
-from scripts.bench.record import append, environment
-from scripts.bench.train_step import BUILDERS
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.harness.record import append, bench_parser, environment
+from scripts.bench.races.peers import LossFunction
+from scripts.bench.races.train_step import BUILDERS
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "forward_backward.csv"
 VARIANTS = ("ours", "hf")
 
 
@@ -87,21 +84,20 @@ def run(tokens: int, rounds: int) -> list[dict[str, Any]]:
     # VARIANTS ends with transformers' model, so the last row is the reference.
     for row in rows:
         row["time_over_hf"] = round(row["median_ms"] / rows[-1]["median_ms"], 3)
-        row |= environment("scripts.bench.forward_backward")
+        row |= environment()
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "forward_backward")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--append", action="store_true", help=f"append the rows to {CSV.name}")
     args = parser.parse_args()
     rows = run(args.tokens, args.rounds)
     for row in rows:
         print(row)
     if args.append:
-        append(rows, CSV)
+        append(rows, args.csv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Times competitors on one GPU: they take turns in one process, each turn a few calls without a pause.
+"""Times competitors on one device: they take turns in one process, each turn a few calls without a pause.
 
-Before a turn the device is kept busy for longer than the host needs to launch the calls, so the
+Before a turn a GPU is kept busy for longer than the host needs to launch the calls, so the
 device's work is timed and not the launch latency of Python. The competitor itself can keep it busy:
 after a pause a GPU multiplies for some time at a higher clock rate than its power allows all the time.
 """
@@ -14,11 +14,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
+from torch.profiler import profile
 
 from nxd_memopt.backends import backend
+from nxd_memopt.profiling.memory_summary import allocations, memory_summary
+from nxd_memopt.profiling.operations import operations
+from nxd_memopt.profiling.step_profiler import profiled_activities
+from scripts.bench.harness.record import bench_parser
 
 CALLS_A_TURN = 3
 _HEAD_START_S = 0.05  # at least
@@ -28,12 +32,10 @@ _CYCLES_PER_S = 2_000_000_000
 Call = Callable[[], object]
 
 
-def race_parser(description: str | None, csv: Path, *, turns: int) -> argparse.ArgumentParser:
+def race_parser(description: str | None, name: str, *, turns: int) -> argparse.ArgumentParser:
     """Return a parser with the options of all races."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(description, name)
     parser.add_argument("--turns", type=int, default=turns)
-    parser.add_argument("--csv", type=Path, default=csv)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 
@@ -46,7 +48,7 @@ def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def race(calls: Mapping[str, Call], turns: int, *, busy_s: float = 0.0) -> dict[str, float]:
-    """Return the median milliseconds of each competitor over all turns, by the device's clock.
+    """Return the median milliseconds of each competitor over all turns, on a GPU by the device's clock.
 
     Args:
         calls: competitors.
@@ -60,6 +62,9 @@ def race(calls: Mapping[str, Call], turns: int, *, busy_s: float = 0.0) -> dict[
     for _ in range(turns):
         for name, call in calls.items():
             gc.collect()
+            if backend.name != "cuda":
+                times[name] += _host_milliseconds(call)
+                continue
             torch.cuda.empty_cache()
             start = time.perf_counter()
             call()
@@ -94,15 +99,40 @@ def _milliseconds(call: Call, host_s: float, busy_calls: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
+def _host_milliseconds(call: Call) -> list[float]:
+    """Return the milliseconds of ``CALLS_A_TURN`` calls after one that is not measured, by the host's clock."""
+    times: list[float] = []
+    for _ in range(CALLS_A_TURN + 1):
+        start = time.perf_counter()
+        call()
+        backend.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[1:]
+
+
 def peak_gib(call: Call) -> float:
     """Return the peak of memory that ``call`` allocates, in GiB, without earlier allocations."""
     gc.collect()
+    if backend.name != "cuda":
+        return round(max(size for _, size in memory_over_time(call)) / 2**30, 3)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
     return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+
+
+def memory_over_time(call: Call) -> list[tuple[float, int]]:
+    """Return seconds and the bytes that ``call`` holds then, from torch's profiler."""
+    backend.synchronize()
+    with profile(activities=profiled_activities(), profile_memory=True) as recorded:
+        call()
+        backend.synchronize()
+    memory = memory_summary(allocations(operations(recorded, backend.device.type), {}, {}, 0), None, "")
+    timeline = memory["timeline"]
+    totals = [sum(sizes) for sizes in zip(*timeline["bytes"].values(), strict=True)]
+    return list(zip(timeline["time_s"], totals, strict=True))
 
 
 def first_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Compares held-out losses of the training program after the same steps in several precisions.
 
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.precision --pretrained build/smollm2-135m-instruct --append
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.races.precision --pretrained build/smollm2-135m-instruct --append
 
 Each precision is a run of ``nxd_memopt.training`` in a process of its own: the same data, seed and
 schedule. ``percent`` is the relative difference of the final
@@ -19,9 +19,7 @@ from typing import Any
 
 from nxd_memopt.backends import backend
 from nxd_memopt.training.config.precision import PRECISIONS
-from scripts.bench.record import append, environment
-
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "precision.csv"
+from scripts.bench.harness.record import append, bench_parser, environment
 
 
 def train(args: argparse.Namespace, precision: str, directory: Path) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def train(args: argparse.Namespace, precision: str, directory: Path) -> dict[str
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "precision")
     parser.add_argument("--pretrained", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--dataset", default="stdlib", help="as data.dataset")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=["bf16-mixed", "16-mixed"])
@@ -78,8 +76,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--warmup-steps", type=int, default=20)
     parser.add_argument("--initial-loss-scale", type=float, default=2.0**16)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 
@@ -101,7 +97,7 @@ def main() -> None:
         "lr": args.lr,
     }
     if args.append:
-        append([shared | row | environment("scripts.bench.precision") for row in rows], args.csv)
+        append([shared | row | environment() for row in rows], args.csv)
 
 
 if __name__ == "__main__":

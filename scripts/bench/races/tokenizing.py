@@ -1,6 +1,6 @@
 """Measures how fast ``nxd-memopt prepare`` tokenizes with one and with several processes, next to ``datasets.map``.
 
-    python -m scripts.bench.tokenizing --tokenizer DIRECTORY --megabytes 16 --repeats 3 --append
+    python -m scripts.bench.races.tokenizing --tokenizer DIRECTORY --megabytes 16 --repeats 3 --append
 
 The text is the source code of Python's standard library as JSON lines, repeated up to ``--megabytes``. Each process
 that tokenizes is pinned to a core, and its tokenizer uses one thread. One process of ``prepare`` reads, tokenizes,
@@ -16,7 +16,6 @@ times that of one process over that of N.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -36,9 +35,8 @@ from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.workers import TokenWorkers
 from nxd_memopt.training.runtime.distributed import use_one_tokenizer_thread
-from scripts.bench.record import append, environment
+from scripts.bench.harness.record import append, bench_parser, environment
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "tokenizing.csv"
 DOCUMENTS_PER_CALL = 32
 BYTES_PER_MB = 10**6
 
@@ -139,15 +137,13 @@ def load_vocabulary(directory: str) -> Vocabulary:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "tokenizing")
     parser.add_argument("--tokenizer", required=True, help="directory of a Hugging Face tokenizer")
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="for the text and the tokens; default a temporary one")
     parser.add_argument("--note", default="", help="recorded with the rows, such as other load on the machine")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if not 2 <= args.workers <= len(cores):
@@ -186,7 +182,7 @@ def main() -> None:
     for row in rows:
         print(row)
     if args.append:
-        append([row | environment("scripts.bench.tokenizing") for row in rows], args.csv)
+        append([row | environment() for row in rows], args.csv)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from scripts.bench.harness.steps import LossFunction
 
-LossFunction = Callable[[Tensor], Tensor]
 Builder = Callable[[Any, MemoryConfig], tuple[nn.Module, LossFunction]]
 
 
@@ -70,7 +70,7 @@ def with_flash4(build: Builder) -> Builder:
 
 
 def with_compiled_layers(build: Builder) -> Builder:
-    """Return ``build`` with each layer compiled."""
+    """Return ``build`` with each layer compiled, as in torchtitan."""
 
     def build_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
         model, loss_of = build(config, memory)
@@ -131,17 +131,8 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     return model, step_loss
 
 
-def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """Return ``build_dtensor`` with each layer compiled, as in torchtitan."""
-    model, loss_of = build_dtensor(config, memory)
-    base: Any = model.get_submodule(str(model.base_model_prefix))
-    for layer in base.layers:
-        layer.compile()
-    return model, loss_of
-
-
 def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """Return ``build_dtensor_compiled`` with asynchronous tensor parallelism.
+    """Return ``build_dtensor`` with compiled layers and asynchronous tensor parallelism.
 
     The compiler fuses collectives and matmuls through symmetric memory.
     """
@@ -150,7 +141,7 @@ def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, L
 
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
-    return build_dtensor_compiled(config, memory)
+    return with_compiled_layers(build_dtensor)(config, memory)
 
 
 def dtensor_plan(config: Any) -> dict[str, Any]:

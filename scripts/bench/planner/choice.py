@@ -1,9 +1,9 @@
 """Whether the setting that the planner chooses is as fast as the best of others, measured on one or two GPUs.
 
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_choice --problem llama --seconds 250 --append
-    torchrun --nproc_per_node 2 -m scripts.bench.planned_choice --problem llama-two --seconds 250 --append
-    python -m scripts.bench.planned_choice --problem llama --list
-    python -m scripts.bench.planned_choice --problem llama --tiny --cells 0:4
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planner.choice --problem llama --seconds 250 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.planner.choice --problem llama-two --seconds 250 --append
+    python -m scripts.bench.planner.choice --problem llama --list
+    python -m scripts.bench.planner.choice --problem llama --tiny --cells 0:4
 
 A problem is a model, a length, a batch and a limit of the device's memory, which PyTorch's allocator then
 has. The planner ranks the settings that fit. Measured are the ``BEST`` first ones and ``DRAWN`` others, which
@@ -39,11 +39,10 @@ from nxd_memopt.planner.search.plan import Plan, plans
 from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.runtime.distributed import world_size
-from scripts.bench.planned_cells import DEVICE, Cell
-from scripts.bench.planned_memory import expected_s, measured_row, say
-from scripts.bench.record import append, environment, last_commit
+from scripts.bench.harness.record import append, bench_parser, environment, last_commit
+from scripts.bench.planner.cells import DEVICE, Cell
+from scripts.bench.planner.memory import expected_s, measured_row, say
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_choice.csv"
 BEST = 12
 DRAWN = 4
 SUFFICIENT = 0.98
@@ -148,7 +147,7 @@ def recorded(path: Path, about: Row, problem: str) -> list[Row]:
 def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
     """Measure, print and append setting by setting until ``--seconds`` would be exceeded; return all rows."""
     choice = CHOICES[args.problem]
-    about = environment("scripts.bench.planned_choice") | {"formulas": last_commit("nxd_memopt/planner")}
+    about = environment() | {"formulas": last_commit("nxd_memopt/planner")}
     rows = recorded(args.csv, about, args.problem) if args.append else []
     done = {row["rank"] for row in rows}
     begun = time.monotonic()
@@ -221,15 +220,13 @@ def show(args: argparse.Namespace, found: Sequence[Plan]) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "planned_choice")
     parser.add_argument("--problem", choices=tuple(CHOICES), required=True)
     parser.add_argument("--cells", default=":", metavar="A:B", help="part of the measured settings, as a slice")
     parser.add_argument("--seed", type=int, default=1, help="draws the settings besides the best ones")
     parser.add_argument("--seconds", type=float, help="leave out settings that would end later")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")
     parser.add_argument("--list", action="store_true", help="print the settings with their plans and end")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 

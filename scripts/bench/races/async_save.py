@@ -1,7 +1,7 @@
 """Measures what a checkpoint written in the background adds to the training steps next to it.
 
-    python -m scripts.bench.async_save --model smollm2 --saves 10 --sync-saves 3 --append
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
+    python -m scripts.bench.races.async_save --model smollm2 --saves 10 --sync-saves 3 --append
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.races.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
 
 Random weights; AdamW states in the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed
 until the device has finished, including the call that starts a save if one is due. Each save is
@@ -37,9 +37,8 @@ from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
-from scripts.bench.record import append, environment
+from scripts.bench.harness.record import append, bench_parser, environment
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "async_save.csv"
 WARM_UP_STEPS = 2
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -278,7 +277,7 @@ class Measurement:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "async_save")
     parser.add_argument("--model", choices=SHAPES, default="smollm2")
     parser.add_argument("--tokens", type=int, default=126, help="S")
     parser.add_argument("--batch", type=int, default=1, help="B")
@@ -290,8 +289,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     parser.add_argument("--directory", type=Path, help="for the checkpoints; default a temporary one")
     parser.add_argument("--note", default="", help="recorded with the row, such as other load on the machine")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the row to --csv")
     return parser
 
 
@@ -319,7 +316,7 @@ def main() -> None:
     }
     print(row)
     if args.append:
-        append([row | environment("scripts.bench.async_save")], args.csv)
+        append([row | environment()], args.csv)
 
 
 if __name__ == "__main__":

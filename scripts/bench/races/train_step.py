@@ -1,6 +1,6 @@
 """The full-step benchmark: our models and their peers on transformers' models, in one run.
 
-    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
+    torchrun --nproc_per_node 4 -m scripts.bench.races.train_step --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused AdamW for the
 peers), batch 1. T is the number of processes; with ``--expert-parallel EP`` it is divided by EP, and each
@@ -25,9 +25,8 @@ in which the first GPU only communicated.
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +34,8 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
@@ -46,16 +47,23 @@ from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from scripts.bench.configs import CONFIGS
-from scripts.bench.exposure import profiled
-from scripts.bench.gpu_race import first_line
-from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
-from scripts.bench.peers import (
+from nxd_memopt.profiling.exposure import exposure
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.harness.steps import (
+    Row,
+    figures,
+    limit_device_memory,
+    random_tokens,
+    record_rows,
+    step_parser,
+    with_figures,
+    with_options,
+)
+from scripts.bench.races.peers import (
     Builder,
     LossFunction,
     build_dtensor,
     build_dtensor_async,
-    build_dtensor_compiled,
     build_hf,
     build_liger,
     build_liger_grouped,
@@ -63,10 +71,6 @@ from scripts.bench.peers import (
     with_compiled_layers,
     with_flash4,
 )
-from scripts.bench.record import append, environment
-
-WARM_UP_STEPS = 3
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
 
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -121,24 +125,16 @@ BUILDERS: dict[str, Builder] = {
     "liger, grouped_mm": build_liger_grouped,
     "liger, grouped_mm, compiled": with_compiled_layers(build_liger_grouped),
     "dtensor": build_dtensor,
-    "dtensor compiled": build_dtensor_compiled,
-    "dtensor compiled, flash4": with_flash4(build_dtensor_compiled),
+    "dtensor compiled": with_compiled_layers(build_dtensor),
+    "dtensor compiled, flash4": with_flash4(with_compiled_layers(build_dtensor)),
     # Last, because its compiler setting stays on for the rest of the process.
     "dtensor compiled, async TP": build_dtensor_async,
 }
 
 
 def measure(
-    variant: str,
-    config: Any,
-    tokens: int,
-    memory: MemoryConfig,
-    steps: int,
-    *,
-    in_backward: bool,
-    accumulation: int = 1,
-    trace: Path | None = None,
-) -> dict[str, Any]:
+    variant: str, config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace, trace: Path | None = None
+) -> Row:
     """Return the median step time, peak memory and losses of one variant.
 
     Its memory is free again afterwards.
@@ -148,11 +144,10 @@ def measure(
         config: transformers' configuration of the model.
         tokens: S; the batch size is 1.
         memory: recompute and offload.
-        steps: number of timed steps after the warm-up.
-        in_backward: run our optimizer inside backward.
-        accumulation: number of sequences whose gradients are added up in a step.
+        args: with ``steps``, ``warm_up_steps``, ``accumulation`` and ``in_backward``.
         trace: file for the Chrome trace of one more step, on a GPU.
     """
+    accumulation = args.accumulation
     model_parallel_manual_seed(7)
     model, loss_of = BUILDERS[variant](config, memory)
     model.train()
@@ -161,7 +156,7 @@ def measure(
         optimizer = AdamW(model.parameters(), lr=1e-5)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    in_backward = in_backward and is_ours
+    in_backward = args.in_backward and is_ours
     stepper = optimizer
     if in_backward:
         stepper = OptimizerInBackward(optimizer)
@@ -191,8 +186,8 @@ def measure(
     # warm-up, which compiles kernels and records CUDA graphs.
     times: list[float] = []
     losses: list[float] = []
-    for i in range(WARM_UP_STEPS + steps):
-        if i == WARM_UP_STEPS:
+    for i in range(args.warm_up_steps + args.steps):
+        if i == args.warm_up_steps:
             backend.reset_peak_memory_stats()
         backend.synchronize()
         start = time.perf_counter()
@@ -201,45 +196,26 @@ def measure(
         times.append(time.perf_counter() - start)
         losses.append(round(loss.item(), 4))
     sequences = accumulation * parallel_state.get_data_parallel_size()
-    result = figures(times[WARM_UP_STEPS:], losses, tokens * sequences)
+    result = figures(times[args.warm_up_steps :], losses, tokens * sequences)
     # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
     if backend.name == "cuda":
-        shares = profiled(step, trace)
-        result["exposed_ms"] = round(shares["exposed_communication"], 1)
+        result["exposed_ms"] = round(exposed_ms(step, trace), 1)
     return result
 
 
-def random_tokens(config: Any, accumulation: int, tokens: int) -> Tensor:
-    """Return token ids ``[accumulation, 1, tokens]``, different on each data-parallel rank.
-
-    Drawn on the CPU from a fixed seed: all tensor-parallel ranks and all variants train on the same
-    tokens, so that the column of losses shows whether a variant computes something else.
-    """
-    generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
-    return torch.randint(0, config.vocab_size, (accumulation, 1, tokens), generator=generator).to(backend.device)
-
-
-def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, Any]:
-    """Return the columns of timed steps.
-
-    Args:
-        times: seconds of each timed step.
-        losses: of all steps, the warm-up included.
-        tokens: tokens of a step of all devices together.
-    """
-    step_s = statistics.median(times)
-    tokens_per_s = tokens / step_s / parallel_state.get_world_size()
-    peak_bytes = backend.max_memory_allocated()
-    peak_gib = None
-    if peak_bytes is not None:
-        peak_gib = round(peak_bytes / 2**30, 2)
-    return {
-        "step_ms": round(step_s * 1e3, 2),
-        "first_loss": losses[0],
-        "loss": losses[-1],
-        "peak_gib": peak_gib,
-        "tokens_per_s_per_device": round(tokens_per_s, 1),
-    }
+def exposed_ms(step: Callable[[], object], trace: Path | None) -> float:
+    """Return the milliseconds in which a GPU only communicates in one profiled step; write a Chrome trace."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        step()
+        torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    # Host events (launches, synchronization) are in the profile too. Times are microseconds.
+    ranges: list[tuple[str, float, float]] = []
+    for event in profiler.events() or []:
+        if event.device_type == DeviceType.CUDA:
+            ranges.append((event.name, event.time_range.start / 1e3, event.time_range.end / 1e3))
+    return exposure(ranges)["exposed_communication"]
 
 
 def model_flops(config: Any, tokens: int) -> float:
@@ -332,98 +308,53 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
     return folder / f"{stem}.json.gz"
 
 
-def run(args: argparse.Namespace) -> list[str]:
-    """Measure, print and append row by row, so a failure loses no earlier rows.
-
-    Returns:
-        Descriptions of our variants that failed.
-    """
-    failed: list[str] = []
-    size = parallel_state.get_world_size()
-    about = environment("scripts.bench.train_step")
+def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> Row:
+    """Return the row of a variant."""
     # The finer options of recompute and offload are of ours alone: a peer recomputes all layers or
     # none.
-    peers_memory = MemoryConfig()
-    if args.recompute == "full":
-        peers_memory = MemoryConfig(recompute_granularity="full")
-    for tokens in args.tokens:
-        for variant in args.variants:
-            is_ours = variant.startswith("ours")
-            memory, description = peers_memory, ", ".join([args.recompute, *accumulated(args)])
-            if is_ours:
-                memory, description = recompute(args)
-            row: dict[str, Any] = {
-                "model": args.model,
-                "variant": variant,
-                "tensor_parallel": size // args.expert_parallel,
-                "expert_parallel": args.expert_parallel,
-                "tokens": tokens,
-                "recompute": description,
-            }
-            # Every variant gets a configuration of its own, because flash4 peers change theirs. A
-            # peer that is not installed or does not fit is a row with its failure; a failure of
-            # ours is an error of the run as well.
-            try:
-                config = CONFIGS[args.model]()
-                trace = trace_file(args.traces, row)
-                options = {"in_backward": args.in_backward, "accumulation": args.accumulation, "trace": trace}
-                row |= measure(variant, config, tokens, memory, args.steps, **options)
-                row["mfu"] = model_flops_utilization(args, row)
-                row["failure"] = ""
-            # All ranks fail alike, so none waits in a collective for one that has failed.
-            except (RuntimeError, AttributeError, ValueError, ImportError) as error:
-                row["failure"] = first_line(error)
-                if is_ours:
-                    failed.append(f"{variant} at {tokens} tokens")
-            # The next variant starts with the memory of this one returned to the device.
-            gc.collect()
-            if backend.name == "cuda":
-                torch.cuda.empty_cache()
-            if parallel_state.is_global_rank_zero():
-                print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
-                if args.append:
-                    append([row | about], args.csv)
-    return failed
+    memory = MemoryConfig(recompute_granularity="full") if args.recompute == "full" else MemoryConfig()
+    description = ", ".join([args.recompute, *accumulated(args)])
+    if variant.startswith("ours"):
+        memory, description = recompute(args)
+    row: Row = {
+        "model": args.model,
+        "variant": variant,
+        "tensor_parallel": parallel_state.get_world_size() // args.expert_parallel,
+        "expert_parallel": args.expert_parallel,
+        "tokens": tokens,
+        "recompute": description,
+    }
+    # Every variant gets a configuration of its own, because flash4 peers change theirs.
+    config = CONFIGS[args.model]()
+    trace = trace_file(args.traces, row)
+    row = with_figures(row, lambda: measure(variant, config, tokens, memory, args, trace))
+    if not row["failure"]:
+        row["mfu"] = model_flops_utilization(args, row)
+    return row
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=CONFIGS, default="llama-110m")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
-    parser.add_argument("--variants", choices=BUILDERS, nargs="+", default=["ours", "dtensor"])
+    defaults = {"model": "llama-110m", "variants": ["ours", "dtensor"], "steps": 8}
+    parser = step_parser(__doc__, "train_step", BUILDERS, **defaults)
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only, 0 none")
     parser.add_argument("--keep-core-attn", action="store_true", help="ours: keep the attention kernel's result")
     parser.add_argument(
         "--offload-layers", type=int, default=0, help="ours: the first N layers' activations go to the host"
     )
-    add_memory_options(parser)
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--accumulation", type=int, default=1, help="sequences whose gradients a step adds up")
     parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that share the experts of a layer: ours")
-    parser.add_argument("--steps", type=int, default=8)
     # 989 TFLOP/s: dense bf16 of an H100 SXM or H200. On other devices MFU is not computed.
-    peak_tflops = 0.0
-    if backend.name == "cuda":
-        peak_tflops = 989.0
+    peak_tflops = 989.0 if backend.name == "cuda" else 0.0
     parser.add_argument("--peak-tflops", type=float, default=peak_tflops)
     parser.add_argument("--traces", type=Path, help="write Chrome traces of one step of each variant there, one a rank")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 
 def main() -> None:
     parser = argument_parser()
     args = parser.parse_args()
-    for name, values in (
-        ("--steps", [args.steps]),
-        ("--tokens", args.tokens),
-        ("--accumulation", [args.accumulation]),
-        ("--expert-parallel", [args.expert_parallel]),
-    ):
-        if min(values) < 1:
-            parser.error(f"{name} must be at least 1, got {min(values)}")
     if args.in_backward and args.accumulation > 1:
         parser.error("--in-backward frees each gradient in its backward: it excludes --accumulation")
     if args.in_backward and args.expert_parallel > 1:
@@ -440,7 +371,16 @@ def main() -> None:
         tensor_model_parallel_size=size // experts, expert_model_parallel_size=experts
     )
     limit_device_memory(args.cap_gib)
-    failed = run(args)
+    failed: list[str] = []
+
+    def measured(variant: str, tokens: int) -> Row:
+        row = measured_row(variant, tokens, args)
+        # A failure of ours is an error of the run as well.
+        if row["failure"] and variant.startswith("ours"):
+            failed.append(f"{variant} at {tokens} tokens")
+        return row
+
+    record_rows(args, measured)
     leave_process_groups()
     if failed:
         raise SystemExit(f"error: {', '.join(failed)} failed")

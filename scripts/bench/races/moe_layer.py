@@ -1,6 +1,6 @@
 """Races the experts of one mixture-of-experts layer, forward and backward, on one GPU: time and memory.
 
-    python -m scripts.bench.moe_layer --append
+    python -m scripts.bench.races.moe_layer --append
 
 bf16. Every variant gets tokens, chosen experts and their weights, and computes the output and the
 gradients of tokens, weights and experts; sorting by expert is part of it, the router is not.
@@ -30,11 +30,10 @@ from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from scripts.bench.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
-from scripts.bench.moe_peers import CHECKOUTS, Shape, Variant, peer_variants
-from scripts.bench.record import publish
+from scripts.bench.harness.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from scripts.bench.harness.record import publish
+from scripts.bench.races.moe_peers import CHECKOUTS, Shape, Variant, peer_variants
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "moe_layer.csv"
 ROUTINGS = ("random", "two experts")
 COLUMNS = (
     "shape",
@@ -225,7 +224,7 @@ def measure(name: str, routing: str, args: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = race_parser(__doc__, CSV, turns=4)
+    parser = race_parser(__doc__, "moe_layer", turns=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--routings", choices=ROUTINGS, nargs="+", default=list(ROUTINGS))
@@ -241,7 +240,7 @@ def main() -> None:
         for routing in args.routings:
             rows = measure(name, routing, args)
             # At once: a run that is stopped keeps what it has measured.
-            publish(rows, COLUMNS, f"experts of one layer, {name}, {routing}", args, module="scripts.bench.moe_layer")
+            publish(rows, COLUMNS, f"experts of one layer, {name}, {routing}", args)
     leave_process_groups()
 
 

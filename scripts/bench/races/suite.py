@@ -1,8 +1,8 @@
-"""Lists the races of one number of GPUs, from which most of the performance tables are made, and runs them.
+"""Lists the races of ``suite.toml`` for one number of GPUs, and runs them: most of the performance tables.
 
-    python -m scripts.bench.gpu_suite --gpus 1 --append
-    python -m scripts.bench.gpu_suite --gpus 2 --only llama3-8b-8k --traces build/traces
-    python -m scripts.bench.gpu_suite --gpus 4 --list
+    python -m scripts.bench.races.suite --gpus 1 --append
+    python -m scripts.bench.races.suite --gpus 2 --only llama3-8b-8k --traces build/traces
+    python -m scripts.bench.races.suite --gpus 4 --list
 
 Each race is a process (one per GPU with several GPUs) whose output goes to ``--logs``. A race that
 fails or exceeds ``--timeout-s`` does not stop the others; all races end after ``--seconds``. cuBLAS
@@ -18,13 +18,75 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from scripts.bench.races import Race, races
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = Path(__file__).with_name("suite.toml")
+PACKAGE = "scripts.bench.races"
 GRACE_S = 60  # torchrun waits 30 s for its ranks to end
+
+
+@dataclass(frozen=True)
+class Race:
+    """Benchmark to run.
+
+    Args:
+        name: for ``--only`` and the log.
+        benchmark: module of this package.
+        gpus: 1, 2 for any other number of GPUs, 4 for multiples of 4 in addition.
+        options: of the benchmark, as on a command line.
+        variants: ours and peers; empty for those that the benchmark has without the option.
+        variables: environment variables of its process.
+    """
+
+    name: str
+    benchmark: str
+    gpus: Sequence[int]
+    options: str = ""
+    variants: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        """The benchmark's full name."""
+        return f"{PACKAGE}.{self.benchmark}"
+
+    def command(self, gpus: int, *, append: bool, rows: Path | None, traces: Path | None) -> list[str]:
+        """Return the command that runs the race on ``gpus`` GPUs."""
+        # Without a launcher a single process has no process group, so that neither the rendezvous
+        # nor collectives of size 1 are part of what is measured.
+        command = [sys.executable]
+        if gpus > 1:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+        command += ["-m", self.module, *shlex.split(self.options)]
+        if self.variants:
+            command += ["--variants", *self.variants]
+        if append:
+            command.append("--append")
+        if rows:
+            command += ["--csv", str(rows / f"{self.benchmark}.csv")]
+        if traces and self.benchmark == "train_step":
+            command += ["--traces", str(traces)]
+        return command
+
+
+def races(gpus: int) -> list[Race]:
+    """Return the races for a number of GPUs, the most important first."""
+    table: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    sets = [1]
+    if gpus > 1:
+        sets = [2, 4] if gpus % 4 == 0 else [2]
+    found: list[Race] = []
+    for row in table["race"]:
+        variables = table["variables"].get(row["benchmark"], {}) | row.get("variables", {})
+        race = Race(**{**row, "variables": variables})
+        if set(sets) & set(race.gpus):
+            found.append(race)
+    return found
 
 
 def run(race: Race, args: argparse.Namespace, limit_s: float) -> bool:
@@ -35,7 +97,7 @@ def run(race: Race, args: argparse.Namespace, limit_s: float) -> bool:
     command = race.command(args.gpus, append=args.append, rows=args.rows, traces=args.traces)
     log = args.logs / f"{race.name}_T{args.gpus}.log"
     # A user's own setting takes precedence: it is later in the dict.
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **dict(race.variables), **os.environ}
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **race.variables, **os.environ}
     print(f"{race.name}: {shlex.join(command)} > {log}", flush=True)
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -103,7 +165,7 @@ def main() -> int:
     if args.list:
         for race in chosen:
             command = race.command(args.gpus, append=args.append, rows=args.rows, traces=args.traces)
-            variables = [f"{name}={value}" for name, value in race.variables]
+            variables = [f"{name}={value}" for name, value in race.variables.items()]
             print(f"{race.name}: {shlex.join([*variables, *command])}")
         return 0
     if args.gpus > visible_gpus():

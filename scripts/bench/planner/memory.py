@@ -1,9 +1,9 @@
 """Planned against measured memory and time of training steps on one, two or four GPUs.
 
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_memory --seed 2026 --seconds 540 --append
-    torchrun --nproc_per_node 2 -m scripts.bench.planned_memory --seed 2026 --append  # T=2, D=2; or 4
-    python -m scripts.bench.planned_memory --list
-    python -m scripts.bench.planned_memory --tiny --cells 0:8
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planner.memory --seed 2026 --seconds 540 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.planner.memory --seed 2026 --append  # T=2, D=2; or 4
+    python -m scripts.bench.planner.memory --list
+    python -m scripts.bench.planner.memory --tiny --cells 0:8
 
 Each cell is built, planned and stepped as in the training program (``training/``), with random ids
 instead of text. Cells run one after the other in one process, and a cell that fails is a row with its
@@ -61,12 +61,12 @@ from nxd_memopt.training.model import build_model, load_hf_config, require_execu
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.runtime.distributed import world_size
 from nxd_memopt.training.state import Training
-from scripts.bench.gpu_race import first_line
-from scripts.bench.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
-from scripts.bench.planned_cells import DEVICE, Cell, drawn, named, plan_of
-from scripts.bench.record import append, environment, last_commit
+from scripts.bench.harness.gpu_race import first_line
+from scripts.bench.harness.record import BENCHMARKS, append, bench_parser, environment, last_commit
+from scripts.bench.planner.cells import DEVICE, Cell, drawn, named, plan_of
+from scripts.bench.planner.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
 
-CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_memory.csv"
+CSV = BENCHMARKS / "planned_memory.csv"
 SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, and freeing it
 LEFT_BYTES = 48 << 20
 """Most that the cells before may leave allocated, which counts as this cell's: the bound of ``allocated_error``."""
@@ -332,7 +332,7 @@ def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
 
 def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
     """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
-    about = environment("scripts.bench.planned_memory") | {"formulas": last_commit("nxd_memopt/planner")}
+    about = environment() | {"formulas": last_commit("nxd_memopt/planner")}
     done = recorded(args.csv, about) if args.append else {}
     rates = device_named(args.rates) if args.rates else None
     say(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}")
@@ -451,7 +451,7 @@ def show(cells: Mapping[int, Cell]) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, "planned_memory")
     parser.add_argument(
         "--offload",
         choices=("any", "only", "none"),
@@ -466,8 +466,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="leave out cells that would end later")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")
     parser.add_argument("--list", action="store_true", help="print the cells with their plans on an H200 and end")
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser
 
 
