@@ -36,6 +36,8 @@ def sections() -> list[str]:
         rows = [row for device in section["devices"] for row in rows_of(name, device)]
         if name in SUMMARIES:
             rows = SUMMARIES[name](rows)
+        if "setting" in section:
+            rows = latest_rows(rows, section["setting"])
         parts += [f"## {section['title']}", section["text"], "\n".join(column_lines(rows, section["columns"]))]
     return parts
 
@@ -44,6 +46,13 @@ def column_lines(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
     """Return a table of ``rows``, with the header ``columns[name]`` for the column ``name``."""
     lines = [f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
     return lines + [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
+
+
+def latest_rows(rows: Sequence[Row], setting: Sequence[str]) -> list[Row]:
+    """Return the last row of each setting, ordered by model and tokens; failures are shortened to the error's name."""
+    latest = {tuple(row[column] for column in setting): row for row in rows}
+    ordered = sorted(latest.values(), key=lambda row: (row["model"], int(row["tokens"])))
+    return [row | {"failure": row["failure"].partition(":")[0]} for row in ordered]
 
 
 def with_tensor_parallel(rows: Sequence[Row]) -> list[Row]:

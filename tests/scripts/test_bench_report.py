@@ -113,6 +113,15 @@ def test_sharded_steps_have_their_tensor_parallelism_1_in_rows_without_the_colum
     assert [row["tensor_parallel"] for row in report_sections.with_tensor_parallel(rows)] == ["2", "1", "1"]
 
 
+def test_the_last_row_of_each_setting_is_shown():
+    rows = [
+        {"model": model, "tokens": tokens, "ms": ms, "failure": "E: x"}
+        for model, tokens, ms in (("b", "64", "1"), ("a", "512", "2"), ("a", "64", "3"), ("b", "64", "4"))
+    ]
+    found = report_sections.latest_rows(rows, ("model", "tokens"))
+    assert [(row["ms"], row["failure"]) for row in found] == [("3", "E"), ("2", "E"), ("4", "E")]
+
+
 def test_heads_are_columns(monkeypatch):
     def head(variant: str, tokens: int, ms: str):
         setting = {"head": "m", "tokens": str(tokens), "tensor_parallel": "1", "variant": variant, "ms": ms}
