@@ -27,13 +27,13 @@ LossFunction = Callable[[Tensor], Tensor]
 
 
 def step_parser(
-    description: str | None, name: str, variants: Iterable[str], **defaults: Any
+    description: str | None, name: str, known_variants: Iterable[str], **defaults: Any
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks of steps."""
     parser = bench_parser(description, name)
     parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="of a sequence")
-    parser.add_argument("--variants", choices=list(variants), nargs="+", default=["ours"])
+    parser.add_argument("--variants", choices=list(known_variants), nargs="+", default=["ours"])
     parser.add_argument(
         "--memory",
         action="append",

@@ -265,6 +265,18 @@ def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     inputs[0].grad = inputs[1].grad = None
 
 
+def peak_with_peer_memory_gib(call: Callable[[], None]) -> float:
+    """Return the peak of memory of ``call`` in GiB, after a call that compiles."""
+    # Release the peer memory of the previous variant, which is not this variant's memory. torch's
+    # figures do not contain peer memory, so it is added.
+    backend.release_groups()
+    call()
+    peer_bytes = 0
+    if backend.name == "cuda":
+        peer_bytes = (backend.memory_allocated() or 0) - torch.cuda.memory_allocated()
+    return round(peak_gib(call) + peer_bytes / 2**30, 3)
+
+
 def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row of time, memory and errors for each variant."""
     hidden, vocab = (args.hidden, args.vocabulary) if head == CUSTOM else HEADS[head]
@@ -301,15 +313,8 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
         rows.append(row)
         try:
             loss = build()
-            # Release the peer memory of the previous variant, which is not this variant's memory.
-            # torch's figures do not contain peer memory, so it is added.
-            backend.release_groups()
-            step(loss, inputs)  # compiles
-            peer_bytes = 0
-            if backend.name == "cuda":
-                peer_bytes = (backend.memory_allocated() or 0) - torch.cuda.memory_allocated()
             call = partial(step, loss, inputs)
-            row["peak_gib"] = round(peak_gib(call) + peer_bytes / 2**30, 3)
+            row["peak_gib"] = peak_with_peer_memory_gib(call)
             if expected:
                 row |= errors(loss, inputs, expected)
             calls[name] = call
