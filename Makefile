@@ -4,7 +4,7 @@ PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests docs/examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-slow test-compat test-cuda check golden bench bench-gpu mutants parity docs clean
+.PHONY: help setup setup-xla train test test-fast test-slow test-compat test-cuda check golden bench bench-gpu mutants parity docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,14 @@ SPREAD_XLA := --numprocesses 2 --dist loadgroup
 test: check setup-xla ## static checks, then the tests of both tracks, without the slow ones
 	$(PYTHON) -m pytest $(SPREAD) -m "not slow"
 	$(PYTHON_XLA) -m pytest $(SPREAD_XLA) -m "not slow" tests/xla tests/dist/test_backends.py
+
+# Layers, operations, models and optimizers, on up to two ranks.
+CORE := $(addprefix tests/, backends ops parallel_layers modules models optimizer)
+CORE += $(patsubst %, tests/dist/test_%.py, mappings layers embedding cross_entropy fused_loss grads qkv_linear \
+	gated_mlp parallel_residual parallel_state random zero1)
+
+test-fast: setup ## the core's tests on one and two ranks, about three minutes
+	$(PYTHON) -m pytest $(SPREAD) -m "not slow" -k "not ranks4" $(CORE)
 
 test-slow: setup setup-xla ## the slow proofs of both tracks, and every XLA test without functionalization
 	$(PYTHON) -m pytest $(SPREAD) -m slow
