@@ -7,7 +7,7 @@
 
 A problem is a model, a length, a batch and a limit of the device's memory, which PyTorch's allocator then
 has. The planner ranks the settings that fit. Measured are the ``BEST`` first ones and ``DRAWN`` others, which
-``--seed`` draws, in the order of their ranks, as ``planned_memory`` measures a cell. The last lines
+``--seed`` draws, in the order of their ranks, as ``planner.memory`` measures a cell. The last lines
 have the errors of the planned times, and the speed of the chosen setting, rank 0, as a part of the best
 measured one. With ``--append`` settings that the file has from this commit are passed over, so that
 repeated calls go on.
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
             continue
         row = {"problem": args.problem, "limit_gib": choice.limit_gib, "rank": rank, "fitting": len(found)}
         row |= {"setting": plan.setting.describe(), "choice_seed": args.seed}
-        # ``planned_memory`` plans with what the device has free; the ranking is of the limit.
+        # ``planner.memory`` plans with what the device has free; the ranking is of the limit.
         row |= measured_row(cell, about, tiny=args.tiny, limits=False) | {"ranked_step_s": round(plan.time.step_s, 4)}
         rows.append(row)
         shown = row["failure"] or f"{row['step_s']:.4g} s, planned {plan.time.step_s:.4g} s"

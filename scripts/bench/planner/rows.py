@@ -4,8 +4,8 @@
     python -m scripts.bench.planner.rows --formulas b3d160d 0cffe7e --csv docs/benchmarks/planned_memory.csv
     python -m scripts.bench.planner.rows --beyond
 
-Each row of ``planned_memory`` names its step in full. Printed are the errors of its allocated and reserved
-bytes and of its time, ``planned / measured - 1``; ``--beyond`` prints the rows beyond the bounds of ``planned_memory``
+Each row of ``planner.memory`` names its step in full. Printed are the errors of its allocated and reserved
+bytes and of its time, ``planned / measured - 1``; ``--beyond`` prints the rows beyond the bounds of ``planner.memory``
 alone. A row that code after it has changed, for example a fused kernel that keeps fewer tensors, is off for
 that reason. Planned times have published rates.
 """
@@ -62,7 +62,7 @@ def _value(text: str) -> Any:
 
 
 def errors_of(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the errors of today's plan in percent, by the columns of ``planned_memory``."""
+    """Return the errors of today's plan in percent, by the columns of ``planner.memory``."""
     cell = cell_of(row)
     config = cell.config()
     hf_config = load_hf_config(config.model, config.moe)
@@ -87,7 +87,7 @@ def errors_of(row: Mapping[str, str]) -> dict[str, float]:
 
 
 def beyond(row: Mapping[str, str], errors: Mapping[str, float]) -> list[str]:
-    """Return the errors that ``planned_memory`` names as beyond the bounds."""
+    """Return the errors that ``planner.memory`` names as beyond the bounds."""
     found: list[str] = []
     for error, value in errors.items():
         name = error.removesuffix("_error")

@@ -1,6 +1,6 @@
 """Measures what a checkpoint written in the background adds to the training steps next to it.
 
-    python -m scripts.bench.races.async_save --model smollm2 --saves 10 --sync-saves 3 --append
+    python -m scripts.bench.races.async_save --model smollm2-135m --saves 10 --sync-saves 3 --append
     NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.races.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
 
 Random weights; AdamW states in the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
@@ -34,42 +33,14 @@ from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.logical import model_tensors, optimizer_tensors, parameter_names
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory import GraphedLoss
-from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models import model_class
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.record import append, bench_parser, environment
+from scripts.bench.races.peers import dtype
 
 WARM_UP_STEPS = 2
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-    "llama3.2-3b": {
-        "vocab_size": 128256,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    },
-}
 
 
 class Training:
@@ -77,10 +48,10 @@ class Training:
 
     def __init__(self, args: argparse.Namespace) -> None:
         model_parallel_manual_seed(7)
-        dtype = torch.bfloat16 if backend.name == "cuda" else torch.float32
-        config = LlamaConfig(**SHAPES[args.model], max_position_embeddings=args.tokens)
+        config = CONFIGS[args.model]()
+        config.max_position_embeddings = args.tokens
         parallel = ParallelConfig(use_cpu_initialization=False)
-        self.model = LlamaForCausalLM(config, parallel=parallel, dtype=dtype, device=backend.device)
+        self.model = model_class(config.model_type)(config, parallel=parallel, dtype=dtype(), device=backend.device)
         self.model.train()
         # On GPUs the library's AdamW runs its one-pass kernel, which fused=True would replace with
         # torch's. It has no kernel for the CPU, where torch's fused step is the fastest.
@@ -278,7 +249,7 @@ class Measurement:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, "async_save")
-    parser.add_argument("--model", choices=SHAPES, default="smollm2")
+    parser.add_argument("--model", choices=CONFIGS, default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=126, help="S")
     parser.add_argument("--batch", type=int, default=1, help="B")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
