@@ -22,13 +22,12 @@ TOO_HIGH = {("drawn 18", "5707"), ("drawn 16", "6010")}
 def row_of(cell) -> dict[str, str]:
     """The columns of a cell, as ``planned_memory`` writes them."""
     numbers = {name: str(getattr(cell, name)) for name in ("layers", "tokens", "micro_batch", "accumulation")}
-    seed = "" if cell.seed is None else str(cell.seed)
     return {
         "cell": cell.name,
         "model": cell.model,
         "precision": cell.precision,
         "options": cell.options(),
-        "seed": seed,
+        "seed": cell.seed_text(),
     } | numbers
 
 

@@ -67,6 +67,13 @@ def with_options(memory: MemoryConfig, words: Sequence[str]) -> MemoryConfig:
         raise SystemExit(f"error: --memory: {error}") from error
 
 
+def recompute_of_all_layers(recompute: str) -> MemoryConfig:
+    """Return the memory options of ``--recompute``: all layers (``full``), or none."""
+    if recompute == "full":
+        return MemoryConfig(recompute_granularity="full")
+    return MemoryConfig()
+
+
 def limit_device_memory(cap_gib: float | None) -> None:
     """Let PyTorch's allocator use at most ``cap_gib`` GiB; None sets no limit."""
     if cap_gib is None:

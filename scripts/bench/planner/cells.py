@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,18 @@ class Cell:
         if self.data_parallel > 1:
             words.append(f"D={self.data_parallel} sharding={self.sharding}")
         return " ".join(words)
+
+    def seed_text(self) -> str:
+        """Return the seed as in a row, empty without one."""
+        if self.seed is None:
+            return ""
+        return str(self.seed)
+
+
+def part_of(values: Sequence[int], text: str) -> Sequence[int]:
+    """Return the part ``A:B`` of ``values``; without A from the start, without B to the end."""
+    start, _, stop = text.partition(":")
+    return values[int(start or 0) : int(stop or len(values))]
 
 
 def _tiny_option(name: str, value: Any) -> Any:

@@ -40,7 +40,7 @@ from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.runtime.distributed import world_size
 from scripts.bench.harness.record import append, bench_parser, environment, last_commit
-from scripts.bench.planner.cells import DEVICE, Cell
+from scripts.bench.planner.cells import DEVICE, Cell, part_of
 from scripts.bench.planner.memory import expected_s, measured_row, say
 
 BEST = 12
@@ -175,10 +175,9 @@ def run(args: argparse.Namespace, found: Sequence[Plan]) -> list[Row]:
     return rows
 
 
-def chosen_ranks(args: argparse.Namespace, number: int) -> list[int]:
+def chosen_ranks(args: argparse.Namespace, number: int) -> Sequence[int]:
     """Return the ranks of ``--cells``."""
-    start, _, stop = args.cells.partition(":")
-    return measured_ranks(number, args.seed)[int(start or 0) : int(stop) if stop else None]
+    return part_of(measured_ranks(number, args.seed), args.cells)
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:

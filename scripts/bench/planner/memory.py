@@ -63,7 +63,7 @@ from nxd_memopt.training.runtime.distributed import world_size
 from nxd_memopt.training.state import Training
 from scripts.bench.harness.gpu_race import first_line
 from scripts.bench.harness.record import BENCHMARKS, append, bench_parser, environment, last_commit
-from scripts.bench.planner.cells import DEVICE, Cell, drawn, named, plan_of
+from scripts.bench.planner.cells import DEVICE, Cell, drawn, named, part_of, plan_of
 from scripts.bench.planner.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
 
 CSV = BENCHMARKS / "planned_memory.csv"
@@ -79,7 +79,11 @@ Row = dict[str, Any]
 def steps_of(plan: Plan, *, cuda_graph: bool) -> tuple[int, int]:
     """Return the numbers of warm-up and of timed steps: few of long steps."""
     # The states exist from the second step on; a graph is captured in the third.
-    warm_up = 3 if cuda_graph else 1 if plan.time.step_s > TIMED_S else 2
+    warm_up = 2
+    if cuda_graph:
+        warm_up = 3
+    elif plan.time.step_s > TIMED_S:
+        warm_up = 1
     return warm_up, max(1, min(5, round(TIMED_S / plan.time.step_s)))
 
 
@@ -269,7 +273,7 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rat
         "accumulation": cell.accumulation,
         "precision": cell.precision,
         "options": cell.options(),
-        "seed": "" if cell.seed is None else cell.seed,
+        "seed": cell.seed_text(),
         "failure": "",
     }
     try:
@@ -320,9 +324,7 @@ def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
     """Return the cells of ``--cells`` and ``--offload`` by their numbers."""
     ranks = world_size()
     everything = dict(enumerate([*named(ranks), *drawn(args.drawn, args.seed, args.longest_s, ranks)]))
-    start, _, stop = args.cells.partition(":")
-    numbers = range(len(everything))[int(start or 0) : int(stop) if stop else None]
-    chosen = {number: everything[number] for number in numbers}
+    chosen = {number: everything[number] for number in part_of(range(len(everything)), args.cells)}
     if args.offload == "any":
         return chosen
     device = device_named(DEVICE)
@@ -339,7 +341,7 @@ def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
     begun = time.monotonic()
     rows: list[Row] = list(done.values())
     for number, cell in cells.items():
-        if (cell.name, "" if cell.seed is None else str(cell.seed)) in done:
+        if (cell.name, cell.seed_text()) in done:
             continue
         start = time.monotonic()
         left_s = None
@@ -418,7 +420,9 @@ def totals(rows: Sequence[Row]) -> list[str]:
         if beyond:
             lines.append(f"  beyond {percent:g} % or {least_bytes >> 20} MiB, or below 0: {', '.join(beyond)}")
     failed = [row["cell"] for row in rows if row["failure"]]
-    return [*lines, *([f"failed: {', '.join(failed)}"] if failed else [])]
+    if failed:
+        lines.append(f"failed: {', '.join(failed)}")
+    return lines
 
 
 def is_beyond(name: str, error: float, measured_bytes: float) -> bool:

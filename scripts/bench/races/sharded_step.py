@@ -32,6 +32,7 @@ from scripts.bench.harness.steps import (
     Row,
     limit_device_memory,
     random_tokens,
+    recompute_of_all_layers,
     record_rows,
     step_parser,
     timed_steps,
@@ -112,7 +113,7 @@ def measure(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Name
 
 def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> Row:
     """Return the row of a variant; one that does not run is a row with its failure."""
-    memory = MemoryConfig(recompute_granularity="full") if args.recompute == "full" else MemoryConfig()
+    memory = recompute_of_all_layers(args.recompute)
     words = [args.recompute]
     if variant in OURS:
         memory = with_options(memory, args.memory)

@@ -54,6 +54,7 @@ from scripts.bench.harness.steps import (
     figures,
     limit_device_memory,
     random_tokens,
+    recompute_of_all_layers,
     record_rows,
     step_parser,
     with_figures,
@@ -312,7 +313,7 @@ def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> Row:
     """Return the row of a variant."""
     # The finer options of recompute and offload are of ours alone: a peer recomputes all layers or
     # none.
-    memory = MemoryConfig(recompute_granularity="full") if args.recompute == "full" else MemoryConfig()
+    memory = recompute_of_all_layers(args.recompute)
     description = ", ".join([args.recompute, *accumulated(args)])
     if variant.startswith("ours"):
         memory, description = recompute(args)
