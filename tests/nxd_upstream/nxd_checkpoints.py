@@ -16,17 +16,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxd_converters import compare_converters
+from nxd_converters import VARIABLES, VENVS, compare_converters
 from train_examples import require_overlay
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("nxd_checkpoint_rank.py")
 TIMEOUT_S = 1200
-VENVS = {"nxd": ".venv-xla", "ours": ".venv"}
-VARIABLES = {
-    "nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"},
-    "ours": {"NXD_MEMOPT_BACKEND": "cpu"},
-}
 # ``python -m nxd_memopt.compat PROGRAM`` runs the ranks' program with the alias.
 PROGRAMS = {"nxd": (str(RANK),), "ours": ("-m", "nxd_memopt.compat", str(RANK))}
 

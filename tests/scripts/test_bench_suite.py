@@ -105,13 +105,6 @@ def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     assert_gone(log, processes=1)
 
 
-def test_no_race_begins_after_the_time_of_all(folder, monkeypatch, capsys):
-    options = ("--logs", str(folder / "logs"), "--seconds", "2", "--only", "endless", "good")
-    assert run(monkeypatch, *options) == 1
-    printed = capsys.readouterr().out
-    assert "stopped after 2 s" in printed and "good:" not in printed and "did not begin" in printed
-
-
 def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):
     assert run(monkeypatch, "--only", "good", "--list") == 0
     printed = capsys.readouterr().out
