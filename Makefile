@@ -4,7 +4,7 @@ PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests docs/examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-slow test-compat test-cuda check golden bench bench-gpu mutants parity docs clean
+.PHONY: help setup setup-xla train test test-fast test-slow test-compat test-cuda check golden bench bench-gpu mutants parity docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,14 @@ SPREAD_XLA := --numprocesses 2 --dist loadgroup
 test: check setup-xla ## static checks, then the tests of both tracks, without the slow ones
 	$(PYTHON) -m pytest $(SPREAD) -m "not slow"
 	$(PYTHON_XLA) -m pytest $(SPREAD_XLA) -m "not slow" tests/xla tests/dist/test_backends.py
+
+# Layers, operations, models and optimizers, on up to two ranks.
+CORE := $(addprefix tests/, backends ops parallel_layers modules models optimizer)
+CORE += $(patsubst %, tests/dist/test_%.py, mappings layers embedding cross_entropy fused_loss grads qkv_linear \
+	gated_mlp parallel_residual parallel_state random zero1)
+
+test-fast: setup ## the core's tests on one and two ranks, about three minutes
+	$(PYTHON) -m pytest $(SPREAD) -m "not slow" -k "not ranks4" $(CORE)
 
 test-slow: setup setup-xla ## the slow proofs of both tracks, and every XLA test without functionalization
 	$(PYTHON) -m pytest $(SPREAD) -m slow
@@ -51,9 +59,9 @@ build/neuronx-distributed:
 	git -C $@ checkout --detach $(NXD_REVISION)
 
 test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, example models and checkpoints, unchanged, on CPU ranks (NXD_SOURCE=its checkout)
-	$(PYTHON) scripts/compat/run_nxd_tests.py --source $(NXD_SOURCE)
-	$(PYTHON) scripts/compat/train_examples.py --source $(NXD_SOURCE)
-	$(PYTHON) scripts/compat/nxd_checkpoints.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/run_nxd_tests.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/train_examples.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/nxd_checkpoints.py --source $(NXD_SOURCE)
 
 golden: setup ## record the golden losses anew
 	$(PYTHON) -m scripts.golden
@@ -63,7 +71,7 @@ parity: setup ## compare losses and gradients with transformers, and record the 
 	$(PYTHON) -m scripts.bench.moe_parity --output docs/numerics_moe.md
 
 bench: parity ## parity, and the race of forward + backward against transformers
-	$(PYTHON) -m scripts.bench.forward_backward --append
+	$(PYTHON) -m scripts.bench.races.forward_backward --append
 
 GPUS ?= 1
 
@@ -71,9 +79,9 @@ test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
 	NXD_MEMOPT_BACKEND=cuda $(PYTHON) -m pytest tests/cuda
 
 bench-gpu: setup ## GPUS=N: the races of docs/benchmarks.md on N NVIDIA GPUs, recorded
-	$(PYTHON) -m scripts.bench.gpu_suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
+	$(PYTHON) -m scripts.bench.races.suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
 
-mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
+mutants: setup setup-xla ## plant faults in copies, one at a time: the tests must detect each (40 minutes on two cores)
 	$(PYTHON) scripts/mutants.py
 
 docs: ## build/site: the pages of docs/ and the API reference; a warning is an error

@@ -1,1 +1,1 @@
-"""Front-ends and tools of a checkout; run modules from its root, such as ``python -m scripts.bench.train_step``."""
+"""Front-ends and tools; run modules from the root of a checkout: ``python -m scripts.bench.races.train_step``."""

@@ -1,11 +1,12 @@
-"""Plants faults in a copy of the repository, one at a time, and names the test that notices each; exit 1 if one lives.
+"""Plants faults in copies of the repository, one in each at a time, and names the test that detects each of them.
 
-Run it as ``make mutants`` or ``python scripts/mutants.py [part of a name]``.
+``python scripts/mutants.py [part of a name]``, or ``make mutants`` for all; exit 1 if a fault is not detected.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -13,19 +14,23 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
 COPIED = ("models", "nxd_memopt", "scripts", "tests", "docs", "requirements", "pyproject.toml", "setup.py", "README.md")
-TIMEOUT_S = 600
+JOBS = 2
+"""Copies, each of which has one fault at a time."""
+TIMEOUT_S = 300
+BASELINE_TIMEOUT_S = 1800
 ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print(n.__file__); print(m.__file__)"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Fault that tests must notice.
+    """Fault that tests must detect.
 
     Args:
         name: unique description of the fault.
@@ -33,7 +38,7 @@ class Mutant:
         old: text to replace, which must occur exactly once; TOML drops the newline at the start of
             a string of several lines.
         new: text with the fault.
-        tests: files under ``tests/`` that are likely to notice.
+        tests: files under ``tests/`` that are likely to detect it.
         keyword: pytest's ``-k`` expression, which selects tests of these files.
         venv: virtual environment whose Python runs the tests.
     """
@@ -65,25 +70,38 @@ def main() -> int:
         print(f"no mutant has {part!r} in its name")
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = copy_repository(Path(folder))
+        copies = [copy_repository(Path(folder) / str(job)) for job in range(JOBS)]
         # Faults that cannot be planted, wrong imports and tests that fail without a fault are found
         # before the first mutant runs.
         for mutant in chosen:
-            planted(copy, mutant)
+            planted(copies[0], mutant)
         for venv in sorted({mutant.venv for mutant in chosen}):
-            check_imports(copy, venv)
-            check_baseline(copy, venv, [mutant for mutant in chosen if mutant.venv == venv])
-        width = max(len(mutant.name) for mutant in chosen)
-        survivors = 0
-        for mutant in chosen:
-            began = time.monotonic()
-            caught_by = try_mutant(copy, mutant)
-            survivors += caught_by is None
-            seconds = time.monotonic() - began
-            result = caught_by or "SURVIVED"
-            print(f"{mutant.name:{width}}  {seconds:4.0f} s  {result}", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants were caught")
+            check_imports(copies[0], venv)
+            check_baseline(copies[0], venv, [mutant for mutant in chosen if mutant.venv == venv])
+        survivors = run_mutants(copies, chosen)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants were detected")
     return int(survivors > 0)
+
+
+def run_mutants(copies: list[Path], mutants: list[Mutant]) -> int:
+    """Try the mutants, as many at a time as there are copies, and print a line for each; return how many survived."""
+    width = max(len(mutant.name) for mutant in mutants)
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def is_detected(mutant: Mutant) -> bool:
+        copy = free.get()
+        began = time.monotonic()
+        try:
+            test = try_mutant(copy, mutant)
+        finally:
+            free.put(copy)
+        print(f"{mutant.name:{width}}  {time.monotonic() - began:4.0f} s  {test or 'SURVIVED'}", flush=True)
+        return test is not None
+
+    with ThreadPoolExecutor(len(copies)) as threads:
+        return list(threads.map(is_detected, mutants)).count(False)
 
 
 def copy_repository(folder: Path) -> Path:
@@ -94,6 +112,7 @@ def copy_repository(folder: Path) -> Path:
     # Without bytecode: Python compares it with its source by time, in seconds, and size, and
     # could take that of the text before a fault of the same length was planted.
     ignore = shutil.ignore_patterns("__pycache__")
+    folder.mkdir()
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -103,7 +122,7 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(copy: Path, venv: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the environment's Python in the copy, on backend cpu."""
     # PYTHONPATH precedes the environment's own editable installation, which points to ROOT.
     environment = {
@@ -118,7 +137,7 @@ def run(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
 
 
@@ -133,20 +152,21 @@ def check_imports(copy: Path, venv: str) -> None:
         raise RuntimeError(f"the copy in {copy} is not what is imported: {files} {error}")
 
 
-def run_tests(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tests(copy: Path, venv: str, *arguments: str, **options: float) -> subprocess.CompletedProcess[str]:
     """Run pytest in the copy, until the first failure."""
     # -rfE prints the lines FAILED and ERROR with a test's name, which try_mutant searches.
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
-    return run(copy, venv, "-m", "pytest", *options, *arguments)
+    words = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
+    return run(copy, venv, "-m", "pytest", *words, *arguments, **options)
 
 
 def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
     """Raise ``RuntimeError`` unless all tests of the mutants pass without a fault."""
     # One run of all files with any of the keywords: some tests run that no mutant asks for, but
-    # files are imported and ranks are started once.
+    # files are imported and ranks are started once for each of the processes.
     files = sorted({f"tests/{test}" for mutant in mutants for test in mutant.tests})
     keyword = " or ".join(sorted({f"({mutant.keyword})" for mutant in mutants}))
-    result = run_tests(copy, venv, *files, "-k", keyword)
+    spread = ["--numprocesses", str(JOBS), "--dist", "loadgroup"]
+    result = run_tests(copy, venv, *spread, *files, "-k", keyword, timeout_s=BASELINE_TIMEOUT_S)
     if result.returncode != 0:
         output = f"{result.stdout[-3000:]}{result.stderr[-1000:]}"
         raise RuntimeError(f"the tests fail without any mutant:\n{output}")
@@ -175,7 +195,7 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
         file.write_text(text, encoding="utf-8")
     if result.returncode == 0:
         return None
-    # The failure of a fixture counts as noticed; a test file that cannot be imported does not,
+    # The failure of a fixture counts as detected; a test file that cannot be imported does not,
     # because it has no test's name.
     pattern = r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)"
     failed = re.search(pattern, result.stdout, re.MULTILINE)

@@ -1,7 +1,12 @@
-"""Prints measures of style per package: sizes, density, comments and words. A report, not a check.
+"""Prints measures of style per package next to their targets: sizes, density, guards, comments and words.
 
 python scripts/style_report.py            # a line for each package, and one for the library
 python scripts/style_report.py FOLDER...  # other code, to compare with
+
+A report, not a check. Comments and docstrings are lines per line of code; ternaries, packings (``a, b = x, y``)
+and comprehensions are per 1,000 lines of code; words are per 10,000 words of comments and docstrings. Guards are
+the percentage of code lines that raise: a ``raise`` statement, and an ``if`` whose body only raises with its
+condition and what prepares the message.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import ast
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +23,31 @@ from pathlib import Path
 from source_lines import code_lines, comments, docstring_lines, docstrings
 
 ROOT = Path(__file__).resolve().parent.parent
-AVOIDED = ("beside", "behind", "whole", "anew")
+WORDS = {
+    "beside": r"\bbeside\b",
+    "behind": r"\bbehind\b",
+    "whole": r"\bwhole\b",
+    "anew": r"\banew\b",
+    "that of": r"\b(that|those) of\b",
+    "has": r"\b(has|have)\b",
+    "which": r"\bwhich\b",
+    "whose": r"\bwhose\b",
+}
+"""Columns of words that the prose avoids, or uses less than other words."""
 COLUMNS = (
     *("files", "code", "file max", "fn p90", "fn max", "comments/code", "docs/code", "width p95"),
-    *("ternaries", "packings", "comprehensions"),
-    *AVOIDED,
+    *("ternaries", "packings", "comprehensions", "guards %"),
+    *WORDS,
 )
+TARGETS = {
+    "fn max": "<= 57",
+    "comments/code": ">= 0.10",
+    "ternaries": "<= 10",
+    "comprehensions": "<= 20",
+    "guards %": "<= 6",
+    "that of": "0",
+}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass
@@ -33,18 +58,15 @@ class Measures:
         file_lines: lines of code of each file.
         function_lines: lines of code of each function.
         widths: of every line.
-        words: of docstrings and comments.
+        counts: lines, constructs and words by column.
+        words: number of words in docstrings and comments.
     """
 
     file_lines: list[int] = field(default_factory=list)
     function_lines: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    comment_lines: int = 0
-    docstring_lines: int = 0
-    ternaries: int = 0
-    packings: int = 0
-    comprehensions: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    words: int = 0
 
     def add(self, path: Path) -> None:
         """Measure one file."""
@@ -53,44 +75,46 @@ class Measures:
         notes = comments(source)
         self.file_lines.append(len(code))
         self.widths += [len(line) for line in source.splitlines()]
-        self.comment_lines += len(notes)
-        self.docstring_lines += len(docstring_lines(source))
-        self.words += re.findall(r"[a-z]+", " ".join([*notes, *docstrings(source)]).lower())
+        self.counts["comments"] += len(notes)
+        self.counts["docs"] += len(docstring_lines(source))
+        text = " ".join([*notes, *docstrings(source)]).lower()
+        self.words += len(re.findall(r"[a-z]+", text))
+        for column, pattern in WORDS.items():
+            self.counts[column] += len(re.findall(pattern, text))
+        guards: set[int] = set()
         for node in ast.walk(ast.parse(source)):
             self._add_node(node, code)
+            if isinstance(node, ast.Raise) or _only_raises(node):
+                guards |= _lines(node)
+        self.counts["guards"] += len(guards & code)
 
     def _add_node(self, node: ast.AST, code: set[int]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            self.function_lines.append(len(code & set(range(node.lineno, node.end_lineno + 1))))
+            self.function_lines.append(len(code & _lines(node)))
         elif isinstance(node, ast.IfExp):
-            self.ternaries += 1
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            self.comprehensions += 1
+            self.counts["ternaries"] += 1
+        elif isinstance(node, COMPREHENSIONS):
+            self.counts["comprehensions"] += 1
         # ``a, b = x, y``. Unpacking one value, as of a function that returns two, does not count.
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            self.packings += any(isinstance(target, ast.Tuple) for target in node.targets)
+            self.counts["packings"] += any(isinstance(target, ast.Tuple) for target in node.targets)
 
     def row(self) -> list[str]:
-        """Return the cells of ``COLUMNS``.
-
-        Comments and docstrings are per line of code, constructs per 1,000 lines of code and words
-        per 10,000 words of comments and docstrings.
-        """
+        """Return the cells of ``COLUMNS``."""
         code = sum(self.file_lines)
-        words = max(len(self.words), 1)
-        constructs = (self.ternaries, self.packings, self.comprehensions)
+        constructs = ("ternaries", "packings", "comprehensions")
         return [
             str(len(self.file_lines)),
             str(code),
             str(max(self.file_lines)),
             f"{_percentile(self.function_lines, 90):.0f}",
             str(max(self.function_lines, default=0)),
-            f"{self.comment_lines / code:.3f}",
-            f"{self.docstring_lines / code:.2f}",
+            f"{self.counts['comments'] / code:.3f}",
+            f"{self.counts['docs'] / code:.2f}",
             f"{_percentile(self.widths, 95):.0f}",
-            *(f"{1000 * count / code:.1f}" for count in constructs),
-            *(f"{1e4 * self.words.count(word) / words:.1f}" for word in AVOIDED),
+            *(f"{1000 * self.counts[name] / code:.1f}" for name in constructs),
+            f"{100 * self.counts['guards'] / code:.1f}",
+            *(f"{1e4 * self.counts[word] / max(self.words, 1):.1f}" for word in WORDS),
         ]
 
 
@@ -107,7 +131,21 @@ def main(folders: Sequence[str]) -> int:
         if measures.file_lines:
             print(" | ".join([package.name, *measures.row()]))
     print(" | ".join(["all", *total.row()]))
+    print(" | ".join(["target", *(TARGETS.get(column, "") for column in COLUMNS)]))
     return 0
+
+
+def _only_raises(node: ast.AST) -> bool:
+    """Return whether a node is an ``if`` without another branch whose body prepares a message and raises."""
+    if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[-1], ast.Raise):
+        return False
+    return all(isinstance(statement, ast.Assign | ast.AnnAssign | ast.Raise) for statement in node.body)
+
+
+def _lines(node: ast.AST) -> set[int]:
+    """Return the numbers of a statement's lines."""
+    assert isinstance(node, ast.stmt) and node.end_lineno is not None
+    return set(range(node.lineno, node.end_lineno + 1))
 
 
 def _packages() -> Iterator[Path]:

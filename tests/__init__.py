@@ -1,1 +1,1 @@
-"""The test suite: mirrors the package; dist/ runs on real gloo ranks."""
+"""The test suite: mirrors the package; dist/, fuzz/ and nxd_upstream/ run on real gloo ranks."""

@@ -1,8 +1,7 @@
-"""Makes the performance tables from recorded rows and, on demand, the plots.
+"""Makes the performance tables from recorded rows.
 
 python -m scripts.bench.report            # exit 1 if README.md or docs/benchmarks.md is out of date
 python -m scripts.bench.report --write
-python -m scripts.bench.report --plots build/plots
 """
 
 from __future__ import annotations
@@ -10,25 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from scripts.bench.report_sections import (
-    BENCHMARKS,
-    DEVICE,
-    OTHER_DEVICE,
-    SHARED_HOST,
-    Row,
-    choice_parts,
-    expert_parts,
-    planned_parts,
-    precision_parts,
-    rows_of,
-    sharded_parts,
-    state_parts,
-)
+from scripts.bench.report_sections import BENCHMARKS, DEVICE, OTHER_DEVICE, ROOT, Row, rows_of, sections
 
-ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 README_SETTINGS = (  # model, T, tokens
     ("llama3-8b", "1", "8192"),
@@ -203,8 +186,6 @@ def _is_ours(name: str) -> bool:
 def head_lines() -> list[str]:
     """Return a table of ms, multiple of floor and GiB: columns are settings, lines variants."""
     races = latest_races(rows_of("linear_cross_entropy"), ("head", "tokens", "tensor_parallel"))
-    if not races:
-        return []
     columns = [{row["variant"]: row for row in race} for race in races]
     settings = [
         f"{race[0]['head']}, T={race[0]['tensor_parallel']}, {int(race[0]['tokens']):,} tokens" for race in races
@@ -257,28 +238,21 @@ def page() -> str:
         "\n".join(variant_lines(rows_of("train_step", OTHER_DEVICE))),
         "### Experts on several GPUs",
         f"{DEVICE}, batch 1 on each data-parallel rank, the same optimizer; T x EP GPUs. `ours` has the dispatcher "
-        f"`allgather`. {SHARED_HOST}",
+        "`allgather`. Rows of two GPUs of b5657f0 were measured on two of the four GPUs of a host, while the other two "
+        "ran another benchmark.",
         "\n".join(variant_lines(expert_steps())),
         "## By number of GPUs",
         "Ours, tokens/s/GPU and GiB, in the fastest setting of the last day on which each was measured, with its "
         "commit: figures of different commits do not show how the code scales.",
         "\n".join(scaling_lines()),
     ]
-    heads = head_lines()
-    if heads:
-        parts += [
-            "## Linear layer + cross entropy",
-            "Forward and backward: milliseconds, multiple of the floor (its three matmuls), GiB above the inputs "
-            "([rows](benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
-            "\n".join(heads),
-        ]
-    parts += expert_parts()
-    parts += state_parts()
-    parts += sharded_parts()
-    parts += precision_parts()
-    parts += planned_parts()
-    parts += choice_parts()
-    return "\n\n".join(parts) + "\n"
+    parts += [
+        "## Linear layer + cross entropy",
+        "Forward and backward: milliseconds, multiple of the floor (its three matmuls), GiB above the inputs "
+        "([rows](benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
+        "\n".join(head_lines()),
+    ]
+    return "\n\n".join(parts + sections()) + "\n"
 
 
 def with_section(text: str) -> str:
@@ -297,48 +271,10 @@ def with_section(text: str) -> str:
     return f"{before}{BEGIN}{readme_section()}{END}{after}"
 
 
-def plots(folder: Path) -> list[Path]:
-    """Plot bars of speed and memory for every race of full steps; return the files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
-        figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
-        _bars(speed, race, "tokens_per_s_per_device", "tokens / s / GPU")
-        _bars(memory, race, "peak_gib", "peak GiB")
-        first = race[0]
-        title = f"{first['model']}, T={first['tensor_parallel']}, {int(first['tokens']):,} tokens, {first['device']}"
-        figure.suptitle(title)
-        setting = (first["model"], f"T{first['tensor_parallel']}", first["tokens"], race[-1]["recompute"])
-        path = folder / f"train_step_{'_'.join(setting).replace(', ', '_').replace(' ', '-')}.png"
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        written.append(path)
-    return written
-
-
-def _bars(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
-    """Draw a horizontal bar per variant; ours in another color."""
-    names, values = [row["variant"] for row in rows], [float(row[column] or 0) for row in rows]
-    bars = axes.barh(names, values, color=["tab:blue" if _is_ours(name) else "tab:gray" for name in names])
-    axes.bar_label(bars, fmt="%.0f" if max(values) > 100 else "%.1f", padding=2)
-    axes.set_xlabel(label)
-    axes.margins(x=0.15)
-    axes.invert_yaxis()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables of README.md and docs/benchmarks.md")
-    parser.add_argument("--plots", type=Path, help="write PNG files there")
     args = parser.parse_args()
-    if args.plots:
-        print("\n".join(str(path) for path in plots(args.plots)))
-        return 0
     text = README.read_text(encoding="utf-8")
     made = with_section(text)
     if args.write:

@@ -34,7 +34,7 @@ from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.model import load_hf_config
-from scripts.bench.configs import CONFIGS
+from scripts.bench.harness.configs import CONFIGS
 from tests.reference import assert_says, error_message, fake_world
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import sys
 
-from scripts.bench import async_save
+from scripts.bench.races import async_save
 
 
 def test_a_row_is_recorded_and_the_last_checkpoint_is_compared(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
-    options = ["--model", "tiny", "--tokens", "16", "--saves", "2", "--sync-saves", "1", "--between", "2"]
+    options = ["--model", "llama-tiny", "--tokens", "16", "--saves", "2", "--sync-saves", "1", "--between", "2"]
     monkeypatch.setattr(sys, "argv", ["async_save.py", *options, "--csv", str(path), "--append", "--note", "a test"])
     async_save.main()
     with path.open(newline="") as file:

@@ -7,10 +7,10 @@ import torch
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
-from scripts.bench import limited_steps
-from scripts.bench.limited_steps import least_reserved
-from scripts.bench.planned_cells import Cell, plan_of
-from scripts.bench.planned_memory import tried_limits, waits_for_memory
+from scripts.bench.planner import limited_steps
+from scripts.bench.planner.cells import Cell, plan_of
+from scripts.bench.planner.limited_steps import least_reserved
+from scripts.bench.planner.memory import tried_limits, waits_for_memory
 
 PLANNED = 101_900
 

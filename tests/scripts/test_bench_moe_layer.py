@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.bench import moe_layer
-from scripts.bench.moe_peers import Shape, Variant, peer_variants
+from scripts.bench.races import moe_layer
+from scripts.bench.races.moe_peers import Shape, Variant, peer_variants
 
 SHAPE = Shape(16, 24, 4, 2)
 NO_CHECKOUT = {"scattermoe": None, "sonicmoe": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nxd_memopt.training.config.parsing import parse_config
-from scripts.bench.planned_certificates import plan_of
+from scripts.bench.planner.certificates import plan_of
 
 
 def recipe(*options):

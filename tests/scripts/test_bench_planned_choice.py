@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from nxd_memopt.planner.hardware import GIB, device_named
-from scripts.bench import planned_choice
-from scripts.bench.planned_cells import DEVICE, plan_of
-from scripts.bench.planned_choice import BEST, CHOICES, DRAWN, cell_of, measured_ranks, ranked, verdict
+from scripts.bench.planner import choice as planned_choice
+from scripts.bench.planner.cells import DEVICE, plan_of
+from scripts.bench.planner.choice import BEST, CHOICES, DRAWN, cell_of, measured_ranks, ranked, verdict
 
 
 def test_the_best_and_drawn_settings_are_measured():
@@ -78,7 +78,7 @@ def test_settings_on_two_ranks(tmp_path):
     """Two data-parallel ranks with and without sharded states, one setting after the other."""
     path = tmp_path / "rows.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "scripts.bench.planned_choice", "--problem", "llama-two", "--tiny", "--append"]
+    command += ["-m", "scripts.bench.planner.choice", "--problem", "llama-two", "--tiny", "--append"]
     done = subprocess.run([*command, "--csv", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with path.open(newline="") as file:

@@ -12,9 +12,9 @@ import pytest
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.profiling.calibration import write_device
-from scripts.bench import planned_memory
-from scripts.bench.planned_cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, named, plan_of
-from scripts.bench.planned_memory import argument_parser, chosen_cells, errors, totals
+from scripts.bench.planner import memory as planned_memory
+from scripts.bench.planner.cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, plan_of
+from scripts.bench.planner.memory import errors, totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -55,14 +55,6 @@ def test_rows_have_planned_and_measured_figures(tmp_path, monkeypatch, capsys):
     assert "2 recorded" in shown and "allocated_error: 2 rows" in shown and "host_error: 1 rows" in shown
 
 
-def test_no_cell_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planned_memory, "measured_row", lambda *_, **__: pytest.fail("a cell began"))
-    path = tmp_path / "rows.csv"
-    path.write_text("cell,seed,commit,failure\n")
-    assert run(monkeypatch, path, "--seconds", "3", "--cells", "0:2") == []
-    assert capsys.readouterr().out.count("left out") == 2
-
-
 def test_a_cell_that_stops_in_any_way_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     measured: list[str] = []
 
@@ -77,27 +69,6 @@ def test_a_cell_that_stops_in_any_way_does_not_stop_the_others(tmp_path, monkeyp
     rows = run(monkeypatch, tmp_path / "rows.csv", "--cells", "0:2")
     assert [row["failure"] for row in rows] == ["AssertionError: no such kernel", ""] and len(measured) == 2
     assert f"failed: {rows[0]['cell']}" in capsys.readouterr().out
-
-
-def test_a_cell_that_the_card_or_the_host_cannot_hold_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planned_memory, "measured_row", lambda *_, **__: pytest.fail("a cell began"))
-    monkeypatch.setattr(planned_memory, "append", lambda *_: pytest.fail("a row was written"))
-    large, small = device_named("h200"), device_named("a100-40gb")
-    poor = replace(large, host_memory_gib=1.0)
-    cells = {cell.name: cell for cell in NAMED}
-    plans = {
-        "llama 8k": plan_of(cells["llama 8k"], small),
-        "llama 16k layers on host": plan_of(cells["llama 16k layers on host"], poor),
-    }
-    assert plan_of(cells["llama 16k layers on host"], large).fits
-    monkeypatch.setattr(planned_memory, "plan_of", lambda cell, *_, **__: plans[cell.name])
-    path = tmp_path / "rows.csv"
-    path.write_text("cell,seed,commit,failure\n")
-    for name in plans:
-        assert run(monkeypatch, path, "--cells", number(name)) == []
-    shown = capsys.readouterr().out
-    assert "llama 8k: left out" in shown and "GiB of 37." in shown and "on the device" in shown
-    assert "llama 16k layers on host: left out" in shown and "GiB of 0.9 on the host" in shown
 
 
 def test_the_summary_names_the_cells_beyond_the_bounds():
@@ -139,15 +110,6 @@ def test_the_planned_time_can_have_measured_rates(tmp_path, monkeypatch):
     assert rows[0]["planned_allocated_bytes"] == rows[1]["planned_allocated_bytes"]
 
 
-def test_cells_with_bytes_on_the_host_run_apart():
-    def numbers(*options: str) -> set[int]:
-        return set(chosen_cells(argument_parser().parse_args(["--drawn", "9", *options])))
-
-    only, others = numbers("--offload", "only"), numbers("--offload", "none")
-    assert only | others == numbers() and not only & others
-    assert {NAMED[number].name for number in only if number < len(NAMED)} >= {"llama 8k half the states"}
-
-
 def test_the_seed_decides_the_cells_and_they_fit():
     cells = drawn(9, 5, 8.0)
     assert cells == drawn(9, 5, 8.0) and cells != drawn(9, 6, 8.0)
@@ -166,7 +128,7 @@ def test_cells_on_two_ranks(tmp_path):
     names = [cell.name for cell in NAMED_ON[2]]
     first = names.index("mixtral 8k moe T=2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "scripts.bench.planned_memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
+    command += ["-m", "scripts.bench.planner.memory", "--tiny", "--drawn", "0", "--append", "--csv", str(path)]
     done = subprocess.run([*command, "--cells", f"{first}:"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with path.open(newline="") as file:
@@ -175,9 +137,3 @@ def test_cells_on_two_ranks(tmp_path):
     assert [row["failure"] for row in rows] == [""] * len(rows)
     assert "T=2" in rows[0]["options"]
     assert {row["options"].split("sharding=")[1] for row in rows[1:]} == {"none", "zero1", "zero2", "zero3"}
-
-
-def test_other_numbers_of_ranks_have_no_cells():
-    with pytest.raises(ValueError, match="3 ranks have no named cells"):
-        named(3)
-    assert {cell.tensor_parallel * cell.data_parallel for cell in NAMED_ON[2]} == {2}

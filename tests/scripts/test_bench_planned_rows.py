@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from scripts.bench.planned_cells import NAMED_ON, drawn
-from scripts.bench.planned_memory import CSV
-from scripts.bench.planned_rows import beyond, cell_of, errors_of, main, rows_of
+from scripts.bench.planner.cells import NAMED_ON, drawn
+from scripts.bench.planner.memory import CSV
+from scripts.bench.planner.rows import beyond, cell_of, errors_of, main, rows_of
 
 # Formulas of the steps that were measured as the code is now.
 FORMULAS = ["5799b86", "aba393a", "0cffe7e", "b3d160d", "8eca28a", "d104159"]
@@ -22,13 +22,12 @@ TOO_HIGH = {("drawn 18", "5707"), ("drawn 16", "6010")}
 def row_of(cell) -> dict[str, str]:
     """The columns of a cell, as ``planned_memory`` writes them."""
     numbers = {name: str(getattr(cell, name)) for name in ("layers", "tokens", "micro_batch", "accumulation")}
-    seed = "" if cell.seed is None else str(cell.seed)
     return {
         "cell": cell.name,
         "model": cell.model,
         "precision": cell.precision,
         "options": cell.options(),
-        "seed": seed,
+        "seed": cell.seed_text(),
     } | numbers
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from scripts.bench import precision
+from scripts.bench.races import precision
 from tests.training.runs import LINES, LLAMA, byte_tokenizer, write_jsonl
 
 

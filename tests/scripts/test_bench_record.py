@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.bench import record
+from scripts.bench.harness import record
 
 
 def test_kernels_that_cannot_be_imported_are_not_listed_as_used(monkeypatch):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import record, report, report_sections
+from scripts.bench import report, report_sections
+from scripts.bench.harness import record
 
 
 def row(variant: str, speed: float | None, *, command: str, recompute: str = "none", tokens: int = 8192):
@@ -107,14 +108,18 @@ def test_experts_on_several_gpus_are_shown_with_the_other_steps_of_their_day(mon
     ]
 
 
-def test_sharded_steps_have_their_tensor_parallelism_1_in_rows_without_the_column(monkeypatch):
-    step = dict.fromkeys(report_sections.SHARDED_COLUMNS, "") | {"device": report.DEVICE, "data_parallel": "2"}
-    without = {name: value for name, value in step.items() if name != "tensor_parallel"}
-    rows = [step | {"tensor_parallel": "2"}, step, without]
-    monkeypatch.setattr(report_sections, "rows_of", lambda _, device: rows if device == report.DEVICE else [])
-    lines = report_sections.sharded_parts()[-1].splitlines()[2:]
-    start = f"| {report.DEVICE} |  | 2 | "
-    assert [line.removeprefix(start).partition(" ")[0] for line in lines] == ["2", "1", "1"]
+def test_sharded_steps_have_their_tensor_parallelism_1_in_rows_without_the_column():
+    rows = [{"tensor_parallel": "2"}, {"tensor_parallel": ""}, {}]
+    assert [row["tensor_parallel"] for row in report_sections.with_tensor_parallel(rows)] == ["2", "1", "1"]
+
+
+def test_the_last_row_of_each_setting_is_shown():
+    rows = [
+        {"model": model, "tokens": tokens, "ms": ms, "failure": "E: x"}
+        for model, tokens, ms in (("b", "64", "1"), ("a", "512", "2"), ("a", "64", "3"), ("b", "64", "4"))
+    ]
+    found = report_sections.latest_rows(rows, ("model", "tokens"))
+    assert [(row["ms"], row["failure"]) for row in found] == [("3", "E"), ("2", "E"), ("4", "E")]
 
 
 def test_heads_are_columns(monkeypatch):
@@ -133,15 +138,6 @@ def test_heads_are_columns(monkeypatch):
         "| other | 3.0, 1.051, 1.29 |  |",
         "| peer |  | 40.0, 1.051, 1.29 |",
     ]
-    monkeypatch.setattr(report, "rows_of", lambda _: [])
-    assert report.head_lines() == []
-
-
-def test_plots_are_written(monkeypatch, tmp_path):
-    rows = [row("ours", 100, command="a"), row("peer", 90, command="a")]
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    (path,) = report.plots(tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_readme_has_one_line_for_each_of_its_settings(monkeypatch):
@@ -153,15 +149,6 @@ def test_readme_has_one_line_for_each_of_its_settings(monkeypatch):
     assert len(report.step_lines()) == 2 + 3
     lines = report.step_lines([("m", "4", "64"), ("m", "4", "8192"), ("absent", "4", "64")])
     assert [line.split(" | ")[2] for line in lines[2:]] == ["64", "8,192"]
-
-
-def test_a_race_in_which_all_failed_and_files_of_other_settings(monkeypatch, tmp_path):
-    rows = [row("ours", None, command="a"), row("peer", None, command="a")]
-    for recompute in ("full", "full, attention kept"):
-        rows += [row("ours", 1, command=recompute, recompute=recompute), row("peer", 1, command=recompute)]
-    rows[-1]["recompute"] = "full"
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert len(set(report.plots(tmp_path))) == 2
 
 
 def test_readme_needs_its_markers(monkeypatch):
@@ -193,7 +180,7 @@ def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monke
         report.page()
 
 
-def test_planned_steps_are_summed_up_by_commit_of_the_planner(monkeypatch):
+def test_planned_steps_are_summed_up_by_commit_of_the_planner():
     def step(formulas: str, error: str, *, failure: str = "", seed: str = "3") -> dict[str, str]:
         about = {"device": report.DEVICE, "formulas": formulas, "seed": seed, "failure": failure}
         return about | dict.fromkeys(("allocated_error", "reserved_error", "step_error"), error) | {"host_error": ""}
@@ -205,22 +192,21 @@ def test_planned_steps_are_summed_up_by_commit_of_the_planner(monkeypatch):
         step("a", "", failure="full"),
         step("b", "2"),
     ]
-    monkeypatch.setattr(report_sections, "rows_of", lambda _, device: rows if device == report.DEVICE else [])
-    *_, first, second = report_sections.planned_parts()[-1].splitlines()
+    first, second = report_sections.planned_steps(rows)
     errors = "0.50 (-0.50 to +1.50)"
-    assert first == f"| {report.DEVICE} | a | 4 | 3 | 1 | {errors} | {errors} |  | {errors} |  |"
-    assert second.startswith(f"| {report.DEVICE} | b | 1 | 1 | 0 | 2.00 (+2.00 to +2.00) |")
+    assert list(first.values()) == [report.DEVICE, "a", "4", "3", "1", errors, errors, "", errors, ""]
+    assert (second["rows"], second["allocated_error"]) == ("1", "2.00 (+2.00 to +2.00)")
 
 
-def test_chosen_settings_are_compared_with_the_fastest(monkeypatch):
+def test_chosen_settings_are_compared_with_the_fastest():
     def step(problem: str, rank: int, step_s: str, failure: str = "") -> dict[str, str]:
         return {"formulas": "a", "problem": problem, "rank": str(rank), "step_s": step_s, "failure": failure}
 
     rows = [step("p", 0, "1.0"), step("p", 1, "0.5"), step("p", 3, "", "full"), step("q", 1, "2.0")]
-    monkeypatch.setattr(report_sections, "rows_of", lambda _: rows)
-    *_, first, second = report_sections.choice_parts()[-1].splitlines()
-    assert first == "| a | p | 2 | 1 | 1 s | 1 (0.5 s) | 50.0% |"
-    assert second == "| a | q | 1 | 0 | failed | 1 (2 s) |  |"
+    first, second = report_sections.chosen_settings(rows)
+    assert (first["settings"], first["failed"]) == ("2", "1")
+    assert (first["chosen"], first["best"], first["part"]) == ("1 s", "1 (0.5 s)", "50.0%")
+    assert (second["chosen"], second["best"], second["part"]) == ("failed", "1 (2 s)", "")
 
 
 def append_rows(path: Path, count: int) -> None:
@@ -244,7 +230,8 @@ def test_a_rows_commit_is_this_repositorys_and_its_command_has_what_was_set(monk
     monkeypatch.setattr("sys.argv", ["bench.py", "--tokens", "8"])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = record.environment("bench")
+    monkeypatch.setattr(record, "_module", lambda: "bench")
+    found = record.environment()
     assert len(found["commit"].removesuffix("-dirty")) >= 7
     assert "CUBLAS_WORKSPACE_CONFIG=:0:0 " in found["command"]
     assert found["command"].endswith("torchrun --nproc_per_node 2 -m bench --tokens 8")
@@ -261,9 +248,9 @@ def test_new_columns_keep_the_recorded_rows(tmp_path):
 def test_published_rows_have_all_columns_and_their_run(tmp_path, capsys):
     path = tmp_path / "rows.csv"
     args = argparse.Namespace(append=False, csv=path)
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, module="bench")
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args)
     assert "a race" in capsys.readouterr().out and not path.exists()
     args.append = True
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, module="bench")
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args)
     header, first, _ = path.read_text(encoding="utf-8").splitlines()
     assert header.startswith("a,b,date,device,torch,") and first.startswith("1,,")

@@ -9,9 +9,9 @@ import torch
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
-from scripts.bench import offload_peers, sharded_step
-from scripts.bench.configs import CONFIGS
-from scripts.bench.peers import build_hf
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.races import offload_peers, sharded_step
+from scripts.bench.races.peers import build_hf
 from tests.dist.pool import distributed
 
 TOKENS = 32

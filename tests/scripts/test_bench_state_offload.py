@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt._optional import installed
-from scripts.bench import offload_peers, state_offload
-from scripts.bench.configs import CONFIGS
-from scripts.bench.offload_peers import PEERS, with_deepspeed_offload, with_fsdp2
-from scripts.bench.peers import build_hf
+from scripts.bench.harness.configs import CONFIGS
+from scripts.bench.races import offload_peers, state_offload
+from scripts.bench.races.offload_peers import PEERS, with_deepspeed_offload, with_fsdp2
+from scripts.bench.races.peers import build_hf
 
 MODEL = "llama-tiny"
 TOKENS = 32

@@ -13,30 +13,30 @@ from pathlib import Path
 import pytest
 
 from nxd_memopt.config import MemoryConfig
-from scripts.bench import gpu_suite, linear_cross_entropy, sharded_step, state_offload, train_step
-from scripts.bench import races as suite_races
-from scripts.bench.memory_options import with_options
+from scripts.bench.harness.steps import with_options
+from scripts.bench.races import linear_cross_entropy, sharded_step, state_offload, suite, train_step
+from scripts.bench.races.suite import Race
 
 PARSERS = {
-    "scripts.bench.train_step": train_step.argument_parser,
-    "scripts.bench.linear_cross_entropy": linear_cross_entropy.argument_parser,
-    "scripts.bench.state_offload": state_offload.argument_parser,
-    "scripts.bench.sharded_step": sharded_step.argument_parser,
+    "scripts.bench.races.train_step": train_step.argument_parser,
+    "scripts.bench.races.linear_cross_entropy": linear_cross_entropy.argument_parser,
+    "scripts.bench.races.state_offload": state_offload.argument_parser,
+    "scripts.bench.races.sharded_step": sharded_step.argument_parser,
 }
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_the_scripts_take_their_arguments(gpus):
-    races = suite_races.races(gpus)
+    races = suite.races(gpus)
     assert len({race.name for race in races}) == len(races)
     for race in races:
-        command = race.command(gpus, append=True, rows=gpu_suite.ROOT / "rows", traces=gpu_suite.ROOT / "traces")
+        command = race.command(gpus, append=True, rows=suite.ROOT / "rows", traces=suite.ROOT / "traces")
         assert find_spec(race.module) is not None
         if race.module in PARSERS:
             args = PARSERS[race.module]().parse_args(command[command.index(race.module) + 1 :])
             with_options(MemoryConfig(), getattr(args, "memory", []))
         else:
-            assert not race.arguments
+            assert not race.options
 
 
 @pytest.fixture
@@ -47,19 +47,17 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text(
         "import os, time; print(f'{os.getpid()}\\n', end='', flush=True); time.sleep(600)"
     )
-    monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
-    names = ("endless", "bad", "good")
-    races = tuple(suite_races.Race(name, name, ()) for name in names)
-    monkeypatch.setattr(suite_races, "ONE_GPU", races)
-    monkeypatch.setattr(suite_races, "SEVERAL_GPUS", races)
-    monkeypatch.setattr(gpu_suite, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(Race, "module", property(lambda race: race.benchmark))
+    monkeypatch.setattr(suite, "races", lambda gpus: [Race(name, name, [1, 2]) for name in ("endless", "bad", "good")])
+    monkeypatch.setattr(suite, "visible_gpus", lambda: 2)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return tmp_path
 
 
 def run(monkeypatch, *options: str) -> int:
-    monkeypatch.setattr("sys.argv", ["gpu_suite.py", *options])
-    return gpu_suite.main()
+    monkeypatch.setattr("sys.argv", ["suite.py", *options])
+    return suite.main()
 
 
 def test_a_race_that_fails_or_hangs_leaves_the_others(folder, monkeypatch, capsys):
@@ -91,27 +89,20 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
 def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     logs = folder / "logs"
     program = (
-        "import sys; from pathlib import Path; from scripts.bench import gpu_suite, races; "
-        "folder = Path(sys.argv.pop(1)); "
-        "gpu_suite.ROOT = folder; gpu_suite.visible_gpus = lambda: 1; "
-        "races.ONE_GPU = (races.Race('endless', 'endless', ()),); sys.exit(gpu_suite.main())"
+        "import sys; from pathlib import Path; from scripts.bench.races import suite; "
+        "suite.ROOT = Path(sys.argv.pop(1)); suite.visible_gpus = lambda: 1; "
+        "suite.Race.module = property(lambda race: race.benchmark); "
+        "suite.races = lambda gpus: [suite.Race('endless', 'endless', [1])]; sys.exit(suite.main())"
     )
     command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
-    suite = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     log = logs / "endless_T1.log"
     while not (log.exists() and log.read_text()):
-        assert suite.poll() is None
+        assert process.poll() is None
         time.sleep(0.1)
-    suite.send_signal(number)
-    assert suite.wait(60) == 128 + number
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     assert_gone(log, processes=1)
-
-
-def test_no_race_begins_after_the_time_of_all(folder, monkeypatch, capsys):
-    options = ("--logs", str(folder / "logs"), "--seconds", "2", "--only", "endless", "good")
-    assert run(monkeypatch, *options) == 1
-    printed = capsys.readouterr().out
-    assert "stopped after 2 s" in printed and "good:" not in printed and "did not begin" in printed
 
 
 def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):

@@ -1,0 +1,1 @@
+"""Planned memory, time and choice of settings against measured steps."""

@@ -1,0 +1,507 @@
+"""Planned against measured memory and time of training steps on one, two or four GPUs.
+
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planner.memory --seed 2026 --seconds 540 --append
+    torchrun --nproc_per_node 2 -m scripts.bench.planner.memory --seed 2026 --append  # T=2, D=2; or 4
+    python -m scripts.bench.planner.memory --list
+    python -m scripts.bench.planner.memory --tiny --cells 0:8
+
+Each cell is built, planned and stepped as in the training program (``training/``), with random ids
+instead of text. Cells run one after the other in one process, and a cell that fails is a row with its
+failure. A cell whose plan is above the memory of the card or the host is named and passed over, as is
+one that would end after ``--seconds``. ``--drawn`` cells follow the named ones; ``--seed`` draws them.
+With ``--append`` cells that the file has from this commit are passed over, so that repeated calls go on
+where the last one ended. The last lines sum up all rows of this commit.
+
+Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
+steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator takes
+from the device in the step with the smallest limit with which it runs (``limited_steps``), and
+``unlimited_reserved`` in the steps before it; ``host`` the blocks and claims of the run's host memory.
+Offloaded activations stay on the device while memory is left, so that such a step has no ``allocated``. With
+several ranks, figures are the maximum over the ranks. Errors are planned / measured - 1, so that a
+negative one promises too little memory. The time of a step that waits for the host's launches
+(``waiting_part``, by plan) has a column of its own: it depends on the host's processor and load, and differs
+by 20 to 30 % between runs, of which the plan knows what a launch takes when the cell begins. ``formulas`` is
+the last commit of the planner, ``rates`` says whose other rates the planned time has: published ones, or
+those of ``--rates``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.cuda.backend import CudaBackend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import share_texts
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import leave_process_groups
+from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, Device, device_named
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem
+from nxd_memopt.profiling.calibration import launch_seconds
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.device_support import require_executable
+from nxd_memopt.training.host_memory import new_host_pool
+from nxd_memopt.training.loop import run_step
+from nxd_memopt.training.memory_plan import planned
+from nxd_memopt.training.model import build_model, load_hf_config
+from nxd_memopt.training.parallelize import parallelize
+from nxd_memopt.training.runtime.distributed import world_size
+from nxd_memopt.training.state import Training
+from scripts.bench.harness.gpu_race import first_line
+from scripts.bench.harness.record import BENCHMARKS, append, bench_parser, environment, last_commit
+from scripts.bench.planner.cells import DEVICE, Cell, drawn, named, part_of, plan_of
+from scripts.bench.planner.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
+
+CSV = BENCHMARKS / "planned_memory.csv"
+SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, and freeing it
+LEFT_BYTES = 48 << 20
+"""Most that the cells before may leave allocated, which counts as this cell's: the bound of ``allocated_error``."""
+TIMED_S = 3.0
+WAITING_PART = 0.03
+"""A step that by plan waits for the host's launches for more than this part of its time is limited by the host."""
+Row = dict[str, Any]
+
+
+def steps_of(plan: Plan, *, cuda_graph: bool) -> tuple[int, int]:
+    """Return the numbers of warm-up and of timed steps: few of long steps."""
+    # The states exist from the second step on; a graph is captured in the third.
+    warm_up = 2
+    if cuda_graph:
+        warm_up = 3
+    elif plan.time.step_s > TIMED_S:
+        warm_up = 1
+    return warm_up, max(1, min(5, round(TIMED_S / plan.time.step_s)))
+
+
+def expected_s(plan: Plan, *, cuda_graph: bool) -> float:
+    """Return about how long a cell takes."""
+    host_s = plan.memory.host_bytes / GIB * PAGE_LOCKING_S_PER_GIB
+    return SETUP_S + host_s + sum(steps_of(plan, cuda_graph=cuda_graph)) * plan.time.step_s
+
+
+def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
+    """Return a step's micro-batches of random ids, on the device."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (config.data.micro_batch_size, config.data.seq_length)
+    divisor = float(config.data.global_batch_size * (config.data.seq_length - 1))
+    found: list[MicroBatch] = []
+    for _ in range(config.accumulation_steps(world_size())):
+        ids = torch.randint(0, vocabulary, shape, generator=generator)
+        found.append(MicroBatch(ids, ids, torch.tensor([divisor])).to(backend.device))
+    return found
+
+
+def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
+    """Return the planned and measured columns of a cell; its memory is free again after ``clean``.
+
+    Args:
+        cell: the step.
+        tiny: small sizes.
+        limits: measure ``reserved``, which sets the process's limit and removes it.
+        rates: device with measured rates for the planned time; None: the published ones.
+
+    Raises:
+        ValueError: the cell is not planned, the device does not have one of its techniques, or what the cells
+            before have left counts in its memory.
+    """
+    _use_groups(cell)
+    config = cell.config(tiny=tiny)
+    hf_config = load_hf_config(config.model, config.moe)
+    problem, plan = planned(config, hf_config)
+    timed_plan = _with_launches(problem, plan) if rates is None else planned(config, hf_config, rates)[1]
+    require_executable(config, hf_config)
+    backend.reset_peak_memory_stats()
+    before = _largest(backend.memory_allocated() or 0)
+    if isinstance(backend, CudaBackend) and before > LEFT_BYTES:
+        raise ValueError(f"{before} bytes of the cells before are still allocated: measure this cell alone")
+    model_parallel_manual_seed(7)
+    model = build_model(config, hf_config)
+    pool = new_host_pool(config)
+    optimizer, forward_backward = parallelize(model, config, pool=pool)
+    # A run's plan of resumption and its tokens are not read by a step.
+    training = Training(model, optimizer, forward_backward, cast(Any, None), cast(Any, None))
+    batches = batches_of(config, hf_config.vocab_size)
+    warm_up, timed = steps_of(plan, cuda_graph=cell.cuda_graph)
+    run = functools.partial(run_step, training, config, batches)
+    times, losses, warm_up_bytes = _run_steps(lambda: run().loss.item(), warm_up, timed)
+    allocated = backend.max_memory_allocated() or 0
+    taken = 0
+    if isinstance(backend, CudaBackend):
+        taken = torch.cuda.max_memory_reserved() + backend.peer_memory_bytes()
+    reserved = 0
+    is_elastic = waits_for_memory(config.memory)
+    if limits:
+        reserved = least_reserved(
+            run,
+            limits=tried_limits(plan, _largest(allocated), is_elastic=is_elastic),
+            planned=plan.memory.reserved_bytes,
+            fails_alone=world_size() == 1,
+        )
+    # The next cell has the memory into which the states of a next step are being copied.
+    optimizer.finish_update()
+    if optimizer.skipped_steps:
+        raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
+    return _columns(plan, timed_plan) | {
+        "rates": "published" if rates is None else "measured",
+        "moment": plan.memory.moment,
+        "before_bytes": before,
+        "warm_up_bytes": warm_up_bytes,
+        "allocated_bytes": "" if is_elastic else _largest(allocated),
+        "reserved_bytes": _largest(reserved) if reserved else "",
+        "unlimited_reserved_bytes": _largest(taken) if taken else "",
+        "host_bytes": _largest(0 if pool is None else pool.total_bytes),
+        "step_s": round(statistics.median(times[warm_up:]), 4),
+        "steps": f"{warm_up}+{timed}",
+        "loss": round(losses[-1], 4),
+    }
+
+
+def _with_launches(problem: Problem, plan: Plan) -> Plan:
+    """Return the plan with the time that the slowest rank's host takes for a launch now, on GPUs.
+
+    Hosts differ by 40 %, and so does the time of a step that waits for its host.
+    """
+    if not isinstance(backend, CudaBackend):
+        return plan
+    launch_s = max(float(text) for text in share_texts(repr(launch_seconds())))
+    return evaluate(replace(problem, device=replace(problem.device, launch_s=launch_s)), plan.setting)
+
+
+def _run_steps(step: Callable[[], float], warm_up: int, timed: int) -> tuple[list[float], list[float], int | None]:
+    """Return the seconds and the losses of all steps, and the peak of memory of the warm-up; then reset the peak.
+
+    Args:
+        step: runs a step and returns its loss.
+        warm_up: number of the first steps.
+        timed: number of the others.
+    """
+    times: list[float] = []
+    losses: list[float] = []
+    warm_up_bytes: int | None = None
+    for number in range(warm_up + timed):
+        if number == warm_up:
+            warm_up_bytes = backend.max_memory_allocated()
+            backend.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses.append(step())
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+    return times, losses, warm_up_bytes
+
+
+def waits_for_memory(memory: MemoryConfig) -> bool:
+    """Return whether offloaded activations stay on the device while memory is left (``memory/offload.py``)."""
+    return memory.cpu_offloading_num_layers > 0 and not (
+        memory.cpu_offloading_activations or memory.cpu_offloading_weights
+    )
+
+
+def tried_limits(plan: Plan, allocated: int, *, is_elastic: bool) -> list[int]:
+    """Return the limits besides the planned one with which a step is run, in bytes.
+
+    Args:
+        plan: plan of the step.
+        allocated: peak of the allocated bytes without a limit.
+        is_elastic: see ``waits_for_memory``. What such a step allocates says nothing of what it needs.
+    """
+    if is_elastic:
+        return [round(plan.memory.device_bytes * (1 + part)) for part in FRACTIONS_OF_OFFLOAD]
+    if plan.time.step_s > QUICK_S:
+        return []
+    return [round(allocated * (1 + part)) for part in FRACTIONS]
+
+
+def _use_groups(cell: Cell) -> None:
+    """Create the process groups of a cell.
+
+    Peer memory belongs to a group and grows to the largest activation: that of the cell before must not count.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=cell.tensor_parallel)
+
+
+def _largest(value: int) -> int:
+    """Return the largest value of all ranks. Every rank calls."""
+    return max(int(text) for text in share_texts(str(value)))
+
+
+def _columns(plan: Plan, timed: Plan) -> Row:
+    """Return the planned columns."""
+    return {
+        "planned_allocated_bytes": plan.memory.device_bytes,
+        "planned_reserved_bytes": plan.memory.reserved_bytes,
+        "planned_host_bytes": plan.memory.host_bytes,
+        "planned_step_s": round(timed.time.step_s, 4),
+        "waiting_part": round(timed.time.terms.get("waiting for the host", 0.0) / timed.time.step_s, 3),
+    }
+
+
+def errors(row: Row) -> Row:
+    """Return the columns planned / measured - 1 in percent, of what was measured."""
+    found: Row = {}
+    for name in ("allocated_bytes", "reserved_bytes", "host_bytes", "step_s"):
+        if row.get(name):
+            found[f"{name.rsplit('_', 1)[0]}_error"] = round(100 * (row[f"planned_{name}"] / row[name] - 1), 3)
+    if row.get("waiting_part", 0.0) > WAITING_PART:
+        found["host_limited_step_error"] = found.pop("step_error")
+    return found
+
+
+def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
+    """Return the row of a cell, with its failure if it does not run; arguments as ``measure``."""
+    row: Row = {
+        "cell": cell.name,
+        "model": cell.model,
+        "layers": cell.layers,
+        "tokens": cell.tokens,
+        "micro_batch": cell.micro_batch,
+        "accumulation": cell.accumulation,
+        "precision": cell.precision,
+        "options": cell.options(),
+        "seed": cell.seed_text(),
+        "failure": "",
+    }
+    try:
+        row |= measure(cell, tiny=tiny, limits=limits, rates=rates)
+    except Exception as error:  # whatever stops one cell must not stop the others
+        row["failure"] = first_line(error)
+        # The frames of a step that was out of memory have the model and its states (11 GB of them measured
+        # as the next cell's).
+        traceback.clear_frames(error.__traceback__)
+    row["failure"] = next((text for text in share_texts(row["failure"]) if text), "")
+    if not row["failure"]:
+        row |= errors(row)
+    clean()
+    return row | about
+
+
+def recorded(path: Path, about: Row) -> dict[tuple[str, str], Row]:
+    """Return the rows without a failure that the file has from this commit, by name and seed of the cell."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    own = [row for row in rows if row["commit"] == about["commit"] and not row["failure"]]
+    return {(row["cell"], row["seed"]): _with_numbers(row) for row in own}
+
+
+def _with_numbers(row: Mapping[str, str]) -> Row:
+    """Return a row of a file with the columns that are summed up as numbers, without the empty ones."""
+    found: Row = {}
+    for name, text in row.items():
+        is_number = name.endswith(("_bytes", "_error"))
+        if text or not is_number:
+            found[name] = float(text) if is_number else text
+    return found
+
+
+def obstacle(plan: Plan) -> str | None:
+    """Return why a cell cannot run on this machine, or None."""
+    memory = plan.memory
+    if memory.device_bytes > plan.usable_bytes:
+        return f"{memory.device_bytes / GIB:.1f} GiB of {plan.usable_bytes / GIB:.1f} on the device"
+    if memory.host_bytes > plan.usable_host_bytes:
+        return f"{memory.host_bytes / GIB:.1f} GiB of {plan.usable_host_bytes / GIB:.1f} on the host"
+    return None
+
+
+def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
+    """Return the cells of ``--cells`` and ``--offload`` by their numbers."""
+    ranks = world_size()
+    everything = dict(enumerate([*named(ranks), *drawn(args.drawn, args.seed, args.longest_s, ranks)]))
+    chosen = {number: everything[number] for number in part_of(range(len(everything)), args.cells)}
+    if args.offload == "any":
+        return chosen
+    device = device_named(DEVICE)
+    offloads = {number: plan_of(cell, device).memory.host_bytes > 0 for number, cell in chosen.items()}
+    return {number: cell for number, cell in chosen.items() if offloads[number] == (args.offload == "only")}
+
+
+def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
+    """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
+    about = environment() | {"formulas": last_commit("nxd_memopt/planner")}
+    done = recorded(args.csv, about) if args.append else {}
+    rates = device_named(args.rates) if args.rates else None
+    say(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}")
+    begun = time.monotonic()
+    rows: list[Row] = list(done.values())
+    for number, cell in cells.items():
+        if (cell.name, cell.seed_text()) in done:
+            continue
+        start = time.monotonic()
+        left_s = None
+        if args.seconds is not None:
+            # The first rank's clock decides for all.
+            left_s = float(share_texts(repr(args.seconds - (start - begun)))[0])
+        reason = left_out(cell, left_s, tiny=args.tiny)
+        if reason is not None:
+            say(f"{number} {cell.name}: left out, {reason}")
+            continue
+        row = measured_row(cell, about, tiny=args.tiny, rates=rates)
+        rows.append(row)
+        say(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)")
+        if args.append and parallel_state.is_global_rank_zero():
+            append([row], args.csv)
+    return rows
+
+
+def say(text: str) -> None:
+    """Print ``text`` on the first rank."""
+    if parallel_state.is_global_rank_zero():
+        print(text, flush=True)
+
+
+def left_out(cell: Cell, left_s: float | None, *, tiny: bool) -> str | None:
+    """Return why a cell is not tried: it needs more memory than there is, or more than ``left_s`` seconds."""
+    if left_s is not None:
+        lasts = expected_s(plan_of(cell, device_named(DEVICE)), cuda_graph=cell.cuda_graph)
+        if lasts > left_s:
+            return f"{lasts:.0f} s of {left_s:.0f} s"
+    try:
+        return obstacle(plan_of(cell, tiny=tiny))
+    except ValueError:
+        return None  # not planned: the row has the failure
+
+
+def summary(row: Row) -> str:
+    """Return a row in words."""
+    if row["failure"]:
+        return row["failure"]
+    size = row["allocated_bytes"] or row["planned_allocated_bytes"]
+    shown = [f"{size / GIB:.2f} GiB", f"{row['step_s']:.3g} s"]
+    shown += [f"{name} {value:+.2f} %" for name, value in row.items() if name.endswith("_error")]
+    return ", ".join(shown)
+
+
+BOUNDS = {
+    "allocated": (1.0, 48 << 20),
+    "reserved": (2.0, 128 << 20),
+    "host": (2.0, 0),
+    "step": (8.0, 0),
+    "host_limited_step": (math.inf, 0),
+}
+"""Columns -> largest error: a percentage, or a number of bytes if that is more."""
+
+
+def totals(rows: Sequence[Row]) -> list[str]:
+    """Return for each error its median and its ends over all rows, and the cells that are beyond the bounds."""
+    lines: list[str] = []
+    for name, (percent, least_bytes) in BOUNDS.items():
+        error = f"{name}_error"
+        values = [row[error] for row in rows if error in row]
+        if not values:
+            continue
+        median = statistics.median(abs(value) for value in values)
+        drawn_cells = sum(row["seed"] != "" for row in rows if error in row)
+        lines.append(
+            f"{error}: {len(values)} rows, {drawn_cells} of them drawn, median {median:.2f} %, "
+            f"{min(values):+.2f} to {max(values):+.2f} %, {sum(value < 0 for value in values)} below 0"
+        )
+        beyond = [
+            f"{row['cell']} {row[error]:+.2f} %"
+            for row in rows
+            if error in row and is_beyond(name, row[error], row.get(f"{name}_bytes") or 0)
+        ]
+        if beyond:
+            lines.append(f"  beyond {percent:g} % or {least_bytes >> 20} MiB, or below 0: {', '.join(beyond)}")
+    failed = [row["cell"] for row in rows if row["failure"]]
+    if failed:
+        lines.append(f"failed: {', '.join(failed)}")
+    return lines
+
+
+def is_beyond(name: str, error: float, measured_bytes: float) -> bool:
+    """Return whether an error is beyond the bounds of its column, or promises too little memory of the device.
+
+    Args:
+        name: a key of ``BOUNDS``.
+        error: in percent.
+        measured_bytes: what was measured, of a column of bytes.
+    """
+    percent, least_bytes = BOUNDS[name]
+    bound = max(percent, 100 * least_bytes / measured_bytes) if least_bytes else percent
+    return abs(error) > bound or (least_bytes > 0 and error < 0)
+
+
+def show(cells: Mapping[int, Cell]) -> None:
+    """Print each cell with its plan on an H200, and how long all of them take."""
+    total_s = 0.0
+    for number, cell in cells.items():
+        plan = plan_of(cell, device_named(DEVICE))
+        lasts = expected_s(plan, cuda_graph=cell.cuda_graph)
+        total_s += lasts
+        host_gib = plan.memory.host_bytes / GIB
+        print(
+            f"{number:3} {cell.name:<28} {cell.layers:>2} layers {cell.tokens:>6} tokens x {cell.micro_batch} x "
+            f"{cell.accumulation} {cell.precision:<10} {plan.memory.device_bytes / GIB:6.1f} GiB "
+            f"{host_gib:5.1f} host {plan.time.step_s:6.2f} s a step, {lasts:4.0f} s  {cell.options()}"
+        )
+    print(f"{len(cells)} cells, about {total_s:.0f} s")
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = bench_parser(__doc__, "planned_memory")
+    parser.add_argument(
+        "--offload",
+        choices=("any", "only", "none"),
+        default="any",
+        help="cells with bytes on the host alone, or the others: GPUs of a host share its memory's bandwidth",
+    )
+    parser.add_argument("--cells", default=":", metavar="A:B", help="numbers of the cells, as a slice")
+    parser.add_argument("--drawn", type=int, default=32, help="number of drawn cells, after the named ones")
+    parser.add_argument("--seed", type=int, default=1, help="draws the drawn cells")
+    parser.add_argument("--rates", metavar="FILE", help="file of nxd-memopt plan --calibrate, for the planned time")
+    parser.add_argument("--longest-s", type=float, default=8.0, help="longest planned step of a drawn cell")
+    parser.add_argument("--seconds", type=float, help="leave out cells that would end later")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")
+    parser.add_argument("--list", action="store_true", help="print the cells with their plans on an H200 and end")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser()
+    args = parser.parse_args()
+    if args.drawn < 0:
+        parser.error(f"--drawn must be at least 0, got {args.drawn}")
+    backend.expand_segments()
+    backend.init_process_group()
+    try:
+        _measure(parser, args)
+    except SystemExit:
+        leave_process_groups()
+        raise
+    leave_process_groups()
+
+
+def _measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """List or measure the chosen cells; the parser reports wrong arguments."""
+    try:
+        cells = chosen_cells(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.list:
+        show(cells)
+        return
+    if backend.name != "cuda" and not args.tiny:
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
+    say("\n".join(totals(run(cells, args))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Races of ours against peers, each with its rows in docs/benchmarks."""
