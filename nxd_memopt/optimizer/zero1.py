@@ -36,6 +36,7 @@ from nxd_memopt.optimizer.sharded_parameters import (
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import require_replicated
+from nxd_memopt.parallel_layers.summed_gradients import observe
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, is_sharded
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
@@ -112,7 +113,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         require_no_context_parallelism()
         require_tensor_parallel_groups(grad_norm_groups)
         super().__init__(params, defaults)
-        parallel_state.gradient_ledger.track(grads.parameters_of(self))
+        observe(grads.parameters_of(self))
         self.optimizer_class = optimizer_class
         # torch.float32 is the initial value: bf16 and fp16 parameters get fp32 masters, float64
         # parameters float64 masters.

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger
 from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remaining_ranks
 from nxd_memopt.parallel_layers.rank_order import replica_groups
 
@@ -44,11 +43,11 @@ class _State:
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
+    functional_mappings: bool = False
     default_group: ProcessGroup | None = None  # torch.distributed's, when the first of the groups was created
 
 
 _STATE = _State()
-gradient_ledger = GradientLedger()
 # Activations are exchanged over these groups while gradients may be reduced over the same ranks. Ranks may start
 # the two in different orders, which mixes the data of one communicator or blocks it.
 _AXES_WITH_OWN_GROUPS = ("context", "expert", "token_shuffle")
@@ -492,3 +491,15 @@ def rmsg(msg: str) -> str:
     axes = (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
     coordinates = "_".join(f"{name}{_axis(axis).rank}" for name, axis in axes)
     return f"[rank_{get_global_rank()}_{coordinates}] {msg}"
+
+
+def has_functional_mappings() -> bool:
+    """Return whether no mapping may modify its input, even outside autograd: in regions that run twice."""
+    return _STATE.functional_mappings
+
+
+def set_functional_mappings(value: bool) -> bool:
+    """Set ``has_functional_mappings`` and return its previous value."""
+    previous = _STATE.functional_mappings
+    _STATE.functional_mappings = value
+    return previous

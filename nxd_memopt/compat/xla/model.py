@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal, world_size
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import keep_sums
+from nxd_memopt.parallel_layers.summed_gradients import keep_sums
 from nxd_memopt.parallel_layers.utils import map_tensors
 
 RankGroups = Sequence[Sequence[int]]
