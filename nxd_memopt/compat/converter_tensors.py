@@ -116,7 +116,8 @@ def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind
     slices: dict[int, Tensor] = {}
     for rank, shard in enumerate(shards):
         index, _ = layout.slice_index(kind, rank)
-        if not bit_equal(slices.setdefault(index, shard), shard):
+        first = slices.setdefault(index, shard)
+        if first is not shard and not bit_equal(first, shard):
             raise ValueError(
                 f"{name} of tensor-parallel rank {rank} differs from that of the rank with the "
                 f"same KV heads in {layout.kv_order} order: pass the other --hw_backend, or "

@@ -85,7 +85,7 @@ def observe(params: Iterable[Tensor]) -> None:
 
 
 def _before_accumulation(known: weakref.ref[Tensor], incoming: Tensor) -> None:
-    """Hook on the incoming gradient, also of ``torch.autograd.grad``. FSDP2 and replays of CUDA graphs do not run it."""
+    """Hook on the incoming gradient, also in ``torch.autograd.grad``; not run by FSDP2 and replays of CUDA graphs."""
     param = known()
     if param is None:
         return
@@ -112,8 +112,8 @@ def note_accumulation(param: Tensor) -> None:
     version = getattr(grad, _VERSION, None)
     if version == grad._version:
         return  # a script's hook ran before this one, and has summed
-    # backward(create_graph=True) makes a new tensor, which requires a gradient, instead of a write.
-    if version == grad._version - 1 or (grad.requires_grad and _was_replaced(param, grad)):
+    # backward(create_graph=True), which alone enables gradients here, adds into a new tensor.
+    if version == grad._version - 1 or (torch.is_grad_enabled() and _was_replaced(param, grad)):
         raise ValueError(_message(param, _MIXTURE))
     forget_sum(param, grad)
 
