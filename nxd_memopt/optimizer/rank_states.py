@@ -85,18 +85,14 @@ class StatesInRankFiles:
         directory: str | Path,
         num_workers: int = 8,
         *,
-        names: Sequence[str] = (),
-        stage_names: Sequence[frozenset[str]] = (),
+        stages: Sequence[frozenset[int]] = (),
     ) -> None:
         """Load the rank files in ``directory``. Every rank calls, after loading the model.
 
         Args:
             directory: directory of the files.
             num_workers: ranks of one host that read at the same time.
-            names: names of all parameters in the order of the groups; needed if the files are of
-                pipeline stages.
-            stage_names: names of each stage's parameters; needed if the files are of pipeline
-                stages.
+            stages: see ``nxd_reading.Target``; needed if the files are of several pipeline stages.
 
         Raises:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -107,13 +103,13 @@ class StatesInRankFiles:
         options = []
         for group in self.base_optimizer.param_groups:
             options.append({name: value for name, value in group.items() if name != "params"})
-        target = Target(self.param_groups, options, self._sharding(), names)
+        target = Target(self.param_groups, options, self._sharding(), stages)
         # Ranks of one host take turns, which bounds the host memory. A rank that fails makes all
         # ranks raise: the other ranks would wait for it in the all-gather below.
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    files = OptimizerFiles(find_rank_files(directory, "optim"), stage_names)
+                    files = OptimizerFiles(find_rank_files(directory, "optim"))
                     state = read_state(files, target)
         # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)

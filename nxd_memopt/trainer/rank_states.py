@@ -272,9 +272,9 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
     inner = unwrap(optimizer)
     if isinstance(inner, NeuronZero1Optimizer):
         with raise_together(f"loading {source}"):
-            names, stage_names = _names(source, inner, model)
+            stages = _stages(source, inner, model)
         # Not inside raise_together: loading all-gathers the parameters.
-        inner.load_rank_files(source / "optim", num_workers, names=names, stage_names=stage_names)
+        inner.load_rank_files(source / "optim", num_workers, stages=stages)
         return
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
@@ -307,14 +307,13 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
-    names, stage_names = _names(source, optimizer, model)
     options = []
     for group in optimizer.param_groups:
         options.append({name: value for name, value in group.items() if name != "params"})
     # (0, 1): the only chunk of one, because this optimizer's states are not sharded over
     # data-parallel ranks.
-    target = Target(optimizer.param_groups, options, (0, 1), names)
-    state = read_state(OptimizerFiles(files, stage_names), target)
+    target = Target(optimizer.param_groups, options, (0, 1), _stages(source, optimizer, model))
+    state = read_state(OptimizerFiles(files), target)
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 
 
@@ -334,19 +333,12 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
         )
 
 
-def _names(
-    source: Path,
-    optimizer: torch.optim.Optimizer,
-    model: Any,
-) -> tuple[list[str], list[frozenset[str]]]:
-    """Return the parameters' names in the order of the groups and the names in each stage's
-    files; empty if not needed.
-    """
-    files = find_rank_files(source / "optim", "optim")
-    if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
-        return [], []
-    # Parameter groups order the optimizer's files, names tell the stage: both are needed to merge
-    # stages.
+def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[frozenset[int]]:
+    """Return the positions of each pipeline stage's parameters in the order of the groups; empty for one stage."""
+    if find_rank_files(source / "optim", "optim").pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
+        return []
+    files = find_rank_files(source / "model")
+    # Parameter groups order the optimizer's files, names tell the stage.
     name_of = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in name_of]
@@ -354,8 +346,8 @@ def _names(
         raise ValueError(
             f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
         )
-    model_files = find_rank_files(source / "model")
-    stage_names = []
-    for stage in range(model_files.pipeline_model_parallel_size):
-        stage_names.append(frozenset(read_stored(model_files.file(0, stage))))
-    return [name_of[id(param)] for param in params], stage_names
+    stages: list[frozenset[int]] = []
+    for stage in range(files.pipeline_model_parallel_size):
+        names = read_stored(files.file(0, stage)).keys()
+        stages.append(frozenset(i for i, param in enumerate(params) if name_of[id(param)] in names))
+    return stages
