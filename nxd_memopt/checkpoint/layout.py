@@ -17,13 +17,7 @@ from torch import Tensor
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import element_range, is_data_sharded
 from nxd_memopt.parallel_layers.resharding import full_shape
-from nxd_memopt.parallel_layers.utils import (
-    first_expert,
-    is_expert_parallel,
-    is_sharded,
-    padded_size,
-    shard_ranges,
-)
+from nxd_memopt.parallel_layers.utils import first_expert, is_expert_parallel, is_sharded, padded_size, shard_ranges
 
 Shape = tuple[int, ...]
 FlatBox = tuple[Shape, Shape]
@@ -306,12 +300,7 @@ def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(*box, outer[0], strict=True))
 
 
-def choose_data_rank(
-    load_bytes: list[int],
-    holders: Sequence[int],
-    size_bytes: int,
-    turn: int,
-) -> int:
+def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: int, turn: int) -> int:
     """Return the data-parallel rank that writes a box stored by ``holders``, and add it to
     ``load_bytes``.
 

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.nxd.parts import Kind, KVOrder, Layout
 from nxd_memopt.compat.converter_arguments import CONVERSIONS, build_parser, require_supported
-from nxd_memopt.compat.converter_files import (
-    find_input,
-    load_full,
-    output_file,
-    read_partial,
-    write_partial,
-)
+from nxd_memopt.compat.converter_files import find_input, load_full, output_file, read_partial, write_partial
 from nxd_memopt.compat.converter_tensors import (
     cut_slice,
     fuse_gate_up,
@@ -129,11 +123,7 @@ class CheckpointConverterBase:
         return hf_to_nxd, nxd_to_hf
 
     def get_weight_key(
-        self,
-        keys_hf_to_nxd: dict[str, str],
-        keys_nxd_to_hf: dict[str, str],
-        name: str,
-        hf_to_nxd: bool,
+        self, keys_hf_to_nxd: dict[str, str], keys_nxd_to_hf: dict[str, str], name: str, hf_to_nxd: bool
     ) -> str:
         if not self.is_qkv_weight(name):
             return name
@@ -326,13 +316,7 @@ class CheckpointConverterBase:
             full[target] = self._merge(target, rank_shards, layout)
         return self.post_process_full_state_after_tp_conversion(full, args)
 
-    def _read(
-        self,
-        args: Any,
-        config: dict[str, Any],
-        heads: tuple[int, int],
-        ranks: tuple[int, int, int],
-    ) -> State:
+    def _read(self, args: Any, config: dict[str, Any], heads: tuple[int, int], ranks: tuple[int, int, int]) -> State:
         """Return one rank's tensors, with fused parameters split and padding removed."""
         load = self.load_partial_xser if args.load_xser else self.load_partial_no_xser
         partial = load(args, *ranks)
@@ -417,25 +401,11 @@ class CheckpointConverterBase:
         print(f"writing {path}")
         write_tensors(path, full_state)
 
-    def save_partial_xser(
-        self,
-        args: Any,
-        partial_state: State,
-        tp_rank: int,
-        pp_rank: int,
-        ep_rank: int,
-    ) -> None:
+    def save_partial_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
         path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, True)
         write_partial(Path(path), partial_state, xser=True)
 
-    def save_partial_no_xser(
-        self,
-        args: Any,
-        partial_state: State,
-        tp_rank: int,
-        pp_rank: int,
-        ep_rank: int,
-    ) -> None:
+    def save_partial_no_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
         path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, False)
         write_partial(Path(path), partial_state, xser=False)
 

@@ -146,11 +146,7 @@ class _Gradients:
                     param.register_hook(hook)
 
 
-def _copy_if_shared(
-    spans: dict[int, tuple[int, int]],
-    index: int,
-    grad: Tensor,
-) -> Tensor | None:
+def _copy_if_shared(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Tensor | None:
     """Return a copy of ``grad`` if it shares memory with a gradient in ``spans``, or None.
 
     The graph returns all gradients before autograd stores the first one. No gradient has been freed
@@ -214,12 +210,7 @@ def graphs_recompute() -> bool:
     x = torch.ones(4, 2, requires_grad=True)
     weight = torch.ones(2, 64, requires_grad=True)
     # This backend partitions forward and backward as Inductor does, without generating kernels.
-    compiled = torch.compile(
-        recomputed,
-        backend="aot_eager_decomp_partition",
-        fullgraph=True,
-        dynamic=False,
-    )
+    compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     # The pack hook records the element count of every tensor that the compiled graph saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x, weight)

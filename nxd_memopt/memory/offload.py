@@ -188,12 +188,7 @@ class ActivationOffload:
     """
 
     def __init__(
-        self,
-        transfers: HostTransfers,
-        pool: HostPool,
-        *,
-        num_layers: int,
-        layers_in_flight: int | None = None,
+        self, transfers: HostTransfers, pool: HostPool, *, num_layers: int, layers_in_flight: int | None = None
     ) -> None:
         self._transfers = transfers
         self._pool = pool
@@ -215,10 +210,7 @@ class ActivationOffload:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
         copy = memo[id(self)] = type(self)(
-            self._transfers,
-            self._pool,
-            num_layers=self._num_layers,
-            layers_in_flight=self._layers_in_flight,
+            self._transfers, self._pool, num_layers=self._num_layers, layers_in_flight=self._layers_in_flight
         )
         return copy
 
@@ -230,13 +222,7 @@ class ActivationOffload:
         assert self._pack_current is not None, "keep is called inside run"
         return self._pack_current(tensor)
 
-    def run(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        hidden: Any,
-        *context: Any,
-    ) -> Any:
+    def run(self, layer: nn.Module, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
         """Return ``forward(hidden, *context)`` of ``layer``; offload what it saves for backward.
 
         Parameters, tensors in ``context``, and storages below 1 MiB stay on the device.

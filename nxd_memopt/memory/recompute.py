@@ -106,9 +106,7 @@ def checkpoint(
 
 
 def _contexts(
-    context_fn: Callable[[], ContextPair] | None,
-    *,
-    keep_core_attn: bool | Keep,
+    context_fn: Callable[[], ContextPair] | None, *, keep_core_attn: bool | Keep
 ) -> Callable[[], ContextPair] | None:
     """Return one context function for the caller's and the library's contexts, None without any."""
     # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
@@ -131,10 +129,7 @@ def _contexts(
     return functools.reduce(_both, contexts)
 
 
-def _both(
-    first: Callable[[], ContextPair],
-    second: Callable[[], ContextPair],
-) -> Callable[[], ContextPair]:
+def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
     """Return a context function that nests the contexts of ``second`` inside those of ``first``."""
     return functools.partial(both_contexts, first, second)
 
@@ -176,10 +171,7 @@ def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_under(
-    modes: Sequence[AbstractContextManager[Any]],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    modes: Sequence[AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run ``function`` inside those of ``modes`` that are not active."""
     active = overrides._get_current_function_mode_stack()
@@ -370,10 +362,7 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool | Keep, i
 
 
 def _checkpointed_chunk(
-    later_forwards: Sequence[Forward],
-    keep_core_attn: bool | Keep,
-    is_nested: bool,
-    forward: Forward,
+    later_forwards: Sequence[Forward], keep_core_attn: bool | Keep, is_nested: bool, forward: Forward
 ) -> Forward:
     """Return a forward that runs ``forward`` and then ``later_forwards`` under one checkpoint."""
     forwards = [forward, *later_forwards]

@@ -266,13 +266,7 @@ class _ParameterReader:
         shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])
         return self._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
-    def _elements(
-        self,
-        name: str,
-        tensor_rank: int,
-        shape: tuple[int, ...],
-        elements: tuple[int, int],
-    ) -> Tensor:
+    def _elements(self, name: str, tensor_rank: int, shape: tuple[int, ...], elements: tuple[int, int]) -> Tensor:
         """Return ``elements`` = (start, stop) of a tensor-parallel shard of ``shape``, 1-D.
 
         Elements past the end of the shard are zeros. Only the overlapping files of the D ranks are
@@ -329,11 +323,7 @@ class _ParameterReader:
 
 
 def read_tensor_parallel_shard(
-    source: OptimizerFiles,
-    location: tuple[int, int],
-    tensor_rank: int,
-    name: str,
-    shape: tuple[int, ...],
+    source: OptimizerFiles, location: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
 ) -> Tensor:
     """Return one tensor-parallel rank's state or master ``name``.
 
@@ -355,13 +345,7 @@ def read_tensor_parallel_shard(
     return reader._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
 
-def _require_shape(
-    source: OptimizerFiles,
-    param: Tensor,
-    number: int,
-    stage: int,
-    tensor_rank: int,
-) -> None:
+def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
     """Raise ``ValueError`` if a parameter's shape in the files does not fit the optimizer's."""
     files = source.files
     stored = source.content(tensor_rank, stage).get("shape_info", {}).get(number)
@@ -426,11 +410,7 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     return [locations.get(i, (0, -1)) for i in range(len(target.params))]
 
 
-def _groups(
-    stored: Sequence[Mapping[str, Any]],
-    target: Target,
-    trained: Sequence[int],
-) -> list[dict[str, Any]]:
+def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequence[int]) -> list[dict[str, Any]]:
     """Return the options in the files, completed by the optimizer's own options.
 
     The optimizer's own value is used if the files have none, or if the option depends on the

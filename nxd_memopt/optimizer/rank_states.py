@@ -65,11 +65,7 @@ class StatesInRankFiles:
                 if is_my_turn:
                     write_tensors(_rank_file(output_dir), checkpointing.to_host(state))
 
-    def load_sharded_state_dict(
-        self,
-        output_dir: str | Path,
-        num_workers_per_step: int = 8,
-    ) -> None:
+    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
         """Load files of ``save_sharded_state_dict``, for any T and D.
 
         The files may be of this library or of neuronx-distributed. Every rank calls, after loading
@@ -81,11 +77,7 @@ class StatesInRankFiles:
         self.load_rank_files(output_dir, num_workers_per_step)
 
     def load_rank_files(
-        self,
-        directory: str | Path,
-        num_workers: int = 8,
-        *,
-        stages: Sequence[frozenset[int]] = (),
+        self, directory: str | Path, num_workers: int = 8, *, stages: Sequence[frozenset[int]] = ()
     ) -> None:
         """Load the rank files in ``directory``. Every rank calls, after loading the model.
 

@@ -12,12 +12,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.data_shards import (
-    common_shard_group,
-    is_data_sharded,
-    require_replicated,
-    row_range,
-)
+from nxd_memopt.parallel_layers.data_shards import common_shard_group, is_data_sharded, require_replicated, row_range
 from nxd_memopt.parallel_layers.summed_gradients import (
     gradient_of,
     is_sequence_parallel,
@@ -160,11 +155,7 @@ def average_gradients(
 
 
 def _all_reduce_in_buckets(
-    grads: list[Tensor],
-    group: ProcessGroup | None,
-    *,
-    divisor: int = 1,
-    bucket_bytes: int = GRADIENT_BUCKET_BYTES,
+    grads: list[Tensor], group: ProcessGroup | None, *, divisor: int = 1, bucket_bytes: int = GRADIENT_BUCKET_BYTES
 ) -> None:
     """Replace each gradient by its sum over ``group``, divided by ``divisor``."""
     if backend.group_size(group) == 1:
@@ -356,11 +347,7 @@ def _replica_chunks(param: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def clip_grad_norm(
-    source: ParameterSource,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    sharding_group: ProcessGroup | None = None,
+    source: ParameterSource, max_norm: float, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None
 ) -> Tensor:
     """Scale all gradients in place so that the norm of the full model is at most ``max_norm``.
 

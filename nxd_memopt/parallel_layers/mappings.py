@@ -225,12 +225,7 @@ class _AllToAllRows(torch.autograd.Function):
         return backend.all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _apply(
-    function: type[torch.autograd.Function],
-    tensor: Tensor,
-    group: ProcessGroup | None,
-    *args: Any,
-) -> Tensor:
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: ProcessGroup | None, *args: Any) -> Tensor:
     """Apply a mapping; in a group of one rank every mapping is the identity, without a graph node."""
     if backend.group_size(group) == 1:
         return tensor
@@ -399,10 +394,7 @@ def all_to_all_in_expert_parallel_region(input_: Tensor, process_group: ProcessG
 
 
 def all_to_all_rows_in_expert_parallel_region(
-    tensor: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    process_group: ProcessGroup | None = None,
+    tensor: Tensor, sent: Sequence[int], received: Sequence[int], process_group: ProcessGroup | None = None
 ) -> Tensor:
     """All-to-all / all-to-all of rows; default the expert-parallel group.
 

@@ -16,12 +16,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import require_replicated
-from nxd_memopt.parallel_layers.grads import (
-    ParameterSource,
-    bucket_indices,
-    gradient_of,
-    parameters_of,
-)
+from nxd_memopt.parallel_layers.grads import ParameterSource, bucket_indices, gradient_of, parameters_of
 from nxd_memopt.parallel_layers.summed_gradients import is_sequence_parallel, mark_summed, needs_sum, observe
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS

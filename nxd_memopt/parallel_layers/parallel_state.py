@@ -110,14 +110,8 @@ def initialize_model_parallel(
     order = backend.device_order(world_size, tensor)
     data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
     expert_data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
-    dense = rank_grid(
-        {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor},
-        order,
-    )
-    sparse = rank_grid(
-        {"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor},
-        order,
-    )
+    dense = rank_grid({"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}, order)
+    sparse = rank_grid({"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor}, order)
     grid = {**sparse, **dense, "world": [list(range(world_size))]}
     if not mesh_only:
         if not skip_collective_init:

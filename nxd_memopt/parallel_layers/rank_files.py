@@ -21,10 +21,7 @@ from typing import Literal
 
 _TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _PATTERNS = {
-    "model": (
-        _TRAINER,
-        re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?"),
-    ),
+    "model": (_TRAINER, re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")),
     "optim": (
         _TRAINER,
         re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)"),

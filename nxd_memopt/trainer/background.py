@@ -39,12 +39,7 @@ class TagSave:
     """
 
     def __init__(
-        self,
-        target: Path,
-        incomplete: Path,
-        states: Mapping[str, Any],
-        write: Write,
-        complete: Callable[[], None],
+        self, target: Path, incomplete: Path, states: Mapping[str, Any], write: Write, complete: Callable[[], None]
     ) -> None:
         self._incomplete = incomplete
         self._write = write

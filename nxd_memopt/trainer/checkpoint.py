@@ -19,11 +19,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import (
-    incomplete_path,
-    replace_directory,
-    restore_interrupted,
-)
+from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.pickled import require_kv_order, write_into, write_manifest
 from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
@@ -32,13 +28,7 @@ from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, requ
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
 from nxd_memopt.parallel_layers.tensor_files import read_tensors
 from nxd_memopt.trainer.background import TagSave, finish_saves
-from nxd_memopt.trainer.rank_states import (
-    is_sharded_optimizer,
-    load_model,
-    load_optimizer,
-    own_file_name,
-    unwrap,
-)
+from nxd_memopt.trainer.rank_states import is_sharded_optimizer, load_model, load_optimizer, own_file_name, unwrap
 from nxd_memopt.trainer.tags import (
     begin_writing,
     complete_tags,
@@ -213,12 +203,7 @@ def _refuse(**options: bool) -> None:
 # Writing
 
 
-def _own_states(
-    model: Any,
-    optimizer: Any,
-    *,
-    zero1_optimizer: bool,
-) -> dict[str, Callable[[], Any]]:
+def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
     """Return functions that return the states of this rank's files, by file name. Every rank
     calls.
 

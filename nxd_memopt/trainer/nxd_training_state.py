@@ -105,12 +105,7 @@ class _Run:
     targets: dict[int, str]
 
 
-def _open(
-    path: Path,
-    model: nn.Module,
-    layout_options: Mapping[str, Any],
-    group_of: GroupOf | None,
-) -> _Run:
+def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group_of: GroupOf | None) -> _Run:
     """Open the model and optimizer files of a tag, and find each parameter's number in the
     optimizer files.
     """
@@ -140,10 +135,7 @@ def _open(
 
 
 def _number(
-    source: OptimizerFiles,
-    stage: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    group_of: GroupOf | None,
+    source: OptimizerFiles, stage: int, shapes: Mapping[str, tuple[int, ...]], group_of: GroupOf | None
 ) -> dict[str, int]:
     """Return each parameter's number in the stage's optimizer files.
 
@@ -216,13 +208,7 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
 
 
 def _shard(
-    run: _Run,
-    rule: Rule,
-    part: Part,
-    location: tuple[int, int],
-    name: str,
-    param: Tensor,
-    sharding: Sequence[int],
+    run: _Run, rule: Rule, part: Part, location: tuple[int, int], name: str, param: Tensor, sharding: Sequence[int]
 ) -> Tensor:
     """Return this rank's shard of one state: merged over the files' D and T, cut for this run's T
     and D.

@@ -88,10 +88,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, update; return what ``closure`` returns.
 
         Raises:

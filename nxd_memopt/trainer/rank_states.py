@@ -18,12 +18,7 @@ from nxd_memopt.parallel_layers.checkpointing import load_into
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
 from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards
-from nxd_memopt.parallel_layers.tensor_files import (
-    StoredTensor,
-    read_stored,
-    read_tensors,
-    resolve,
-)
+from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, read_tensors, resolve
 from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded, shard_ranges
 from nxd_memopt.trainer.optimizer import NxDOptimizer
 
@@ -52,12 +47,7 @@ def is_sharded_optimizer(optimizer: Any) -> bool:
 
 
 def load_model(
-    source: Path,
-    model: nn.Module | dict[str, Any],
-    optimizer: Any,
-    *,
-    num_workers: int,
-    strict: bool,
+    source: Path, model: nn.Module | dict[str, Any], optimizer: Any, *, num_workers: int, strict: bool
 ) -> None:
     """Load ``model`` from ``source/model``. Every rank calls.
 
@@ -152,12 +142,7 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     # No layer has its shards in all files: load_state_dict will report the missing names.
 
 
-def _require_equal_replicas(
-    files: RankFiles,
-    name: str,
-    param: Tensor,
-    stored: Sequence[Tensor],
-) -> None:
+def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in
     the files.
     """
@@ -252,10 +237,7 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = [name for name in model.state_dict() if name not in parameters]
     if buffers:
-        warnings.warn(
-            f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}",
-            stacklevel=2,
-        )
+        warnings.warn(f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}", stacklevel=2)
 
 
 # The optimizer

@@ -103,12 +103,7 @@ def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: 
         part.of(weight).add_(scale * (up[rows] @ down[:, columns]))
 
 
-def _require_alike(
-    index: Index,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> None:
+def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
@@ -174,11 +169,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     return notes
 
 
-def _load_groups(
-    saved: list[dict[str, Any]],
-    optimizer: StoredOptimizer,
-    names: Mapping[int, str],
-) -> None:
+def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names: Mapping[int, str]) -> None:
     """Restore the options of each parameter group.
 
     Raises:
@@ -215,12 +206,7 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
     return found
 
 
-def _load_master(
-    index: Index,
-    optimizer: StoredOptimizer,
-    each: StoredParameter,
-    names: Mapping[int, str],
-) -> bool:
+def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter, names: Mapping[int, str]) -> bool:
     """Fill the optimizer's tensor of one parameter.
 
     Return False if it needs a master that the checkpoint lacks.
@@ -273,13 +259,7 @@ def _master(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) 
     return join(index.assemble(f"model.{param_name}", parts, shape), value)
 
 
-def _state_tensor(
-    index: Index,
-    key: str,
-    name: str,
-    each: StoredParameter,
-    group: Mapping[str, Any],
-) -> Tensor:
+def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, group: Mapping[str, Any]) -> Tensor:
     """Return one state of one parameter: this rank's shard, or a step counter."""
     full_name = f"optimizer.{key}.{name}"
     shape = index.shape(full_name)

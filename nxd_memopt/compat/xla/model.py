@@ -178,11 +178,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 
 def all_gather(
-    value: Tensor,
-    dim: int = 0,
-    groups: RankGroups | None = None,
-    output: None = None,
-    pin_layout: bool = True,
+    value: Tensor, dim: int = 0, groups: RankGroups | None = None, output: None = None, pin_layout: bool = True
 ) -> Tensor:
     """Concatenate the group's tensors along ``dim`` in rank order."""
     del pin_layout
