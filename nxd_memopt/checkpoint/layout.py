@@ -234,9 +234,8 @@ def _dimension_ranges(param: Tensor) -> list[_Span]:
     built_for = description.num_partitions * getattr(param, "replicas", 1)
     if built_for != len(tensor_ranks):
         raise ValueError(
-            f"a parameter of shape {list(param.shape)} was sharded for "
-            f"tensor_model_parallel_size {built_for}, the process groups have "
-            f"{len(tensor_ranks)}: initialize_model_parallel with the model's size"
+            f"a parameter of shape {list(param.shape)} was sharded for tensor_model_parallel_size {built_for}, the "
+            f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
         )
     length = full_shape(param)[description.partition_dim % param.dim()]
     # Ranks with an identical range are replicas of it.

@@ -184,9 +184,8 @@ class GraphedLoss:
         unknown = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if unknown:
             raise ValueError(
-                f"the loss gives gradients to {len(unknown)} tensors that are not among the "
-                f"parameters, the first of shape {list(unknown[0].shape)}: pass them too, or "
-                "freeze them"
+                f"the loss gives gradients to {len(unknown)} tensors that are not among the parameters, the first of "
+                f"shape {list(unknown[0].shape)}: pass them too, or freeze them"
             )
 
     @contextmanager

@@ -60,10 +60,9 @@ class _OnDevice:
         if self.alias._version == self.version:
             return None
         return (
-            f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for "
-            f"backward was written to (version {self.alias._version}, {self.version} when it "
-            "was saved): leave the in-place operation out, or the layer out of "
-            "cpu_offloading_num_layers"
+            f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for backward was written to "
+            f"(version {self.alias._version}, {self.version} when it was saved): leave the in-place operation out, or "
+            "the layer out of cpu_offloading_num_layers"
         )
 
     def tensor(self) -> Tensor:

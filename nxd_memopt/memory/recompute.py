@@ -321,9 +321,8 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
     found = {str(getattr(module, "implementation", None)) for module in modules}
     if not found <= set(KEEPABLE_ATTENTION):
         raise ValueError(
-            "recompute_keep_core_attn needs attention by one fused operator, one of "
-            f"{list(KEEPABLE_ATTENTION)}, and on backend {backend.name} it is {sorted(found)}: "
-            "leave it out, or choose another attention_backend"
+            f"recompute_keep_core_attn needs attention by one fused operator, one of {list(KEEPABLE_ATTENTION)}, and "
+            f"on backend {backend.name} it is {sorted(found)}: leave it out, or choose another attention_backend"
         )
     # The kernel is not run again, and would not draw the numbers of its dropout: what draws after it, such as
     # the dropout of hidden states, would get other numbers than in forward.
@@ -405,9 +404,8 @@ def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryCon
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(
-            "recompute of core_attn saves no memory under attention "
-            f"{sorted(map(str, implementations))}: a fused kernel keeps no S x S tensor and "
-            "recomputes by itself; name other recompute_modules or use recompute_granularity "
-            "'full'",
+            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused "
+            "kernel keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
+            "recompute_granularity 'full'",
             stacklevel=3,
         )

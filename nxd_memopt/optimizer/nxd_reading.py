@@ -395,9 +395,8 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
             if len(stored) != len(numbers) or len(saved) != len(local):
                 raise ValueError(
                     f"{source.files.file(_own_rank(source.files), stage)} has parameter groups of "
-                    f"{[len(options['params']) for options in stored]} parameters, "
-                    f"the optimizer's group {group} of {len(numbers)} has {len(local)} "
-                    "of that stage: build the same parameter groups"
+                    f"{[len(options['params']) for options in stored]} parameters, the optimizer's group {group} of "
+                    f"{len(numbers)} has {len(local)} of that stage: build the same parameter groups"
                 )
             for i, number in zip(local, saved, strict=True):
                 locations.setdefault(i, (stage, number))

@@ -182,9 +182,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
         if wide != self.optimizer_dtype and not self._rounds_parameters:
             raise ValueError(
-                f"a parameter of dtype {param.dtype} is added to masters of dtype "
-                f"{self.optimizer_dtype}, which would round it: "
-                f"pass it when the optimizer is made, or pass optimizer_dtype={wide}"
+                f"a parameter of dtype {param.dtype} is added to masters of dtype {self.optimizer_dtype}, which would "
+                f"round it: pass it when the optimizer is made, or pass optimizer_dtype={wide}"
             )
         group = self._group_of(param)
         shard: Any = nn.Parameter(self._new_master(param, cut_shard(param.detach(), group)))

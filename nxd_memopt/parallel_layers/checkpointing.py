@@ -234,8 +234,7 @@ def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Pat
         found = find_rank_files(directory)
         if (found.tensor_model_parallel_size, found.pipeline_model_parallel_size) != sizes:
             raise ValueError(
-                f"{directory} was written with {found.sizes()}, this run has "
-                f"tensor_model_parallel_size {sizes[0]}: "
+                f"{directory} was written with {found.sizes()}, this run has tensor_model_parallel_size {sizes[0]}: "
                 "use that size, or convert the checkpoint with nxd-memopt convert"
             )
     if load_xser:

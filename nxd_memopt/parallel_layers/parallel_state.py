@@ -250,9 +250,8 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     if sequential_ranks_in_group and stride > 1:
         if kv_shared_group_size in _STATE.kv_groups:
             raise ValueError(
-                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call "
-                "initialize_kv_group with sequential_ranks_in_group=True before layers are built, or "
-                "destroy_kv_group() first"
+                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call initialize_kv_group "
+                "with sequential_ranks_in_group=True before layers are built, or destroy_kv_group() first"
             )
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:

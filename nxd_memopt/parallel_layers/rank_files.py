@@ -69,9 +69,8 @@ class RankFiles:
     def sizes(self) -> str:
         """Return the sizes as text for messages."""
         return (
-            f"tensor_model_parallel_size {self.tensor_model_parallel_size}, "
-            f"pipeline_model_parallel_size {self.pipeline_model_parallel_size} and "
-            f"{self.data_parallel_size} data-parallel shards"
+            f"tensor_model_parallel_size {self.tensor_model_parallel_size}, pipeline_model_parallel_size "
+            f"{self.pipeline_model_parallel_size} and {self.data_parallel_size} data-parallel shards"
         )
 
 
@@ -110,9 +109,8 @@ def _refuse_other_layouts(path: Path, names: list[str]) -> None:
     distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
     if distributed:
         raise ValueError(
-            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, "
-            "whose metadata is a pickle: save the optimizer with neuronx-distributed and "
-            "use_zero1_dcp=False"
+            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
+            "pickle: save the optimizer with neuronx-distributed and use_zero1_dcp=False"
         )
     expert = [name for name in names if _EXPERT_PARALLEL.fullmatch(name)]
     if expert:

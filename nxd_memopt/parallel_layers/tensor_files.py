@@ -88,9 +88,8 @@ class StoredTensor:
         directory = tensors_directory(self.path)
         if directory.is_dir() and not any(directory.iterdir()):
             return (
-                f"{directory} is empty: the checkpoint was written with "
-                "avoid_saving_lower_precision_weights=True, its weights are the optimizer's master "
-                "weights: load model and optimizer together"
+                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
+                "weights are the optimizer's master weights: load model and optimizer together"
             )
         return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
 

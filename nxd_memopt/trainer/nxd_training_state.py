@@ -153,9 +153,8 @@ def _number(
         stored = [tuple(content.get("shape_info", {}).get(number, ())) for number in saved]
         if stored != [shapes[name] for name in members]:
             raise ValueError(
-                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} "
-                f"parameters, of the model's {len(members)} belong to it, or shapes differ: pass "
-                "group_of, which says what the run grouped"
+                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} parameters, of the "
+                f"model's {len(members)} belong to it, or shapes differ: pass group_of, which says what the run grouped"
             )
         numbers |= dict(zip(members, saved, strict=True))
     return numbers

@@ -154,10 +154,9 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
             if not bit_equal(shard[first:last], stored[earlier][first:last]):
                 raise ValueError(
-                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} "
-                    "differ, and these ranks hold the same KV heads in this run: the checkpoint's "
-                    "KV replicas are in the order of the other platform (trn1 strided, trn2 "
-                    "consecutive): convert it with nxd-memopt convert"
+                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these ranks "
+                    "hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the other "
+                    "platform (trn1 strided, trn2 consecutive): convert it with nxd-memopt convert"
                 )
 
 
@@ -274,9 +273,8 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         # A dict is filled with this rank's file as it is: states cannot be cut for another D.
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
-                f"{files.directory} was written with {files.sizes()}, this run has {data_size} "
-                "data-parallel ranks: pass the optimizer instead of a dict, or use the "
-                "checkpoint's size"
+                f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
+                "pass the optimizer instead of a dict, or use the checkpoint's size"
             )
         data_rank = 0
         if files.data_parallel_size > 1:
@@ -309,9 +307,8 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
     content = OptimizerFiles(files).content(0)
     if "base_state" in content or "sharding" in content:
         raise ValueError(
-            f"{path} comes from an optimizer with ZeRO-1 or master weights, "
-            f"{type(optimizer).__name__} has neither: resume with the optimizer_config and "
-            "mixed_precision_config of the run that wrote it"
+            f"{path} comes from an optimizer with ZeRO-1 or master weights, {type(optimizer).__name__} has neither: "
+            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
         )
 
 

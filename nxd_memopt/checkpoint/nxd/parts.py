@@ -196,9 +196,8 @@ class Rule:
                     warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
                     return
                 raise ValueError(
-                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, "
-                    f"which hold the same slice of {part.name} {_replica_remedy(part, layout)}, "
-                    "or check that the files are of one save"
+                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
+                    f"slice of {part.name} {_replica_remedy(part, layout)}, or check that the files are of one save"
                 )
 
 

@@ -284,9 +284,8 @@ def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping
             rows = (rows - query_rows // size) // 2
         if rows <= 0 or rows * size % kv_rows:
             raise ValueError(
-                f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, "
-                f"config.json says {kv_rows} in all: a rank file is missing, or config.json "
-                "belongs to another model"
+                f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, config.json says {kv_rows} in "
+                "all: a rank file is missing, or config.json belongs to another model"
             )
         return rows * size // kv_rows
     return 1
@@ -329,9 +328,8 @@ def _find_order(
         )
     if len(orders) == 2 and asked is None:
         raise ValueError(
-            f"{files.directory}: all KV heads are equal, so that the order of their "
-            f"{layout.kv_replicas} replicas cannot be found: pass kv_order strided (trn1) or "
-            "consecutive (trn2)"
+            f"{files.directory}: all KV heads are equal, so that the order of their {layout.kv_replicas} replicas "
+            "cannot be found: pass kv_order strided (trn1) or consecutive (trn2)"
         )
     return asked or next(iter(orders))
 
@@ -364,9 +362,8 @@ def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dic
     missing = [name for name in rules if name not in weights.shards and not (tied and name == head)]
     if missing or unknown:
         raise ValueError(
-            f"{weights.directory}: the files lack {len(missing)} parameters of the model, "
-            f"{missing[:5]}, and hold {len(unknown)} unknown tensors, {unknown[:5]}: pass the "
-            "config.json of the model that was trained"
+            f"{weights.directory}: the files lack {len(missing)} parameters of the model, {missing[:5]}, and hold "
+            f"{len(unknown)} unknown tensors, {unknown[:5]}: pass the config.json of the model that was trained"
         )
     full_tensors: dict[str, LazyFullTensor] = {}
     for name, rule in rules.items():

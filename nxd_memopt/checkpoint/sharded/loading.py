@@ -108,9 +108,8 @@ def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
         raise ValueError(
-            f"{name} has shape {list(index.shape(name))} and dtype {stored} in "
-            f"{index.directory}, here {list(shape)} and {dtype or stored}: build the model and "
-            "the optimizer of the run that wrote it"
+            f"{name} has shape {list(index.shape(name))} and dtype {stored} in {index.directory}, here {list(shape)} "
+            f"and {dtype or stored}: build the model and the optimizer of the run that wrote it"
         )
 
 
@@ -182,10 +181,9 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
     if [set(group) for group in current] != [set(group) for group in stored]:
         differing = sorted(set().union(*stored) ^ set().union(*current))
         raise ValueError(
-            "the checkpoint's optimizer has parameter groups of "
-            f"{[len(group) for group in stored]} parameters, this one of "
-            f"{[len(group) for group in current]}; in one of the two only: "
-            f"{differing[:_SHOWN]}: build the parameter groups of the run that wrote it"
+            f"the checkpoint's optimizer has parameter groups of {[len(group) for group in stored]} parameters, this "
+            f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
+            "parameter groups of the run that wrote it"
         )
     optimizer.load_options([entry["options"] for entry in saved])
 
@@ -284,7 +282,6 @@ def _require_all_used(index: Index, names: Iterable[str]) -> None:
     unused = [name for name in index.names("optimizer.") if name.partition(".")[2] not in known]
     if unused:
         raise ValueError(
-            f"{index.directory} has {len(unused)} optimizer states of parameters that this "
-            f"optimizer does not train: {unused[:_SHOWN]}: train the parameters of the run that "
-            "wrote it"
+            f"{index.directory} has {len(unused)} optimizer states of parameters that this optimizer does not train: "
+            f"{unused[:_SHOWN]}: train the parameters of the run that wrote it"
         )

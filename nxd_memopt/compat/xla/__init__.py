@@ -24,10 +24,9 @@ _TABLE = {
     "core.xla_model": [
         (
             _MODEL,
-            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure "
-            "master_print is_master_ordinal all_reduce reduce_gradients optimizer_step "
-            "all_gather reduce_scatter mesh_reduce save set_rng_state get_rng_state ToXlaTensorArena "
-            "wait_device_ops=synchronize",
+            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure master_print "
+            "is_master_ordinal all_reduce reduce_gradients optimizer_step all_gather reduce_scatter mesh_reduce save "
+            "set_rng_state get_rng_state ToXlaTensorArena wait_device_ops=synchronize",
         ),
         (_RUNTIME, "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal"),
     ],

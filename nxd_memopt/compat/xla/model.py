@@ -210,9 +210,8 @@ def reduce_scatter(
     group = _group(groups)
     if reduce_type != REDUCE_SUM or output is not None or shard_count != backend.group_size(group):
         raise ValueError(
-            "reduce_scatter offers sums into a new tensor over the group's "
-            f"{backend.group_size(group)} ranks, got {reduce_type!r} with shard_count "
-            f"{shard_count}, output={output is not None}"
+            f"reduce_scatter offers sums into a new tensor over the group's {backend.group_size(group)} ranks, got "
+            f"{reduce_type!r} with shard_count {shard_count}, output={output is not None}"
         )
     scattered = backend.reduce_scatter(input.movedim(scatter_dim, 0), group)
     return _scaled(scattered.movedim(0, scatter_dim), scale)
