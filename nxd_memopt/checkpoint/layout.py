@@ -17,13 +17,7 @@ from torch import Tensor
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import element_range, is_data_sharded
 from nxd_memopt.parallel_layers.resharding import full_shape
-from nxd_memopt.parallel_layers.utils import (
-    first_expert,
-    is_expert_parallel,
-    is_sharded,
-    padded_size,
-    shard_ranges,
-)
+from nxd_memopt.parallel_layers.utils import first_expert, is_expert_parallel, is_sharded, padded_size, shard_ranges
 
 Shape = tuple[int, ...]
 FlatBox = tuple[Shape, Shape]
@@ -240,9 +234,8 @@ def _dimension_ranges(param: Tensor) -> list[_Span]:
     built_for = description.num_partitions * getattr(param, "replicas", 1)
     if built_for != len(tensor_ranks):
         raise ValueError(
-            f"a parameter of shape {list(param.shape)} was sharded for "
-            f"tensor_model_parallel_size {built_for}, the process groups have "
-            f"{len(tensor_ranks)}: initialize_model_parallel with the model's size"
+            f"a parameter of shape {list(param.shape)} was sharded for tensor_model_parallel_size {built_for}, the "
+            f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
         )
     length = full_shape(param)[description.partition_dim % param.dim()]
     # Ranks with an identical range are replicas of it.
@@ -306,12 +299,7 @@ def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(*box, outer[0], strict=True))
 
 
-def choose_data_rank(
-    load_bytes: list[int],
-    holders: Sequence[int],
-    size_bytes: int,
-    turn: int,
-) -> int:
+def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: int, turn: int) -> int:
     """Return the data-parallel rank that writes a box stored by ``holders``, and add it to
     ``load_bytes``.
 

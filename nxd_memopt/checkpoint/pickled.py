@@ -89,10 +89,8 @@ def require_kv_order(checkpoint: Path) -> None:
         stored = saved.get(str(size), default)
         if stored != stride:
             raise ValueError(
-                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has "
-                f"them {stride} apart ({size} replicas): continue on the platform that wrote it, "
-                "or there write a Hugging Face directory with save_pretrained, which loads "
-                "everywhere; consecutive ranks on any platform: call "
-                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) "
-                "before building the model"
+                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has them {stride} apart "
+                f"({size} replicas): continue on the platform that wrote it, or there write a Hugging Face directory "
+                "with save_pretrained, which loads everywhere; consecutive ranks on any platform: call "
+                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) before building the model"
             )

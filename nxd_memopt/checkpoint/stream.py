@@ -86,11 +86,7 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     begin = 0
     for entry in entries:
         end = begin + entry.size_bytes
-        header[entry.key] = {
-            "dtype": CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
+        header[entry.key] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # Pad the header with spaces to a multiple of 8 bytes: the data then starts aligned.
@@ -98,11 +94,7 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def write_file(
-    path: Path,
-    entries: Sequence[Entry],
-    chunks_of: Callable[[int], Iterable[Tensor]],
-) -> list[int]:
+def write_file(path: Path, entries: Sequence[Entry], chunks_of: Callable[[int], Iterable[Tensor]]) -> list[int]:
     """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each entry.
 
     Args:

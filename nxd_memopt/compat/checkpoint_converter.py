@@ -18,15 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout
-from nxd_memopt.compat.converter_arguments import build_parser, require_supported
-from nxd_memopt.compat.converter_files import (
-    find_input,
-    load_full,
-    output_file,
-    read_partial,
-    write_partial,
-)
+from nxd_memopt.checkpoint.nxd.parts import Kind, KVOrder, Layout
+from nxd_memopt.compat.converter_arguments import CONVERSIONS, build_parser, require_supported
+from nxd_memopt.compat.converter_files import find_input, load_full, output_file, read_partial, write_partial
 from nxd_memopt.compat.converter_tensors import (
     cut_slice,
     fuse_gate_up,
@@ -129,11 +123,7 @@ class CheckpointConverterBase:
         return hf_to_nxd, nxd_to_hf
 
     def get_weight_key(
-        self,
-        keys_hf_to_nxd: dict[str, str],
-        keys_nxd_to_hf: dict[str, str],
-        name: str,
-        hf_to_nxd: bool,
+        self, keys_hf_to_nxd: dict[str, str], keys_nxd_to_hf: dict[str, str], name: str, hf_to_nxd: bool
     ) -> str:
         if not self.is_qkv_weight(name):
             return name
@@ -194,17 +184,16 @@ class CheckpointConverterBase:
                 continue
             if is_expert:
                 full = cut_slice(full, 0, ep_rank, args.ep_size, name)
-            # Attention weights follow the order of KV replicas, other sharded weights plain rank
-            # order; everything else is replicated.
-            if self.is_qkv_weight(name) or "o_proj" in name:
-                target = name
-                if args.qkv_linear:
-                    target = self.get_weight_key(keys, inverse, name, True)
-                partial[target] = self._cut_heads(name, full, layout, args, tp_rank)
-            elif any(part in name for part in _SHARDED):
-                partial[name] = self._pad(name, self._shard(name, full, args, tp_rank), args, config)
-            else:
+            kind = self._kind(name)
+            if kind == "replicated":
                 partial[name] = full
+                continue
+            target = name
+            if args.qkv_linear:
+                target = self.get_weight_key(keys, inverse, name, True)
+            index, count = layout.slice_index(kind, tp_rank)
+            shard = cut_slice(full, self.get_partition_dim(name), index, count, name)
+            partial[target] = self._pad(name, shard, args, config)
         # Fused after sharding: a rank's gate_up_proj is [its rows of gate, its rows of up], which
         # is not a slice of the concatenated full weights.
         partial = fuse_gate_up(partial, self.get_partition_dim)
@@ -220,8 +209,21 @@ class CheckpointConverterBase:
             return query, query
         return query, self._get_config_value(config, "num_key_value_heads") or query
 
-    def _layout(self, args: Any, heads: tuple[int, int]) -> Layout | None:
-        """Return the order of heads over ranks; None for plain rank order, without replicas."""
+    def _kind(self, name: str) -> Kind:
+        """Return how the ranks share a parameter."""
+        # Ranks with replicas of a KV head have the same slice of k and v. Queries and the output projection's
+        # columns are in the order in which the query heads of a KV head are divided over its ranks; a joined
+        # qkv_proj has neither replicas nor an order. Other sharded weights have plain rank order.
+        if "k_proj" in name or "v_proj" in name:
+            return "kv"
+        if self.is_qkv_weight(name) or "o_proj" in name:
+            return "query"
+        if any(part in name for part in _SHARDED):
+            return "column"
+        return "replicated"
+
+    def _layout(self, args: Any, heads: tuple[int, int]) -> Layout:
+        """Return the order of heads over ranks."""
         kv_heads = heads[1]
         replicas = args.kv_size_multiplier if args.qkv_linear else 1
         # A slice of a part of a head would have the right shape for the ranks, and no model.
@@ -232,7 +234,7 @@ class CheckpointConverterBase:
                     "--tp_size, or for KV heads --qkv_linear with --kv_size_multiplier"
                 )
         if not args.qkv_linear:
-            return None
+            return Layout(args.tp_size)
         # With replicas each rank has exactly one KV head, so KV heads times replicas must be T.
         if replicas > 1 and kv_heads * replicas != args.tp_size:
             raise ValueError(
@@ -257,20 +259,6 @@ class CheckpointConverterBase:
         ends = [int(last_layer.split(".")[2]) for last_layer in partitions]
         stage = sum(layer > end for end in ends)
         return stage % args.pp_size
-
-    def _shard(self, name: str, full: Tensor, args: Any, tp_rank: int) -> Tensor:
-        return cut_slice(full, self.get_partition_dim(name), tp_rank, args.tp_size, name)
-
-    def _cut_heads(self, name: str, full: Tensor, layout: Layout | None, args: Any, tp_rank: int) -> Tensor:
-        """Return a rank's query heads, KV heads or columns of the output projection."""
-        if layout is None:
-            return self._shard(name, full, args, tp_rank)
-        # Ranks with replicas of a KV head take the same slice of k and v, so there are T /
-        # replicas slices. Queries and the output projection's columns have T slices, in the order
-        # in which the query heads of a KV head are divided over its ranks.
-        is_kv = "k_proj" in name or "v_proj" in name
-        index, count = layout.slice_index("kv" if is_kv else "query", tp_rank)
-        return cut_slice(full, self.get_partition_dim(name), index, count, name)
 
     def _pad(self, name: str, shard: Tensor, args: Any, config: dict[str, Any]) -> Tensor:
         """Return an MLP's shard, padded to a multiple of ``--i_tp_round_factor`` of its width."""
@@ -328,13 +316,7 @@ class CheckpointConverterBase:
             full[target] = self._merge(target, rank_shards, layout)
         return self.post_process_full_state_after_tp_conversion(full, args)
 
-    def _read(
-        self,
-        args: Any,
-        config: dict[str, Any],
-        heads: tuple[int, int],
-        ranks: tuple[int, int, int],
-    ) -> State:
+    def _read(self, args: Any, config: dict[str, Any], heads: tuple[int, int], ranks: tuple[int, int, int]) -> State:
         """Return one rank's tensors, with fused parameters split and padding removed."""
         load = self.load_partial_xser if args.load_xser else self.load_partial_no_xser
         partial = load(args, *ranks)
@@ -377,7 +359,7 @@ class CheckpointConverterBase:
             return value
         return value.narrow(dim, 0, self._expert_width(args, config))
 
-    def _merge(self, name: str, rank_shards: list[list[Tensor]], layout: Layout | None) -> Tensor:
+    def _merge(self, name: str, rank_shards: list[list[Tensor]], layout: Layout) -> Tensor:
         """Return the full parameter; ``rank_shards`` as the values of ``shards`` in the caller."""
         # Experts of expert-parallel ranks are concatenated; other parameters are equal on
         # pipeline ranks that share them, and the first is taken. It is cloned, because the
@@ -385,14 +367,10 @@ class CheckpointConverterBase:
         if "expert_mlps" in name:
             rank_shards = [[torch.cat(experts)] for experts in rank_shards]
         stored = [tensors[0] for tensors in rank_shards if tensors]
-        has_heads = self.is_qkv_weight(name) or "o_proj" in name
-        if not has_heads and not any(part in name for part in _SHARDED):
+        kind = self._kind(name)
+        if kind == "replicated":
             return stored[0].clone()
-        dim = self.get_partition_dim(name)
-        if layout is None or not has_heads:
-            return torch.cat(stored, dim)
-        kind = "kv" if "k_proj" in name or "v_proj" in name else "query"
-        return torch.cat(order_slices(name, stored, layout, kind), dim)
+        return torch.cat(order_slices(name, stored, layout, kind), self.get_partition_dim(name))
 
     # Files
 
@@ -423,25 +401,11 @@ class CheckpointConverterBase:
         print(f"writing {path}")
         write_tensors(path, full_state)
 
-    def save_partial_xser(
-        self,
-        args: Any,
-        partial_state: State,
-        tp_rank: int,
-        pp_rank: int,
-        ep_rank: int,
-    ) -> None:
+    def save_partial_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
         path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, True)
         write_partial(Path(path), partial_state, xser=True)
 
-    def save_partial_no_xser(
-        self,
-        args: Any,
-        partial_state: State,
-        tp_rank: int,
-        pp_rank: int,
-        ep_rank: int,
-    ) -> None:
+    def save_partial_no_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
         path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, False)
         write_partial(Path(path), partial_state, xser=False)
 
@@ -500,13 +464,7 @@ class CheckpointConverterBase:
             ValueError: for no or several flags, an unsupported option, or files that do not fit.
         """
         require_supported(args)
-        flags = (
-            "convert_from_full_state",
-            "convert_to_full_state",
-            "convert_from_xser",
-            "convert_to_xser",
-        )
-        chosen = [flag for flag in flags if getattr(args, flag)]
+        chosen = [flag for flag in CONVERSIONS if getattr(args, flag)]
         if len(chosen) != 1:
-            raise ValueError(f"exactly one of {[f'--{flag}' for flag in flags]} must be given, got {chosen}")
+            raise ValueError(f"exactly one of {[f'--{flag}' for flag in CONVERSIONS]} must be given, got {chosen}")
         getattr(self, chosen[0])(args)

@@ -3,112 +3,64 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
 def to_bool(text: str) -> bool:
     """Return the boolean that ``text`` means. neuronx-distributed takes every text as true."""
     # neuronx-distributed has type=bool, and bool("False") is True. Scripts that pass "True" or an
     # empty text get the same value here; "False" gets the value that its author meant.
-    values = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "": False,
-    }
-    if text.lower() not in values:
+    if text.lower() not in _BOOLEANS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return values[text.lower()]
+    return _BOOLEANS[text.lower()]
+
+
+# Options that are not offered exist too: a script's command line must parse, and
+# require_supported then says what to use instead.
+_OPTIONS: dict[str, tuple[Callable[[str], Any], Any, str]] = {
+    "--input_dir": (str, None, "a file with the full state dict, or the directory with the rank files"),
+    "--hf_model_name": (str, None, "not offered: download the model and pass --input_dir"),
+    "--config": (str, None, "the model's config.json"),
+    "--nxdt_yaml_config": (str, None, "not offered: pass --config"),
+    "--model_key": (str, "model", "the state dict's entry in a rank's file"),
+    "--tp_size": (int, 1, "tensor parallel size"),
+    "--pp_size": (int, 1, "pipeline parallel size"),
+    "--ep_size": (int, 1, "expert parallel size"),
+    "--virtual_pp_size": (int, 1, "virtual pipeline parallel size"),
+    "--n_layers": (int, 0, "not needed: the layers are counted"),
+    "--coalesce_qkv": (to_bool, False, "concatenate q_proj, k_proj and v_proj to qkv_proj"),
+    "--kv_size_multiplier": (int, 1, "ranks that hold the same KV heads"),
+    "--qkv_linear": (to_bool, False, "GQAQKVColumnParallelLinear's names"),
+    "--fuse_qkv": (to_bool, False, "with --qkv_linear: one parameter weight_qkv"),
+    "--i_tp_round_factor": (int, 0, "pad each rank's expert width to a multiple of this"),
+    "--pad_attn_heads": (to_bool, False, "not offered"),
+    "--load_xser": (to_bool, False, "the rank files to read are in the xser format"),
+    "--save_xser": (to_bool, False, "write the xser format"),
+}
+CONVERSIONS = {
+    "convert_from_full_state": "full state dict to rank files",
+    "convert_to_full_state": "rank files to a full state dict",
+    "convert_from_xser": "rank files: from xser to one file each",
+    "convert_to_xser": "rank files: to xser",
+}
+"""Flags of the conversions, which are methods of the converter too."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with neuronx-distributed's options."""
-    # Options that are not offered exist too: a script's command line must parse, and
-    # require_supported then says what to use instead.
     parser = argparse.ArgumentParser()
-    _add_model_options(parser)
-    _add_layer_options(parser)
-    _add_conversions(parser)
+    parser.add_argument("--output_dir", required=True, help="directory to write")
+    platforms = ("trn1", "trn2")
+    parser.add_argument("--hw_backend", required=True, choices=platforms, help="whose order of KV replicas")
+    parser.add_argument("--model_style", choices=("hf", "megatron"), default="hf", help="only hf is offered")
+    for name, (kind, default, text) in _OPTIONS.items():
+        parser.add_argument(name, type=kind, default=default, help=text)
+    for name, text in CONVERSIONS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     return parser
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for paths, the model and the parallel sizes."""
-    add = parser.add_argument
-    add(
-        "--input_dir",
-        type=str,
-        help="a file with the full state dict, or the directory with the rank files",
-    )
-    add("--hf_model_name", type=str, help="not offered: download the model and pass --input_dir")
-    add("--output_dir", type=str, required=True, help="directory to write")
-    add(
-        "--hw_backend",
-        type=str,
-        required=True,
-        choices=("trn1", "trn2"),
-        help="whose order of KV replicas",
-    )
-    add("--config", type=str, help="the model's config.json")
-    add("--model_key", type=str, default="model", help="the state dict's entry in a rank's file")
-    add("--tp_size", type=int, default=1, help="tensor parallel size")
-    add("--pp_size", type=int, default=1, help="pipeline parallel size")
-    add("--ep_size", type=int, default=1, help="expert parallel size")
-    add("--virtual_pp_size", type=int, default=1, help="virtual pipeline parallel size")
-
-
-def _add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the names and shapes of attention and MLP weights."""
-    add = parser.add_argument
-    add("--n_layers", type=int, default=0, help="not needed: the layers are counted")
-    add(
-        "--coalesce_qkv",
-        type=to_bool,
-        default=False,
-        help="concatenate q_proj, k_proj and v_proj to qkv_proj",
-    )
-    add("--kv_size_multiplier", type=int, default=1, help="ranks that hold the same KV heads")
-    add("--qkv_linear", type=to_bool, default=False, help="GQAQKVColumnParallelLinear's names")
-    add(
-        "--fuse_qkv",
-        type=to_bool,
-        default=False,
-        help="with --qkv_linear: one parameter weight_qkv",
-    )
-    add(
-        "--i_tp_round_factor",
-        type=int,
-        default=0,
-        help="pad each rank's expert width to a multiple of this",
-    )
-    add("--pad_attn_heads", type=to_bool, default=False, help="not offered")
-
-
-def _add_conversions(parser: argparse.ArgumentParser) -> None:
-    """Add the options for file formats and the four conversions."""
-    add = parser.add_argument
-    add(
-        "--load_xser",
-        type=to_bool,
-        default=False,
-        help="the rank files to read are in the xser format",
-    )
-    add("--save_xser", type=to_bool, default=False, help="write the xser format")
-    add("--convert_from_xser", action="store_true", help="rank files: from xser to one file each")
-    add("--convert_to_xser", action="store_true", help="rank files: to xser")
-    add("--convert_from_full_state", action="store_true", help="full state dict to rank files")
-    add("--convert_to_full_state", action="store_true", help="rank files to a full state dict")
-    add(
-        "--model_style",
-        type=str,
-        choices=("hf", "megatron"),
-        default="hf",
-        help="only hf is offered",
-    )
-    add("--nxdt_yaml_config", type=str, help="not offered: pass --config")
 
 
 def require_supported(args: Any) -> None:

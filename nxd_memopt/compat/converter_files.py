@@ -48,11 +48,7 @@ def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser
     oldest = folder / short
     if not xser:
         oldest = oldest / "checkpoint.pt"
-    candidates = [
-        oldest,
-        folder / f"dp_rank_00_{short}.pt",
-        folder / f"dp_rank_00_{expert}_{short}.pt",
-    ]
+    candidates = [oldest, folder / f"dp_rank_00_{short}.pt", folder / f"dp_rank_00_{expert}_{short}.pt"]
     for path in candidates:
         if path.is_file():
             return str(path)

@@ -62,9 +62,8 @@ def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str)
     """
     if shard.size(dim) != width:
         raise ValueError(
-            f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size "
-            f"gives {width}: --i_tp_round_factor pads all MLPs of a model, which must be of one "
-            "width"
+            f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size gives {width}: "
+            "--i_tp_round_factor pads all MLPs of a model, which must be of one width"
         )
     # The padding of gate and up gives activations of 0, and the padding of down multiplies them
     # by 0: the padded MLP has the same output.
@@ -116,10 +115,10 @@ def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind
     slices: dict[int, Tensor] = {}
     for rank, shard in enumerate(shards):
         index, _ = layout.slice_index(kind, rank)
-        if not bit_equal(slices.setdefault(index, shard), shard):
+        first = slices.setdefault(index, shard)
+        if first is not shard and not bit_equal(first, shard):
             raise ValueError(
-                f"{name} of tensor-parallel rank {rank} differs from that of the rank with the "
-                f"same KV heads in {layout.kv_order} order: pass the other --hw_backend, or "
-                "check that the files are of one save"
+                f"{name} of tensor-parallel rank {rank} differs from that of the rank with the same KV heads in "
+                f"{layout.kv_order} order: pass the other --hw_backend, or check that the files are of one save"
             )
     return [slices[index] for index in range(len(slices))]

@@ -33,10 +33,7 @@ def _with_defaults(layer: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Return the arguments by name, with NxD's default of ``reduce_dtype``, fp32."""
     # By name, because the caller may pass reduce_dtype by position: it then overrides the
     # default.
-    return {
-        "reduce_dtype": torch.float32,
-        **inspect.signature(layer).bind(*args, **kwargs).arguments,
-    }
+    return {"reduce_dtype": torch.float32, **inspect.signature(layer).bind(*args, **kwargs).arguments}
 
 
 def linear_with_async_allreduce(
@@ -248,11 +245,7 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        tile_cc: bool = False,
-        rank_ordering: Sequence[int] | None = None,
-        **kwargs: Any,
+        self, *args: Any, tile_cc: bool = False, rank_ordering: Sequence[int] | None = None, **kwargs: Any
     ) -> None:
         refuse(tile_cc=tile_cc, rank_ordering=rank_ordering)
         options = _with_defaults(layers.RowParallelLinear, args, kwargs)
@@ -278,11 +271,7 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
 
 
 def create_local_weight(
-    full_weight: Tensor,
-    partition_dim: int,
-    per_partition_size: int,
-    stride: int,
-    out_weight: Tensor | None = None,
+    full_weight: Tensor, partition_dim: int, per_partition_size: int, stride: int, out_weight: Tensor | None = None
 ) -> Tensor:
     """Return this rank's shard of ``full_weight`` along ``partition_dim``.
 

@@ -191,16 +191,7 @@ def nki_ring_attn_func(
     if size > 1:
         raise ValueError(f"ring attention over context_parallel_size {size} is not offered: use sequence parallelism")
     return nki_flash_attn_func(
-        q,
-        k,
-        v,
-        1,
-        dropout_p,
-        softmax_scale,
-        causal,
-        mixed_precision,
-        seed,
-        transpose_nki_inputs=False,
+        q, k, v, 1, dropout_p, softmax_scale, causal, mixed_precision, seed, transpose_nki_inputs=False
     )
 
 

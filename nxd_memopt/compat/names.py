@@ -115,10 +115,7 @@ _TABLE: dict[str, Sources] = {
     ],
     "parallel_layers.checkpointing": [(f"{_OURS}.checkpointing", "save load get_sharded_model_dict")],
     "parallel_layers.grads": [
-        (
-            f"{_COMPAT}.functions",
-            f"{_GRAD_NORMS} bucket_allreduce_gradients allreduce_sequence_parallel_gradients",
-        ),
+        (f"{_COMPAT}.functions", f"{_GRAD_NORMS} bucket_allreduce_gradients allreduce_sequence_parallel_gradients")
     ],
     "parallel_layers.layer_norm": [(f"{_OURS}.layer_norm", "LayerNorm")],
     "parallel_layers.layers": [
@@ -128,14 +125,8 @@ _TABLE: dict[str, Sources] = {
             " linear_with_async_allreduce _initialize_parameter_cpu",
         ),
         (f"{_OURS}.mappings", "gather_from_tensor_model_parallel_region"),
-        (
-            f"{_OURS}.conv",
-            "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d",
-        ),
-        (
-            f"{_OURS}.parallel_state",
-            "get_tensor_model_parallel_size get_tensor_model_parallel_rank",
-        ),
+        (f"{_OURS}.conv", "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d"),
+        (f"{_OURS}.parallel_state", "get_tensor_model_parallel_size get_tensor_model_parallel_rank"),
     ],
     "parallel_layers.loss_functions": [
         (f"{_OURS}.loss_functions", "parallel_cross_entropy from_parallel_logits_to_logprobs")
@@ -156,10 +147,7 @@ _TABLE: dict[str, Sources] = {
     ],
     "parallel_layers.random": [(f"{_OURS}.random", "model_parallel_xla_manual_seed get_xla_rng_tracker")],
     "parallel_layers.utils": [
-        (
-            f"{_OURS}.utils",
-            f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override",
-        ),
+        (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override"),
         (f"{_COMPAT}.utils", _UTILS),
     ],
     "pipeline": [(f"{_COMPAT}.pipeline", "NxDPPModel")],

@@ -87,12 +87,7 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
     order = rows[:, TRN2_ROWS_AROUND_TORUS].reshape(pp, dp, cp, tp)
     groups = _groups(order, cluster_ranks_exp)
     # _groups would list the single ranks in the order of the torus.
-    sizes = {
-        "dp_groups": dp,
-        "pp_groups": pp,
-        "ep_model_groups": ep_model_degree,
-        "ep_data_groups": ep_data_degree,
-    }
+    sizes = {"dp_groups": dp, "pp_groups": pp, "ep_model_groups": ep_model_degree, "ep_data_groups": ep_data_degree}
     singles = [[rank] for rank in range(order.numel())]
     return groups._replace(**{name: singles for name, size in sizes.items() if size <= 1})
 

@@ -294,12 +294,7 @@ def generate_padding_mask(
         if hardware_type is not None:
             rank_stride = 1
         return pad.generate_padding_mask(
-            num_heads,
-            num_heads_with_pad,
-            num_kv_heads,
-            tp_degree,
-            tp_rank,
-            rank_stride=rank_stride,
+            num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank, rank_stride=rank_stride
         )
     # Ranks r, r + g, r + 2g, ... of TRN1 share a KV head (g = num_kv_heads). Together they have
     # the head's query heads, of which the first num_heads / g are real and the rest is padding.

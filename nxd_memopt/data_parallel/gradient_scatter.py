@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
-from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT, is_sequence_parallel, record_addition, state_of
 from nxd_memopt.parallel_layers.grads import bucket_indices
+from nxd_memopt.parallel_layers.summed_gradients import was_summed
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, padded_size
 from nxd_memopt.planner.techniques.buckets import SCATTERED_BUCKETS
 
@@ -111,9 +111,6 @@ class GradientScatter:
         for bucket in self._buckets:
             for _, shard in bucket.params:
                 shard.grad = None
-                # the sum that it records is gone, also if no update followed it
-                if hasattr(shard, SUMMED_AT):
-                    delattr(shard, SUMMED_AT)
 
     def finish(self) -> None:
         """Give shards without a gradient zeros; ``clear`` must follow before the next backward."""
@@ -233,18 +230,18 @@ class _Pending:
         size = backend.group_size(bucket.group)
         params = bucket.params
         self._shards = [shard for _, shard in params]
-        # The state of a sequence-parallel gradient: this rank's part, or a sum that a hook took.
-        self._states: list[str | None] = []
         widths = [padded_size(param.numel(), size) // size for param, _ in params]
         # Each gradient is freed when it is copied: besides this matrix there is no other copy of the bucket.
         matrix = torch.zeros(size, sum(widths), dtype=reduce_dtype or params[0][0].dtype, device=params[0][0].device)
         for (param, _), columns in zip(params, split_sizes(matrix, widths, dim=1), strict=True):
             grad = param.grad
-            self._states.append(None)
             if grad is None:
                 continue
-            if is_sequence_parallel(param):
-                self._states[-1] = state_of(param, grad)
+            if was_summed(grad):
+                raise ValueError(
+                    f"a hook has summed the gradient of a parameter of shape {list(param.shape)} over the "
+                    "tensor-parallel ranks: leave it out, reduce_gradients() sums the shards"
+                )
             copy_to_rows(grad.reshape(-1), columns)
             param.grad = None
         # Division before the sum keeps a sum of many ranks in the range of half precision.
@@ -254,16 +251,9 @@ class _Pending:
     def finish(self) -> None:
         """Wait, and add the result to the gradients of the shards."""
         chunks = split_sizes(self._pending.wait(), [shard.numel() for shard in self._shards])
-        for shard, chunk, state in zip(self._shards, chunks, self._states, strict=True):
-            before = None
+        for shard, chunk in zip(self._shards, chunks, strict=True):
             chunk = chunk.view(shard.shape)  # that of the parameter if one rank has all of it
             if shard.grad is None:
-                # Shards of a bucket share the memory of its result, but not those with a record,
-                # which depends on a version counter of their own.
-                shard.grad = chunk.to(shard.dtype, copy=state is not None)
+                shard.grad = chunk.to(shard.dtype)  # shares the memory of the bucket's result, if the dtype is its own
             else:
-                if state is not None:
-                    before = state_of(shard, shard.grad)
                 shard.grad += chunk
-            if state is not None:
-                record_addition(shard, shard.grad, before, state)

@@ -13,10 +13,9 @@ from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.gradient_scatter import GradientScatter
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
 from nxd_memopt.optimizer.groups import join_group
-from nxd_memopt.optimizer.sharded_parameters import Sharded
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
+from nxd_memopt.parallel_layers.summed_gradients import is_sequence_parallel
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES
 
 
@@ -94,13 +93,6 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         # ``param.grad``, the sum over micro-batches in that of the master.
         return backend.group_size(self.sharding_group) == 1 and super()._shares_parameter(param)
 
-    def _shard(self, param: nn.Parameter) -> Sharded:
-        each = super()._shard(param)
-        # Shards are summed over sequence shards, stage 1's full gradients are.
-        shard: Any = each.shard
-        shard.sequence_parallel_enabled = is_sequence_parallel(param)
-        return each
-
     def _scatter_all(self) -> None:
         """Reduce the gradients of all trained parameters in backward from now on."""
         if backend.group_size(self.sharding_group) == 1:
@@ -131,7 +123,9 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         self._scatter.finish()
         shards = [cast(Tensor, each.shard.grad) for each in self._sharded]
         grads.average_gradients(shards, self._replica_group, bucket_bytes=self._reduce_bytes)
-        grads.allreduce_sequence_parallel_gradients([each.shard for each in self._sharded])
+        # The shards have parts alone: ``GradientScatter`` takes no sum.
+        parts = [shard for each, shard in zip(self._sharded, shards, strict=True) if is_sequence_parallel(each.param)]
+        grads.sum_over_tensor_ranks(parts)
         self._grad_norm = self._clip(shards)
         return self._grad_norm
 

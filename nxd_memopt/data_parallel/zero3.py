@@ -21,7 +21,6 @@ from nxd_memopt.parallel_layers.data_shards import (
     replica_ranks,
     row_range,
 )
-from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT
 from nxd_memopt.parallel_layers.utils import blocks_within, is_expert_parallel
 
 
@@ -80,11 +79,10 @@ class Zero3Optimizer(NeuronZero1Optimizer):
             )
         shard: Any = nn.Parameter(local_rows(param).detach())
         source: Any = param
-        # For the norm, which counts replicated elements once, and for the sum over sequence shards.
+        # For the norm, which counts replicated elements once.
         shard.tensor_model_parallel = getattr(param, "tensor_model_parallel", False)
         shard.replicas = getattr(param, "replicas", 1)
         shard.expert_model_parallel = is_expert_parallel(param)
-        shard.sequence_parallel_enabled = getattr(param, "sequence_parallel_enabled", False)
         shard.blocks = ()
         if getattr(param, "blocks", None):
             shard.blocks = blocks_within(source.blocks, *row_range(param))
@@ -98,9 +96,9 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         is_new = any(each.param.grad is not None or each.shard.grad is None for each in self._sharded)
         if not is_new and self._grad_norm is not None:
             return self._grad_norm
+        grads.allreduce_sequence_parallel_gradients([each.param for each in self._sharded])
         for each in self._sharded:
             _take_gradient(each)
-        grads.allreduce_sequence_parallel_gradients([each.shard for each in self._sharded])
         self._grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
         return self._grad_norm
 
@@ -178,9 +176,6 @@ def _take_gradient(each: Sharded) -> None:
             f"backward gave a parameter of shape {list(each.param.shape)} a gradient after "
             "reduce_gradients(), which has clipped the first one: call update_parameters() or zero_grad() before"
         )
-    # FSDP2 made this tensor in backward: it is not a sum of an earlier step.
-    if hasattr(each.shard, SUMMED_AT):
-        delattr(each.shard, SUMMED_AT)
     each.shard.grad = grad
     each.param.grad = None
 

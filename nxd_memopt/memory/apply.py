@@ -10,13 +10,7 @@ from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.config import COMPILE, MemoryConfig, require_one_of
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
-from nxd_memopt.memory.offload import (
-    LAYERS_IN_FLIGHT,
-    ActivationOffload,
-    apply_offload,
-    new_pool,
-    remove_offload,
-)
+from nxd_memopt.memory.offload import LAYERS_IN_FLIGHT, ActivationOffload, apply_offload, new_pool, remove_offload
 from nxd_memopt.memory.recompute import (
     Recomputable,
     apply_recompute,
@@ -32,11 +26,7 @@ from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
 def apply_memory(
-    model: Recomputable,
-    memory: MemoryConfig,
-    *,
-    compile: Literal["layer"] | None = None,
-    pool: HostPool | None = None,
+    model: Recomputable, memory: MemoryConfig, *, compile: Literal["layer"] | None = None, pool: HostPool | None = None
 ) -> None:
     """Apply the techniques that ``memory`` and ``compile`` select.
 
@@ -193,8 +183,5 @@ def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> Ac
         saving_layers = -(-num_offloaded // Recomputation.of(memory, num_layers).chunk)
         layers_in_flight = LAYERS_IN_FLIGHT
     return ActivationOffload(
-        transfers,
-        pool or new_pool(transfers),
-        num_layers=saving_layers,
-        layers_in_flight=layers_in_flight,
+        transfers, pool or new_pool(transfers), num_layers=saving_layers, layers_in_flight=layers_in_flight
     )

@@ -64,14 +64,7 @@ class ChunkStream:
         transfers: copies between device and host.
     """
 
-    def __init__(
-        self,
-        host: Sequence[Tensor],
-        *,
-        chunk_elements: int,
-        slots: int,
-        transfers: Copies,
-    ) -> None:
+    def __init__(self, host: Sequence[Tensor], *, chunk_elements: int, slots: int, transfers: Copies) -> None:
         self._host = host
         self._chunk_elements = chunk_elements
         self._transfers = transfers

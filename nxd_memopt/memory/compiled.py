@@ -146,11 +146,7 @@ class _Gradients:
                     param.register_hook(hook)
 
 
-def _copy_if_shared(
-    spans: dict[int, tuple[int, int]],
-    index: int,
-    grad: Tensor,
-) -> Tensor | None:
+def _copy_if_shared(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Tensor | None:
     """Return a copy of ``grad`` if it shares memory with a gradient in ``spans``, or None.
 
     The graph returns all gradients before autograd stores the first one. No gradient has been freed
@@ -214,12 +210,7 @@ def graphs_recompute() -> bool:
     x = torch.ones(4, 2, requires_grad=True)
     weight = torch.ones(2, 64, requires_grad=True)
     # This backend partitions forward and backward as Inductor does, without generating kernels.
-    compiled = torch.compile(
-        recomputed,
-        backend="aot_eager_decomp_partition",
-        fullgraph=True,
-        dynamic=False,
-    )
+    compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     # The pack hook records the element count of every tensor that the compiled graph saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x, weight)
@@ -230,10 +221,9 @@ def require_recompute_in_graphs() -> None:
     """Raise ``ValueError`` if torch drops the recomputation of parts of a compiled layer."""
     if not graphs_recompute():
         raise ValueError(
-            f"compile 'layer' and recompute of parts of a layer (selective, or "
-            f"recompute_keep_core_attn): torch {torch.__version__} keeps in a compiled graph what "
-            "it was to recompute: use recompute_granularity 'full' without "
-            "recompute_keep_core_attn, torch 2.13, or set compile to null"
+            "compile 'layer' and recompute of parts of a layer (selective, or recompute_keep_core_attn): torch "
+            f"{torch.__version__} keeps in a compiled graph what it was to recompute: use recompute_granularity 'full' "
+            "without recompute_keep_core_attn, torch 2.13, or set compile to null"
         )
 
 
@@ -253,9 +243,8 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
             continue
         if probability > 0 and module.sharded:
             raise ValueError(
-                f"compile 'layer' and dropout {probability} in {name!r}, of which each "
-                "tensor-parallel rank draws its own: a graph has no random stream of one rank; set "
-                "the model's dropout to 0, or compile to null"
+                f"compile 'layer' and dropout {probability} in {name!r}, of which each tensor-parallel rank draws its "
+                "own: a graph has no random stream of one rank; set the model's dropout to 0, or compile to null"
             )
 
 
@@ -275,8 +264,7 @@ def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[A
                 backends.add(module.attention_backend)
     if backends & _PER_DOCUMENT:
         raise ValueError(
-            f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: "
-            "attention then runs for each document by itself, as many calls as the batch has "
-            "documents, which one graph cannot hold; set attention_backend to 'auto', or compile "
-            "to null"
+            f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: attention then runs "
+            "for each document by itself, as many calls as the batch has documents, which one graph cannot hold; set "
+            "attention_backend to 'auto', or compile to null"
         )

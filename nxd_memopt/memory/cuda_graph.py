@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
 from nxd_memopt.parallel_layers.data_shards import require_replicated
-from nxd_memopt.parallel_layers.gradient_writes import clear_sum_record, move_sum_record
 from nxd_memopt.parallel_layers.random import get_rng_tracker
+from nxd_memopt.parallel_layers.summed_gradients import forget_sum, move_sum
 
 # Eager calls before the capture: they compile and autotune kernels and map memory between ranks.
 WARM_UP_CALLS = 2
@@ -184,9 +184,8 @@ class GraphedLoss:
         unknown = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if unknown:
             raise ValueError(
-                f"the loss gives gradients to {len(unknown)} tensors that are not among the "
-                f"parameters, the first of shape {list(unknown[0].shape)}: pass them too, or "
-                "freeze them"
+                f"the loss gives gradients to {len(unknown)} tensors that are not among the parameters, the first of "
+                f"shape {list(unknown[0].shape)}: pass them too, or freeze them"
             )
 
     @contextmanager
@@ -297,10 +296,10 @@ class GraphedLoss:
         # counters, by which autograd and the sums over sequence shards detect writes.
         torch.autograd.graph.increment_version([grad for _, grad in updated])
         for parameter, grad in updated:
-            # A ``.grad`` of None means that the replay overwrote the static buffer: the record that
-            # an earlier step summed the buffer over sequence shards is no longer valid.
+            # A ``.grad`` of None means that the replay overwrote the static buffer: the mark of an
+            # earlier step's sum over sequence shards is no longer valid.
             if parameter.grad is None:
-                clear_sum_record(parameter, grad)
+                forget_sum(parameter, grad)
             parameter.grad = grad
         # Hooks run after all gradients are set: a hook may read gradients of other parameters.
         for parameter, _ in updated:
@@ -319,7 +318,7 @@ class GraphedLoss:
             if not state.receives_grad[i] or is_loaded:
                 continue
             # Without a buffer: adopt the present gradient, or zeros, as the buffer. With a buffer:
-            # zero it, or copy the present gradient into it, together with the record that says
+            # zero it, or copy the present gradient into it, together with the mark that says
             # whether the gradient is summed over sequence shards.
             if static_grad is None:
                 static_grad = parameter.grad
@@ -330,7 +329,7 @@ class GraphedLoss:
                 static_grad.zero_()
             else:
                 static_grad.copy_(parameter.grad)
-                move_sum_record(parameter.grad, static_grad)
+                move_sum(parameter.grad, static_grad)
             parameter.grad = static_grad
 
 

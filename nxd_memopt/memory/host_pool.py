@@ -172,9 +172,8 @@ class HostPool:
         # only has to hold the new allocation.
         if self._limit_bytes is not None and allocated + required > self._limit_bytes:
             raise ValueError(
-                f"{owner} requires {required} more bytes of host memory, and "
-                f"{self._limit_bytes - allocated} of the pool's {self._limit_bytes} "
-                f"are left (in use: {self._used()}): {self._limit_remedy}"
+                f"{owner} requires {required} more bytes of host memory, and {self._limit_bytes - allocated} of the "
+                f"pool's {self._limit_bytes} are left (in use: {self._used()}): {self._limit_remedy}"
             )
         available = available_host_bytes()
         if available is not None and required > available:

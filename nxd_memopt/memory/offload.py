@@ -60,10 +60,9 @@ class _OnDevice:
         if self.alias._version == self.version:
             return None
         return (
-            f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for "
-            f"backward was written to (version {self.alias._version}, {self.version} when it "
-            "was saved): leave the in-place operation out, or the layer out of "
-            "cpu_offloading_num_layers"
+            f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for backward was written to "
+            f"(version {self.alias._version}, {self.version} when it was saved): leave the in-place operation out, or "
+            "the layer out of cpu_offloading_num_layers"
         )
 
     def tensor(self) -> Tensor:
@@ -188,12 +187,7 @@ class ActivationOffload:
     """
 
     def __init__(
-        self,
-        transfers: HostTransfers,
-        pool: HostPool,
-        *,
-        num_layers: int,
-        layers_in_flight: int | None = None,
+        self, transfers: HostTransfers, pool: HostPool, *, num_layers: int, layers_in_flight: int | None = None
     ) -> None:
         self._transfers = transfers
         self._pool = pool
@@ -215,10 +209,7 @@ class ActivationOffload:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
         copy = memo[id(self)] = type(self)(
-            self._transfers,
-            self._pool,
-            num_layers=self._num_layers,
-            layers_in_flight=self._layers_in_flight,
+            self._transfers, self._pool, num_layers=self._num_layers, layers_in_flight=self._layers_in_flight
         )
         return copy
 
@@ -230,13 +221,7 @@ class ActivationOffload:
         assert self._pack_current is not None, "keep is called inside run"
         return self._pack_current(tensor)
 
-    def run(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        hidden: Any,
-        *context: Any,
-    ) -> Any:
+    def run(self, layer: nn.Module, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
         """Return ``forward(hidden, *context)`` of ``layer``; offload what it saves for backward.
 
         Parameters, tensors in ``context``, and storages below 1 MiB stay on the device.

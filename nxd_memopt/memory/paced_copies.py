@@ -93,11 +93,7 @@ class PacedCopies:
         return self._submit(self._into, self._transfers.copy_in, pairs, after)
 
     def _submit(
-        self,
-        direction: _Direction,
-        copy: Callable[[Pairs, Transfer], Transfer],
-        pairs: Pairs,
-        after: Transfer,
+        self, direction: _Direction, copy: Callable[[Pairs, Transfer], Transfer], pairs: Pairs, after: Transfer
     ) -> Transfer:
         copies = list(pairs)
         size_bytes = sum(target.nbytes for target, _ in copies)

@@ -106,9 +106,7 @@ def checkpoint(
 
 
 def _contexts(
-    context_fn: Callable[[], ContextPair] | None,
-    *,
-    keep_core_attn: bool | Keep,
+    context_fn: Callable[[], ContextPair] | None, *, keep_core_attn: bool | Keep
 ) -> Callable[[], ContextPair] | None:
     """Return one context function for the caller's and the library's contexts, None without any."""
     # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
@@ -131,10 +129,7 @@ def _contexts(
     return functools.reduce(_both, contexts)
 
 
-def _both(
-    first: Callable[[], ContextPair],
-    second: Callable[[], ContextPair],
-) -> Callable[[], ContextPair]:
+def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
     """Return a context function that nests the contexts of ``second`` inside those of ``first``."""
     return functools.partial(both_contexts, first, second)
 
@@ -176,10 +171,7 @@ def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_under(
-    modes: Sequence[AbstractContextManager[Any]],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    modes: Sequence[AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run ``function`` inside those of ``modes`` that are not active."""
     active = overrides._get_current_function_mode_stack()
@@ -329,9 +321,8 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
     found = {str(getattr(module, "implementation", None)) for module in modules}
     if not found <= set(KEEPABLE_ATTENTION):
         raise ValueError(
-            "recompute_keep_core_attn needs attention by one fused operator, one of "
-            f"{list(KEEPABLE_ATTENTION)}, and on backend {backend.name} it is {sorted(found)}: "
-            "leave it out, or choose another attention_backend"
+            f"recompute_keep_core_attn needs attention by one fused operator, one of {list(KEEPABLE_ATTENTION)}, and "
+            f"on backend {backend.name} it is {sorted(found)}: leave it out, or choose another attention_backend"
         )
     # The kernel is not run again, and would not draw the numbers of its dropout: what draws after it, such as
     # the dropout of hidden states, would get other numbers than in forward.
@@ -370,10 +361,7 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool | Keep, i
 
 
 def _checkpointed_chunk(
-    later_forwards: Sequence[Forward],
-    keep_core_attn: bool | Keep,
-    is_nested: bool,
-    forward: Forward,
+    later_forwards: Sequence[Forward], keep_core_attn: bool | Keep, is_nested: bool, forward: Forward
 ) -> Forward:
     """Return a forward that runs ``forward`` and then ``later_forwards`` under one checkpoint."""
     forwards = [forward, *later_forwards]
@@ -416,9 +404,8 @@ def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryCon
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(
-            "recompute of core_attn saves no memory under attention "
-            f"{sorted(map(str, implementations))}: a fused kernel keeps no S x S tensor and "
-            "recomputes by itself; name other recompute_modules or use recompute_granularity "
-            "'full'",
+            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused "
+            "kernel keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
+            "recompute_granularity 'full'",
             stacklevel=3,
         )

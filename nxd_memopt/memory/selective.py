@@ -118,10 +118,7 @@ def kept_elsewhere_contexts(keep: Keep) -> ContextPair:
     return ReusableContext(forward), ReusableContext(recompute)
 
 
-def both_contexts(
-    first: Callable[[], ContextPair],
-    second: Callable[[], ContextPair],
-) -> ContextPair:
+def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
     """Return the context pair of ``first`` with the context pair of ``second`` nested inside."""
     first_forward, first_recompute = first()
     second_forward, second_recompute = second()

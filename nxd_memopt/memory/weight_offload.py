@@ -164,11 +164,7 @@ class WeightOffload:
     """
 
     def __init__(
-        self,
-        transfers: HostTransfers,
-        pool: HostPool,
-        layers: Sequence[nn.Module],
-        others: Iterable[nn.Parameter] = (),
+        self, transfers: HostTransfers, pool: HostPool, layers: Sequence[nn.Module], others: Iterable[nn.Parameter] = ()
     ) -> None:
         self._transfers = transfers
         self._units = [_Unit(transfers, chunk) for chunk in layer_units(layers)]

@@ -7,12 +7,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.attention import (
-    attention_dtype,
-    attention_implementation,
-    core_attention,
-    select_attention,
-)
+from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
 from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
@@ -103,9 +98,5 @@ def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
     # that are overwritten later.
     observers = dict.fromkeys(projections, ColumnParallelLinear) | {"core_attn": CoreAttention}
     return FusedPath(
-        owner,
-        "in-place RoPE",
-        observers,
-        cost="q, k and v are copied",
-        unavailable=unavailable_reason(backend.device),
+        owner, "in-place RoPE", observers, cost="q, k and v are copied", unavailable=unavailable_reason(backend.device)
     )

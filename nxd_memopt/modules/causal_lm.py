@@ -19,10 +19,7 @@ from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.loss_functions import (
-    fused_linear_cross_entropy,
-    parallel_cross_entropy,
-)
+from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region, require_equal_shards
 
 IGNORE_INDEX = -100

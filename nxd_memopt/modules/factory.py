@@ -15,11 +15,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.rms_norm import HeadNorm, RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import (
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 

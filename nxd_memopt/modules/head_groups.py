@@ -110,12 +110,7 @@ def attention_by_head_groups(
 
 
 def _group_output(
-    hidden: Tensor,
-    rope: RopeTables,
-    mask: AttentionMask,
-    layers: AttentionLayers,
-    group: int,
-    num_groups: int,
+    hidden: Tensor, rope: RopeTables, mask: AttentionMask, layers: AttentionLayers, group: int, num_groups: int
 ) -> Tensor:
     """Return the contribution of one group of heads to the output, reduced over the ranks."""
     columns = cast("Sequence[ColumnParallelLinear]", layers.columns)

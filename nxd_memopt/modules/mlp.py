@@ -103,13 +103,7 @@ class GatedMLP(PackedWeights):
     shared_input_layers = ("gate_proj", "up_proj")
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        hidden_act: str,
-        *,
-        bias: bool,
-        factory: LayerFactory,
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool, factory: LayerFactory
     ) -> None:
         super().__init__()
         self.gate_proj = factory.column("gate_proj", hidden_size, intermediate_size, bias=bias)

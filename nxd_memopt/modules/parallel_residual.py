@@ -16,24 +16,11 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_only
-from nxd_memopt.ops.norm import (
-    affine_branches,
-    affine_branches_gradient,
-    normalise,
-    normalise_gradient,
-)
+from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.ops.residual import add_residual
-from nxd_memopt.parallel_layers.functional.linear import (
-    ColumnActivationSharding,
-    parameter_grads,
-    products,
-)
+from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, parameter_grads, products
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    row_parallel,
-)
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
 
 
 class _NormalisedColumns(torch.autograd.Function):
@@ -46,11 +33,7 @@ class _NormalisedColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        eps: float,
-        comm: ColumnActivationSharding,
-        *parameters: Tensor | None,
+        ctx: Any, x: Tensor, eps: float, comm: ColumnActivationSharding, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         norm_weights, norm_biases, weights, biases = _by_kind(parameters)
         # Normalize the shard, gather it once, then apply each branch's affine part to the rows.

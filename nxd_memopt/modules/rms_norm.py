@@ -52,10 +52,7 @@ class HeadNorm(RMSNorm):
 def residual_norm_path(owner: FusibleModule, name: str) -> FusedPath:
     """Return the fused path that adds to the residual stream and applies the norm ``name`` of ``owner``."""
     return FusedPath(
-        owner,
-        "residual + norm",
-        {name: RMSNorm},
-        cost="the sum is a separate pass over the residual stream",
+        owner, "residual + norm", {name: RMSNorm}, cost="the sum is a separate pass over the residual stream"
     )
 
 

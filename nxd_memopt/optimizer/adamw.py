@@ -57,13 +57,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
             raise ValueError(f"lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas {betas} must be at least 0 and below 1")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "correct_bias": correct_bias,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -97,13 +91,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
                 self.state[param][name] = states[index][name].to(param.device, copy=True)
 
 
-def _update(
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-    group: dict[str, Any],
-    numbers: Numbers,
-) -> None:
+def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Numbers) -> None:
     """Update one parameter and its moments."""
     if not state:
         # fp32 for bf16, fp16 and fp32 gradients; float64 stays float64.
@@ -123,10 +111,7 @@ def _update(
     # host-to-device copy per step and dtype, not one per parameter.
     key = (state["step"], mean.device, mean.dtype, mean.dim() == 0)
     if key not in numbers:
-        numbers[key] = (
-            _step_size(state["step"], group, mean),
-            _operand(1 - group["lr"] * group["weight_decay"], mean),
-        )
+        numbers[key] = (_step_size(state["step"], group, mean), _operand(1 - group["lr"] * group["weight_decay"], mean))
     step_size, decay = numbers[key]
     # p = (p - step_size m / (sqrt(v) + eps)) (1 - lr weight_decay), in fp32; ``copy_`` rounds once.
     updated = param.to(mean.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.data_shards import require_replicated
-from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
+from nxd_memopt.parallel_layers.summed_gradients import observe
 
 
 class OptimizerInBackward:
@@ -53,7 +53,7 @@ class OptimizerInBackward:
         require_replicated(
             grads.parameters_of(optimizer), "OptimizerInBackward", "use data_parallel.Zero3Optimizer instead"
         )
-        gradient_ledger.track(param for params in self._params for param in params)
+        observe(param for params in self._params for param in params)
         self._hooks = []
         for i, params in enumerate(self._params):
             for param in params:

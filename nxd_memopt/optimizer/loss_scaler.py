@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import keep_sums
+from nxd_memopt.parallel_layers.summed_gradients import keep_sums
 
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from nxd_memopt.parallel_layers.gradient_writes import adding_to_main_grad
+from nxd_memopt.parallel_layers.summed_gradients import is_sequence_parallel, note_accumulation, was_summed
 
 
 def accumulate_in(
@@ -49,12 +49,18 @@ def _add_to_main_grad(dtype: torch.dtype, owner: weakref.ref[Any] | None, parame
     # The first micro-batch casts, which allocates the accumulator; later micro-batches add in
     # place. ``grad`` is freed immediately in both cases.
     accumulated = getattr(parameter, "main_grad", None)
-    with adding_to_main_grad(parameter):
-        if accumulated is None:
-            parameter.main_grad = parameter.grad.to(dtype)
-        else:
-            accumulated.add_(parameter.grad)
+    if was_summed(parameter.grad):
+        raise ValueError(
+            f"a hook has summed the gradient of a parameter of shape {list(parameter.shape)} over the tensor-parallel "
+            "ranks before it is added to main_grad: sum main_grad, after the last backward pass of a step"
+        )
+    if accumulated is None:
+        parameter.main_grad = parameter.grad.to(dtype)
+    else:
+        accumulated.add_(parameter.grad)
     parameter.grad = None
+    if is_sequence_parallel(parameter):
+        note_accumulation(parameter)
 
 
 def clear_main_grad(parameters: Iterable[Any], *, set_to_none: bool) -> None:

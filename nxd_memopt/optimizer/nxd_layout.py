@@ -24,12 +24,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.utils import padded_size
 
 
-def to_row_shards(
-    flat: Tensor,
-    shape: Sequence[int],
-    sharding: Sequence[int],
-    group: ProcessGroup | None,
-) -> Tensor:
+def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], group: ProcessGroup | None) -> Tensor:
     """Return the rows that torch_xla assigns to this rank, ``[R, ...]``, from this rank's flat
     shard.
 
@@ -125,13 +120,7 @@ def to_nxd_layout(
     return nxd
 
 
-def _state_to_rows(
-    value: Any,
-    name: str,
-    param: Tensor,
-    sharding: Sequence[int],
-    group: ProcessGroup | None,
-) -> Any:
+def _state_to_rows(value: Any, name: str, param: Tensor, sharding: Sequence[int], group: ProcessGroup | None) -> Any:
     """Return ``value`` as torch_xla's rows if it is a flat shard of ``param``, and else unchanged.
 
     A state with one value per element of the shard is converted; step counters and scalars are

@@ -44,14 +44,14 @@ class Target:
         param_groups: the optimizer's groups, frozen parameters included.
         options: options of each group without ``params``, as the optimizer class needs them.
         sharding: ``[rank, D]``.
-        names: names of the parameters in the model's state dict, in the order of the groups; needed
-            to merge pipeline stages.
+        stages: for each pipeline stage the positions of its parameters among all, in the order of the groups; needed
+            to merge several stages.
     """
 
     param_groups: Sequence[Mapping[str, Any]]
     options: Sequence[Mapping[str, Any]]
     sharding: Sequence[int]
-    names: Sequence[str] = ()
+    stages: Sequence[frozenset[int]] = ()
 
     @property
     def params(self) -> list[Tensor]:
@@ -63,12 +63,10 @@ class OptimizerFiles:
 
     Args:
         files: the rank files.
-        stage_names: for each pipeline stage the names of its parameters; empty for one stage.
     """
 
-    def __init__(self, files: RankFiles, stage_names: Sequence[frozenset[str]] = ()) -> None:
+    def __init__(self, files: RankFiles) -> None:
         self.files = files
-        self.stage_names = stage_names
         self._opened: dict[tuple[int, int, int], dict[str, Any]] = {}
         self._shards: dict[tuple[int, int], list[int]] = {}
 
@@ -268,13 +266,7 @@ class _ParameterReader:
         shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])
         return self._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
-    def _elements(
-        self,
-        name: str,
-        tensor_rank: int,
-        shape: tuple[int, ...],
-        elements: tuple[int, int],
-    ) -> Tensor:
+    def _elements(self, name: str, tensor_rank: int, shape: tuple[int, ...], elements: tuple[int, int]) -> Tensor:
         """Return ``elements`` = (start, stop) of a tensor-parallel shard of ``shape``, 1-D.
 
         Elements past the end of the shard are zeros. Only the overlapping files of the D ranks are
@@ -331,11 +323,7 @@ class _ParameterReader:
 
 
 def read_tensor_parallel_shard(
-    source: OptimizerFiles,
-    location: tuple[int, int],
-    tensor_rank: int,
-    name: str,
-    shape: tuple[int, ...],
+    source: OptimizerFiles, location: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
 ) -> Tensor:
     """Return one tensor-parallel rank's state or master ``name``.
 
@@ -357,13 +345,7 @@ def read_tensor_parallel_shard(
     return reader._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
 
-def _require_shape(
-    source: OptimizerFiles,
-    param: Tensor,
-    number: int,
-    stage: int,
-    tensor_rank: int,
-) -> None:
+def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
     """Raise ``ValueError`` if a parameter's shape in the files does not fit the optimizer's."""
     files = source.files
     stored = source.content(tensor_rank, stage).get("shape_info", {}).get(number)
@@ -392,8 +374,11 @@ def _require_shape(
 
 def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     """Return (stage, number in the files of the stage) for each parameter of ``target``."""
-    stages = source.files.pipeline_model_parallel_size
-    if stages > 1 and (len(source.stage_names) != stages or not target.names):
+    num_stages = source.files.pipeline_model_parallel_size
+    stages = target.stages
+    if num_stages == 1:
+        stages = [frozenset(range(len(target.params)))]
+    if len(stages) != num_stages:
         raise ValueError(
             f"{source.files.directory} was written with {source.files.sizes()}: "
             "merging the stages needs the parameters' names: load the model and the optimizer together"
@@ -402,27 +387,18 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     # order. A parameter of several stages (tied embeddings) is read from the first one.
     locations: dict[int, tuple[int, int]] = {}
     numbers = number_parameters(target.param_groups)
-    for stage in range(stages):
+    for stage, members in enumerate(stages):
         stored = source.content(_own_rank(source.files), stage)["param_groups"]
         for group, positions in enumerate(numbers):
-            local = positions
-            if stages > 1:
-                stage_names = source.stage_names[stage]
-                local = [i for i in positions if target.names[i] in stage_names]
-            # A file of this library's first format numbers the trained parameters only.
-            trained = [i for i in local if target.params[i].requires_grad]
-            saved = []
-            if group < len(stored):
-                saved = stored[group]["params"]
-            if len(stored) != len(numbers) or len(saved) not in (len(local), len(trained)):
+            local = [i for i in positions if i in members]
+            saved = stored[group]["params"] if group < len(stored) else []
+            if len(stored) != len(numbers) or len(saved) != len(local):
                 raise ValueError(
                     f"{source.files.file(_own_rank(source.files), stage)} has parameter groups of "
-                    f"{[len(options['params']) for options in stored]} parameters, "
-                    f"the optimizer's group {group} of {len(numbers)} has {len(local)} "
-                    "of that stage: build the same parameter groups"
+                    f"{[len(options['params']) for options in stored]} parameters, the optimizer's group {group} of "
+                    f"{len(numbers)} has {len(local)} of that stage: build the same parameter groups"
                 )
-            numbered = local if len(saved) == len(local) else trained
-            for i, number in zip(numbered, saved, strict=True):
+            for i, number in zip(local, saved, strict=True):
                 locations.setdefault(i, (stage, number))
     missing = [i for i, param in enumerate(target.params) if param.requires_grad and i not in locations]
     if missing:
@@ -433,11 +409,7 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     return [locations.get(i, (0, -1)) for i in range(len(target.params))]
 
 
-def _groups(
-    stored: Sequence[Mapping[str, Any]],
-    target: Target,
-    trained: Sequence[int],
-) -> list[dict[str, Any]]:
+def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequence[int]) -> list[dict[str, Any]]:
     """Return the options in the files, completed by the optimizer's own options.
 
     The optimizer's own value is used if the files have none, or if the option depends on the

@@ -119,9 +119,7 @@ class AdamW(torch.optim.AdamW):
         return True
 
 
-def for_this_device(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-) -> Callable[..., torch.optim.Optimizer]:
+def for_this_device(optimizer_class: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Return this module's ``AdamW`` for ``torch.optim.AdamW`` if ``backend.scalars_are_compiled``.
 
     It has the same arguments, states and results. torch's own class may compile kernels for the

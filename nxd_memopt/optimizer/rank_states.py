@@ -65,11 +65,7 @@ class StatesInRankFiles:
                 if is_my_turn:
                     write_tensors(_rank_file(output_dir), checkpointing.to_host(state))
 
-    def load_sharded_state_dict(
-        self,
-        output_dir: str | Path,
-        num_workers_per_step: int = 8,
-    ) -> None:
+    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
         """Load files of ``save_sharded_state_dict``, for any T and D.
 
         The files may be of this library or of neuronx-distributed. Every rank calls, after loading
@@ -81,22 +77,14 @@ class StatesInRankFiles:
         self.load_rank_files(output_dir, num_workers_per_step)
 
     def load_rank_files(
-        self,
-        directory: str | Path,
-        num_workers: int = 8,
-        *,
-        names: Sequence[str] = (),
-        stage_names: Sequence[frozenset[str]] = (),
+        self, directory: str | Path, num_workers: int = 8, *, stages: Sequence[frozenset[int]] = ()
     ) -> None:
         """Load the rank files in ``directory``. Every rank calls, after loading the model.
 
         Args:
             directory: directory of the files.
             num_workers: ranks of one host that read at the same time.
-            names: names of all parameters in the order of the groups; needed if the files are of
-                pipeline stages.
-            stage_names: names of each stage's parameters; needed if the files are of pipeline
-                stages.
+            stages: see ``nxd_reading.Target``; needed if the files are of several pipeline stages.
 
         Raises:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -107,13 +95,13 @@ class StatesInRankFiles:
         options = []
         for group in self.base_optimizer.param_groups:
             options.append({name: value for name, value in group.items() if name != "params"})
-        target = Target(self.param_groups, options, self._sharding(), names)
+        target = Target(self.param_groups, options, self._sharding(), stages)
         # Ranks of one host take turns, which bounds the host memory. A rank that fails makes all
         # ranks raise: the other ranks would wait for it in the all-gather below.
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    files = OptimizerFiles(find_rank_files(directory, "optim"), stage_names)
+                    files = OptimizerFiles(find_rank_files(directory, "optim"))
                     state = read_state(files, target)
         # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)

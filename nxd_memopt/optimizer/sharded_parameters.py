@@ -106,10 +106,8 @@ def require_same_trained(param_groups: Sequence[dict[str, Any]], sharded: Sequen
     known = [id(each.param) for each in sharded]
     if trained != known:
         raise ValueError(
-            f"{len(trained)} parameters require gradients "
-            f"but {len(known)} did when they were sharded, "
-            f"{len(set(trained) & set(known))} are the same: "
-            "call init_zero() after freezing or unfreezing"
+            f"{len(trained)} parameters require gradients but {len(known)} did when they were sharded, "
+            f"{len(set(trained) & set(known))} are the same: call init_zero() after freezing or unfreezing"
         )
 
 
@@ -124,7 +122,6 @@ def require_matching(state_dict: dict[str, Any], sharded: Sequence[Sharded], sha
     for name, expected in (("sharding", sharding), ("shape_info", full_shapes(sharded))):
         if state_dict.get(name) != expected:
             raise ValueError(
-                f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: "
-                "build the same model with the same parameter groups and parallel sizes, "
-                "and load this rank's own file"
+                f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: build the same model "
+                "with the same parameter groups and parallel sizes, and load this rank's own file"
             )

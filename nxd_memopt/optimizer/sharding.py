@@ -63,12 +63,7 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
     return blocks_within(in_elements, first, first + length)
 
 
-def reduce_scatter_mean(
-    tensors: Sequence[Tensor],
-    group: ProcessGroup | None,
-    *,
-    bucket_bytes: int,
-) -> list[Tensor]:
+def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int) -> list[Tensor]:
     """Return this rank's shard of the mean over ``group`` of each tensor, in the dtype of the
     tensor.
 
@@ -93,11 +88,7 @@ def reduce_scatter_mean(
 
 
 def all_gather_into(
-    tensors: Sequence[Tensor],
-    shards: Sequence[Tensor],
-    group: ProcessGroup | None,
-    *,
-    bucket_bytes: int,
+    tensors: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int
 ) -> None:
     """Overwrite each tensor with the shards of all ranks.
 

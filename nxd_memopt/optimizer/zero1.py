@@ -36,6 +36,7 @@ from nxd_memopt.optimizer.sharded_parameters import (
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import require_replicated
+from nxd_memopt.parallel_layers.summed_gradients import observe
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, is_sharded
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
@@ -112,7 +113,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         require_no_context_parallelism()
         require_tensor_parallel_groups(grad_norm_groups)
         super().__init__(params, defaults)
-        parallel_state.gradient_ledger.track(grads.parameters_of(self))
+        observe(grads.parameters_of(self))
         self.optimizer_class = optimizer_class
         # torch.float32 is the initial value: bf16 and fp16 parameters get fp32 masters, float64
         # parameters float64 masters.
@@ -181,9 +182,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
         if wide != self.optimizer_dtype and not self._rounds_parameters:
             raise ValueError(
-                f"a parameter of dtype {param.dtype} is added to masters of dtype "
-                f"{self.optimizer_dtype}, which would round it: "
-                f"pass it when the optimizer is made, or pass optimizer_dtype={wide}"
+                f"a parameter of dtype {param.dtype} is added to masters of dtype {self.optimizer_dtype}, which would "
+                f"round it: pass it when the optimizer is made, or pass optimizer_dtype={wide}"
             )
         group = self._group_of(param)
         shard: Any = nn.Parameter(self._new_master(param, cut_shard(param.detach(), group)))

@@ -229,16 +229,12 @@ def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Pat
         )
     # The sizes follow from the ranks in the file names. With another tensor-parallel size T this rank's file may exist
     # and even have loadable shapes (replicated parameters), but it is another part of the model.
-    sizes = (
-        parallel_state.get_tensor_model_parallel_size(),
-        parallel_state.get_pipeline_model_parallel_size(),
-    )
+    sizes = (parallel_state.get_tensor_model_parallel_size(), parallel_state.get_pipeline_model_parallel_size())
     if master_dp_only and directory.is_dir() and any(directory.iterdir()):
         found = find_rank_files(directory)
         if (found.tensor_model_parallel_size, found.pipeline_model_parallel_size) != sizes:
             raise ValueError(
-                f"{directory} was written with {found.sizes()}, this run has "
-                f"tensor_model_parallel_size {sizes[0]}: "
+                f"{directory} was written with {found.sizes()}, this run has tensor_model_parallel_size {sizes[0]}: "
                 "use that size, or convert the checkpoint with nxd-memopt convert"
             )
     if load_xser:
@@ -256,11 +252,7 @@ def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
 
 
 def load_into(
-    target: torch.nn.Module | torch.optim.Optimizer,
-    state: Any,
-    *,
-    sharded: bool = True,
-    strict: bool = True,
+    target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool = True, strict: bool = True
 ) -> None:
     """Call ``target.load_state_dict(state)``; see ``load`` for the arguments.
 

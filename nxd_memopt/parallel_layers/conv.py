@@ -17,11 +17,7 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import (
-    ShardedModule,
-    padded_size,
-    set_tensor_model_parallel_attributes,
-)
+from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
 
 IntPair = int | tuple[int, int]
 

@@ -216,12 +216,7 @@ class FusedPath:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether forward or backward hooks are registered on ``module`` itself."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
 

@@ -12,18 +12,14 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.data_shards import (
-    common_shard_group,
-    is_data_sharded,
-    require_replicated,
-    row_range,
-)
-from nxd_memopt.parallel_layers.gradient_ledger import (
+from nxd_memopt.parallel_layers.data_shards import common_shard_group, is_data_sharded, require_replicated, row_range
+from nxd_memopt.parallel_layers.summed_gradients import (
     gradient_of,
     is_sequence_parallel,
     keep_sums,
+    mark_summed,
+    needs_sum,
 )
-from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import blocks_within, is_expert_parallel, is_sharded
 from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
 
@@ -63,14 +59,14 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
 
     Raises:
         ValueError: a gradient was modified after it was summed, so it is unknown whether it is the
-            sum: backward added to it without ``zero_grad()``, or another library scaled it.
+            sum: another library scaled it, or another tensor took its place. Backward raises the same error
+            if it adds to a sum without ``zero_grad()``.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    if backend.group_size(group) == 1:
+    if parallel_state.get_tensor_model_parallel_size() == 1:
         return
-    pending = [param for param in _sequence_parallel(source) if gradient_ledger.needs_sum(param)]
-    _all_reduce_in_buckets([cast(Tensor, gradient_of(param)) for param in pending], group)
-    gradient_ledger.mark_summed(pending)
+    pending = [param for param in _sequence_parallel(source) if needs_sum(param)]
+    sum_over_tensor_ranks([cast(Tensor, gradient_of(param)) for param in pending])
+    mark_summed(pending)
 
 
 def mark_sequence_parallel_gradients_summed(source: ParameterSource) -> None:
@@ -82,12 +78,17 @@ def mark_sequence_parallel_gradients_summed(source: ParameterSource) -> None:
     Args:
         source: a module, an optimizer or parameters.
     """
-    gradient_ledger.mark_summed(_sequence_parallel(source))
+    mark_summed(_sequence_parallel(source))
 
 
 def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
     """Return the tagged parameters that have a gradient."""
     return [p for p in parameters_of(source) if is_sequence_parallel(p) and gradient_of(p) is not None]
+
+
+def sum_over_tensor_ranks(gradients: list[Tensor]) -> None:
+    """Replace gradients by their sums over the tensor-parallel ranks; none of them may be a sum already."""
+    _all_reduce_in_buckets(gradients, parallel_state.get_tensor_model_parallel_group())
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES) -> None:
@@ -154,11 +155,7 @@ def average_gradients(
 
 
 def _all_reduce_in_buckets(
-    grads: list[Tensor],
-    group: ProcessGroup | None,
-    *,
-    divisor: int = 1,
-    bucket_bytes: int = GRADIENT_BUCKET_BYTES,
+    grads: list[Tensor], group: ProcessGroup | None, *, divisor: int = 1, bucket_bytes: int = GRADIENT_BUCKET_BYTES
 ) -> None:
     """Replace each gradient by its sum over ``group``, divided by ``divisor``."""
     if backend.group_size(group) == 1:
@@ -350,11 +347,7 @@ def _replica_chunks(param: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def clip_grad_norm(
-    source: ParameterSource,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    sharding_group: ProcessGroup | None = None,
+    source: ParameterSource, max_norm: float, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None
 ) -> Tensor:
     """Scale all gradients in place so that the norm of the full model is at most ``max_norm``.
 

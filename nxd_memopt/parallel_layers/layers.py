@@ -233,9 +233,7 @@ def _linear_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def column_parallel(
-    input: Tensor,
-    parameters: Sequence[tuple[Tensor, Tensor | None]],
-    comm: ColumnActivationSharding,
+    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnActivationSharding
 ) -> tuple[Tensor, ...]:
     """Return ``X W_i^t + b_i`` for each ``(W_i, b_i)``; see ``column_parallel_linears``.
 

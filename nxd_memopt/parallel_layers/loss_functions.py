@@ -15,11 +15,7 @@ from nxd_memopt.ops.cross_entropy import labels_outside
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
 
-__all__ = [
-    "from_parallel_logits_to_logprobs",
-    "fused_linear_cross_entropy",
-    "parallel_cross_entropy",
-]
+__all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]
 
 
 # The factor with which fp16 gradients are saved. They are at most 1 (2 with label smoothing), and
@@ -114,11 +110,7 @@ def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _Cross
 
 
 def _finish_gradient(
-    probabilities: Tensor,
-    local_target: Tensor,
-    is_local: Tensor,
-    options: _CrossEntropy,
-    first_column: int | Tensor,
+    probabilities: Tensor, local_target: Tensor, is_local: Tensor, options: _CrossEntropy, first_column: int | Tensor
 ) -> Tensor:
     """Compute ``p - (1 - e) onehot - e / V`` in place; ``e`` is the label smoothing."""
     smoothing = options.label_smoothing

@@ -25,6 +25,7 @@ from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import require_divisible
 from nxd_memopt.ops.autograd import ReusableContext, as_contiguous, as_dtype
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.summed_gradients import marking_sum
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
@@ -104,13 +105,11 @@ def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None =
 def _functional_mappings() -> Iterator[None]:
     """Disable in-place sums of ``reduce_from_tensor_model_parallel_region`` inside the block."""
     # Restores the previous value instead of False: regions may be nested.
-    ledger = parallel_state.gradient_ledger
-    previous = ledger.functional_mappings
-    ledger.functional_mappings = True
+    previous = parallel_state.set_functional_mappings(True)
     try:
         yield
     finally:
-        ledger.functional_mappings = previous
+        parallel_state.set_functional_mappings(previous)
 
 
 def functional_contexts() -> ContextPair:
@@ -226,12 +225,7 @@ class _AllToAllRows(torch.autograd.Function):
         return backend.all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _apply(
-    function: type[torch.autograd.Function],
-    tensor: Tensor,
-    group: ProcessGroup | None,
-    *args: Any,
-) -> Tensor:
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: ProcessGroup | None, *args: Any) -> Tensor:
     """Apply a mapping; in a group of one rank every mapping is the identity, without a graph node."""
     if backend.group_size(group) == 1:
         return tensor
@@ -263,14 +257,14 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: Proc
 
     Raises:
         ValueError: ``input_`` would be modified in place and has several elements at one address
-            (``expand``), is a gradient that was summed already, or is a part of such a gradient.
+            (``expand``), or is a gradient that was summed already, a part of one, or still to be accumulated.
     """
     group = resolve_group(process_group)
     # neuronx-distributed's function is in place, and scripts for it drop the result when they sum
     # gradients. Autograd would reject the write to a tensor that it has saved, and a group of one
     # rank has nothing to sum.
     is_recorded = torch.is_grad_enabled() and input_.requires_grad
-    is_functional = is_recorded or parallel_state.gradient_ledger.functional_mappings
+    is_functional = is_recorded or parallel_state.has_functional_mappings()
     if is_functional or backend.group_size(group) == 1:
         return _apply(_Reduce, input_, group)
     return _reduce_in_place(input_, group)
@@ -295,8 +289,7 @@ def reduce_from_context_model_parallel_region(input_: Tensor, process_group: Pro
     return reduce_from_tensor_model_parallel_region(input_, group)
 
 
-# A graph break for torch.compile: a traced in-place sum could not be recorded in the gradient
-# ledger and the gradient would be summed twice.
+# A graph break for torch.compile: a traced in-place sum could not mark the gradient, which would be summed twice.
 @_disable_dynamo
 @torch.no_grad()
 def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -307,7 +300,7 @@ def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
             "elements in one place and cannot become the sum: pass tensor.contiguous()"
         )
     over_tensor_ranks = group is not None and _is_tensor_parallel(group)
-    with parallel_state.gradient_ledger.writing_sum(tensor, over_tensor_ranks=over_tensor_ranks):
+    with marking_sum(tensor, over_tensor_ranks=over_tensor_ranks):
         tensor.copy_(backend.all_reduce(tensor.detach(), group))
     return tensor
 
@@ -401,10 +394,7 @@ def all_to_all_in_expert_parallel_region(input_: Tensor, process_group: ProcessG
 
 
 def all_to_all_rows_in_expert_parallel_region(
-    tensor: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    process_group: ProcessGroup | None = None,
+    tensor: Tensor, sent: Sequence[int], received: Sequence[int], process_group: ProcessGroup | None = None
 ) -> Tensor:
     """All-to-all / all-to-all of rows; default the expert-parallel group.
 

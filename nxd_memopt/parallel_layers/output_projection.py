@@ -45,10 +45,9 @@ def describe_output_projections(model: nn.Module, *, strict: bool = True) -> Non
                 _describe(rows[0], stride)
             elif strict:
                 raise ValueError(
-                    f"{name or type(parent).__name__} has query heads on ranks {stride} apart and "
-                    f"{len(rows)} row-parallel layers with {query_size} inputs: build the output "
-                    f"projection, one of them, by RowParallelLinear(..., rank_stride={stride}), in the "
-                    "module that has the QKV projection"
+                    f"{name or type(parent).__name__} has query heads on ranks {stride} apart and {len(rows)} "
+                    f"row-parallel layers with {query_size} inputs: build the output projection, one of them, by "
+                    f"RowParallelLinear(..., rank_stride={stride}), in the module that has the QKV projection"
                 )
 
 

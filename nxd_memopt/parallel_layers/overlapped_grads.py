@@ -16,14 +16,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import require_replicated
-from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
-from nxd_memopt.parallel_layers.grads import (
-    ParameterSource,
-    bucket_indices,
-    gradient_of,
-    parameters_of,
-)
-from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
+from nxd_memopt.parallel_layers.grads import ParameterSource, bucket_indices, gradient_of, parameters_of
+from nxd_memopt.parallel_layers.summed_gradients import is_sequence_parallel, mark_summed, needs_sum, observe
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
 
@@ -59,7 +53,7 @@ class OverlappedGradientReduction:
         require_replicated(params, "OverlappedGradientReduction", "leave it out, zero3 reduces in backward")
         # Sequence-parallel parameters need two reductions, so they have their own buckets.
         # Buckets are sorted by the parameter that backward reaches last.
-        gradient_ledger.track(params)
+        observe(params)
         shards = [param for param in params if is_sequence_parallel(param)]
         # Without data parallelism the remaining gradients are complete: they need no bucket.
         # Experts are reduced over a group of their own.
@@ -222,7 +216,7 @@ class _Bucket:
             if grad is None:
                 continue
             # An earlier sum over sequence shards stays valid if no gradient was added since.
-            if self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param):
+            if self._is_summed_over_tensor_ranks and needs_sum(param):
                 parts.append(grad)
             else:
                 sums.append(grad)
@@ -245,7 +239,7 @@ class _Bucket:
     def mark(self) -> None:
         """Record the sums over sequence shards, so that the functions of ``grads`` skip them."""
         if self._is_summed_over_tensor_ranks:
-            gradient_ledger.mark_summed(self.params)
+            mark_summed(self.params)
 
     @property
     def _is_summed_over_tensor_ranks(self) -> bool:

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger
 from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remaining_ranks
 from nxd_memopt.parallel_layers.rank_order import replica_groups
 
@@ -44,11 +43,11 @@ class _State:
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
+    functional_mappings: bool = False
     default_group: ProcessGroup | None = None  # torch.distributed's, when the first of the groups was created
 
 
 _STATE = _State()
-gradient_ledger = GradientLedger()
 # Activations are exchanged over these groups while gradients may be reduced over the same ranks. Ranks may start
 # the two in different orders, which mixes the data of one communicator or blocks it.
 _AXES_WITH_OWN_GROUPS = ("context", "expert", "token_shuffle")
@@ -111,14 +110,8 @@ def initialize_model_parallel(
     order = backend.device_order(world_size, tensor)
     data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
     expert_data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
-    dense = rank_grid(
-        {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor},
-        order,
-    )
-    sparse = rank_grid(
-        {"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor},
-        order,
-    )
+    dense = rank_grid({"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}, order)
+    sparse = rank_grid({"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor}, order)
     grid = {**sparse, **dense, "world": [list(range(world_size))]}
     if not mesh_only:
         if not skip_collective_init:
@@ -257,9 +250,8 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     if sequential_ranks_in_group and stride > 1:
         if kv_shared_group_size in _STATE.kv_groups:
             raise ValueError(
-                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call "
-                "initialize_kv_group with sequential_ranks_in_group=True before layers are built, or "
-                "destroy_kv_group() first"
+                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call initialize_kv_group "
+                "with sequential_ranks_in_group=True before layers are built, or destroy_kv_group() first"
             )
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:
@@ -492,3 +484,15 @@ def rmsg(msg: str) -> str:
     axes = (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
     coordinates = "_".join(f"{name}{_axis(axis).rank}" for name, axis in axes)
     return f"[rank_{get_global_rank()}_{coordinates}] {msg}"
+
+
+def has_functional_mappings() -> bool:
+    """Return whether no mapping may modify its input, even outside autograd: in regions that run twice."""
+    return _STATE.functional_mappings
+
+
+def set_functional_mappings(value: bool) -> bool:
+    """Set ``has_functional_mappings`` and return its previous value."""
+    previous = _STATE.functional_mappings
+    _STATE.functional_mappings = value
+    return previous

@@ -21,10 +21,7 @@ from typing import Literal
 
 _TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _PATTERNS = {
-    "model": (
-        _TRAINER,
-        re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?"),
-    ),
+    "model": (_TRAINER, re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")),
     "optim": (
         _TRAINER,
         re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)"),
@@ -72,9 +69,8 @@ class RankFiles:
     def sizes(self) -> str:
         """Return the sizes as text for messages."""
         return (
-            f"tensor_model_parallel_size {self.tensor_model_parallel_size}, "
-            f"pipeline_model_parallel_size {self.pipeline_model_parallel_size} and "
-            f"{self.data_parallel_size} data-parallel shards"
+            f"tensor_model_parallel_size {self.tensor_model_parallel_size}, pipeline_model_parallel_size "
+            f"{self.pipeline_model_parallel_size} and {self.data_parallel_size} data-parallel shards"
         )
 
 
@@ -113,9 +109,8 @@ def _refuse_other_layouts(path: Path, names: list[str]) -> None:
     distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
     if distributed:
         raise ValueError(
-            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, "
-            "whose metadata is a pickle: save the optimizer with neuronx-distributed and "
-            "use_zero1_dcp=False"
+            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
+            "pickle: save the optimizer with neuronx-distributed and use_zero1_dcp=False"
         )
     expert = [name for name in names if _EXPERT_PARALLEL.fullmatch(name)]
     if expert:

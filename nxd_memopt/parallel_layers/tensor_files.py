@@ -88,9 +88,8 @@ class StoredTensor:
         directory = tensors_directory(self.path)
         if directory.is_dir() and not any(directory.iterdir()):
             return (
-                f"{directory} is empty: the checkpoint was written with "
-                "avoid_saving_lower_precision_weights=True, its weights are the optimizer's master "
-                "weights: load model and optimizer together"
+                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
+                "weights are the optimizer's master weights: load model and optimizer together"
             )
         return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
 
@@ -170,12 +169,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
     references = [(TensorReference, XSER_REFERENCE), (TensorReference, XSER_INTERNAL_REFERENCE)]
     try:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
-            return torch.load(
-                path,
-                map_location="cpu",
-                weights_only=True,
-                mmap=mmap and zipfile.is_zipfile(path),
-            )
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as error:  # a damaged pickle raises TypeError, IndexError, struct.error, ...
         # torch's message recommends weights_only=False, which would run code of the file: cut it.
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(" Re-running `torch.load`")[0]
@@ -239,11 +233,7 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
 
     def store(tensor: Tensor) -> TensorReference:
         tid = len(infos)
-        infos[tid] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "expert_model_parallel": False,
-        }
+        infos[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
         # The clone is contiguous and has its own storage: torch.save writes full storages.
         host = tensor.detach().cpu()
         torch.save(host.clone(memory_format=torch.contiguous_format), incomplete / f"tensor_{tid}.pt")
@@ -290,15 +280,7 @@ def _reference_pickle() -> ModuleType:
     # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All
     # other names are those of the standard module.
     module = ModuleType("reference_pickle")
-    for name in (
-        "Unpickler",
-        "UnpicklingError",
-        "dump",
-        "load",
-        "dumps",
-        "loads",
-        "HIGHEST_PROTOCOL",
-    ):
+    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
         setattr(module, name, getattr(pickle, name))
     module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
     return module

@@ -121,16 +121,7 @@ def set_tensor_model_parallel_attributes(
     if rank is None:
         rank = parallel_state.get_tensor_model_parallel_rank()
     partition = kv_shard_of_rank(rank, num_partitions * replicas, replicas, rank_stride)
-    values = (
-        is_parallel,
-        dim,
-        stride,
-        num_partitions,
-        full_shape,
-        replicas,
-        rank_stride,
-        partition,
-    )
+    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank_stride, partition)
     # The first attributes of the list, in its order. The remaining ones are set by the layers that
     # have them.
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):

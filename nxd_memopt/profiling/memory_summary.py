@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.profiling.operations import (
-    GRADIENT,
-    MODULE,
-    Attribution,
-    Operation,
-    is_backward,
-)
+from nxd_memopt.profiling.operations import GRADIENT, MODULE, Attribution, Operation, is_backward
 
 CATEGORIES = ("weights", "optimizer states", "gradients", "activations", "recomputed activations", "temporary", "other")
 """Categories of memory.

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
-from nxd_memopt.profiling.operations import (
-    GRADIENT,
-    MODULE,
-    STEP,
-    Attribution,
-    Operation,
-    device_events,
-    operations,
-)
+from nxd_memopt.profiling.operations import GRADIENT, MODULE, STEP, Attribution, Operation, device_events, operations
 
 _CLASSES = (
     ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),

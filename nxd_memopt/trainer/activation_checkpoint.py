@@ -87,8 +87,7 @@ def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:
     classes = tuple({type(module) for module in model.modules() if type(module).__name__ in names})
     if not classes:
         raise ValueError(
-            f"activation_checkpoint_config 'full' finds no layers: {type(model).__name__} has "
-            "neither decoder_layers() nor modules of the classes in _no_split_modules "
-            f"({list(names)}): pass the layer's class"
+            f"activation_checkpoint_config 'full' finds no layers: {type(model).__name__} has neither decoder_layers() "
+            f"nor modules of the classes in _no_split_modules ({list(names)}): pass the layer's class"
         )
     return classes

@@ -39,12 +39,7 @@ class TagSave:
     """
 
     def __init__(
-        self,
-        target: Path,
-        incomplete: Path,
-        states: Mapping[str, Any],
-        write: Write,
-        complete: Callable[[], None],
+        self, target: Path, incomplete: Path, states: Mapping[str, Any], write: Write, complete: Callable[[], None]
     ) -> None:
         self._incomplete = incomplete
         self._write = write
@@ -58,6 +53,11 @@ class TagSave:
             # Tensors that occur several times are copied once, which keeps ties and memory.
             self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
+        self._after: Callable[[], None] | None = None
+
+    def on_end(self, function: Callable[[], None]) -> None:
+        """Call ``function`` when the save has completed or failed."""
+        self._after = function
 
     def _work(self, worker: Worker) -> None:
         """Write this rank's files; on rank 0 wait for the other ranks and complete the
@@ -97,6 +97,8 @@ class TagSave:
     def _end(self) -> None:
         """Unregister the save and raise its error, if it failed."""
         parallel_state.UNFINISHED_SAVES.remove(self)
+        if self._after is not None:
+            self._after()
         self._worker.raise_failure()
 
 

@@ -12,9 +12,7 @@ from nxd_memopt.parallel_layers import parallel_state
 _IGNORED_LABEL = -100
 
 
-def get_batch_on_this_context_parallel_rank(
-    batch: dict[str, Tensor | None],
-) -> dict[str, Tensor | None]:
+def get_batch_on_this_context_parallel_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Return this rank's sequence chunk of every ``[B, S, ...]`` tensor; without context
     parallelism ``batch`` itself.
 
@@ -38,12 +36,7 @@ def get_batch_on_this_context_parallel_rank(
     chunks: dict[str, Tensor | None] = {}
     for name, value in batch.items():
         if value is not None and value.size(1) > 1:
-            require_divisible(
-                f"sequence length of {name}",
-                value.size(1),
-                "context_parallel_size",
-                size,
-            )
+            require_divisible(f"sequence length of {name}", value.size(1), "context_parallel_size", size)
             if name == "labels":
                 # Shift before the split: the last label of a chunk is the first token of the next
                 # chunk, which this rank does not have.

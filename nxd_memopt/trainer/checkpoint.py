@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,8 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import (
-    incomplete_path,
-    replace_directory,
-    restore_interrupted,
-)
-from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.pickled import MANIFEST, require_kv_order, write_into, write_manifest
+from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.pickled import require_kv_order, write_into, write_manifest
 from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
@@ -32,13 +28,7 @@ from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, requ
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
 from nxd_memopt.parallel_layers.tensor_files import read_tensors
 from nxd_memopt.trainer.background import TagSave, finish_saves
-from nxd_memopt.trainer.rank_states import (
-    is_sharded_optimizer,
-    load_model,
-    load_optimizer,
-    own_file_name,
-    unwrap,
-)
+from nxd_memopt.trainer.rank_states import is_sharded_optimizer, load_model, load_optimizer, own_file_name, unwrap
 from nxd_memopt.trainer.tags import (
     begin_writing,
     complete_tags,
@@ -52,10 +42,10 @@ from nxd_memopt.trainer.tags import (
 )
 
 _LAYOUT = 2
-"""Version of the files, stored in the manifest.
+"""Version of the files, stored in the manifest."""
 
-Since version 2 ``user_content.pt`` and ZeRO-1 states have neuronx-distributed's layout.
-"""
+States = Mapping[str, Callable[[], Any]]
+"""Functions that return the states of files, by file name."""
 
 
 def save_checkpoint(
@@ -114,35 +104,25 @@ def save_checkpoint(
     # One save at a time: the previous asynchronous save may write the same tag, and needs host
     # memory for its copies.
     finish_saves()
-    with raise_together(f"saving {target}"):
-        _require_valid(num_kept_ckpts)
-        if parallel_state.is_global_rank_zero():
-            restore_interrupted(target)
-            require_replaceable_tag(target)
-            begin_writing(incomplete)
-    with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
-        own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
-    # An asynchronous save returns here: the thread writes the files and completes the checkpoint.
-    if async_save:
-        _begin_async_save(directory, target, own, scheduler, user_content, num_kept_ckpts, use_xser=use_xser)
-        return
-    # torch.save needs the rank's complete state on the host: take turns to bound the host memory.
-    # xser copies one tensor at a time, so all ranks can write at once.
-    ranks_at_once = num_workers
-    if use_xser:
-        ranks_at_once = parallel_state.get_world_size()
-    for is_my_turn in turns(ranks_at_once):
+    with ExitStack() as until_written:
         with raise_together(f"saving {target}"):
-            if is_my_turn:
-                for name, state_of in own.items():
-                    _write(incomplete, name, state_of(), use_xser=use_xser)
-    # ``raise_together`` above is a barrier: the files of all ranks are on the disk before rank 0
-    # declares the checkpoint complete.
-    with raise_together(f"saving {target}"):
+            _require_valid(num_kept_ckpts)
+            if parallel_state.is_global_rank_zero():
+                restore_interrupted(target)
+                require_replaceable_tag(target)
+                until_written.callback(begin_writing(incomplete).release)
+        with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
+            own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
+        shared: dict[str, Callable[[], Any]] = {}
         if parallel_state.is_global_rank_zero():
-            for name, state_of in _shared_states(scheduler, user_content).items():
-                _write(incomplete, name, state_of())
-            _complete_save(directory, target, num_kept_ckpts)
+            shared = _shared_states(scheduler, user_content)
+        complete = functools.partial(_complete_save, directory, target, num_kept_ckpts)
+        if not async_save:
+            _save(target, own, shared, complete, num_workers=num_workers, use_xser=use_xser)
+            return
+        # The thread of this save writes the files and completes the checkpoint.
+        save = _begin_async_save(target, own, shared, complete, use_xser=use_xser)
+        save.on_end(until_written.pop_all().close)
 
 
 def load_checkpoint(
@@ -223,12 +203,7 @@ def _refuse(**options: bool) -> None:
 # Writing
 
 
-def _own_states(
-    model: Any,
-    optimizer: Any,
-    *,
-    zero1_optimizer: bool,
-) -> dict[str, Callable[[], Any]]:
+def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
     """Return functions that return the states of this rank's files, by file name. Every rank
     calls.
 
@@ -265,35 +240,46 @@ def _shared_states(scheduler: Any, user_content: Any) -> dict[str, Callable[[], 
     return states
 
 
-def _begin_async_save(
-    directory: Path,
-    target: Path,
-    own: Mapping[str, Callable[[], Any]],
-    scheduler: Any,
-    user_content: Any,
-    num_kept_ckpts: int | None,
-    *,
-    use_xser: bool,
+def _save(
+    target: Path, own: States, shared: States, complete: Callable[[], None], *, num_workers: int, use_xser: bool
 ) -> None:
+    """Write the files and complete the checkpoint. Every rank calls."""
+    incomplete = incomplete_path(target)
+    # torch.save needs the rank's complete state on the host: take turns to bound the host memory.
+    # xser copies one tensor at a time, so all ranks can write at once.
+    ranks_at_once = parallel_state.get_world_size() if use_xser else num_workers
+    for is_my_turn in turns(ranks_at_once):
+        with raise_together(f"saving {target}"):
+            if is_my_turn:
+                for name, state_of in own.items():
+                    _write(incomplete, name, state_of(), use_xser=use_xser)
+    # ``raise_together`` above is a barrier: the files of all ranks are on the disk before rank 0
+    # declares the checkpoint complete.
+    with raise_together(f"saving {target}"):
+        if parallel_state.is_global_rank_zero():
+            for name, state_of in shared.items():
+                _write(incomplete, name, state_of())
+            complete()
+
+
+def _begin_async_save(
+    target: Path, own: States, shared: States, complete: Callable[[], None], *, use_xser: bool
+) -> TagSave:
     """Copy the states to host memory and start the thread that writes them. Every rank calls."""
     incomplete = incomplete_path(target)
     with raise_together(f"saving {target}"):
-        functions = dict(own)
-        if parallel_state.is_global_rank_zero():
-            functions |= _shared_states(scheduler, user_content)
-        states = {name: state_of() for name, state_of in functions.items()}
+        states = {name: state_of() for name, state_of in {**own, **shared}.items()}
         # Check in the main thread: an error in the writer's thread would be reported a step
         # later.
         for name, state in states.items():
             require_plain(state, Path(name).stem)
-    save = TagSave(
-        target,
-        incomplete,
-        states,
-        lambda name, state: _write(incomplete, name, state, use_xser=use_xser and name in own),
-        lambda: _complete_save(directory, target, num_kept_ckpts),
-    )
+
+    def write(name: str, state: Any) -> None:
+        _write(incomplete, name, state, use_xser=use_xser and name in own)
+
+    save = TagSave(target, incomplete, states, write, complete)
     parallel_state.UNFINISHED_SAVES.append(save)
+    return save
 
 
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
@@ -340,13 +326,6 @@ def _read_user_content(source: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        content = read_tensors(path, mmap=False)
+        return read_tensors(path, mmap=False)
     except ValueError as error:
         raise ValueError(f"{error}; rename the file to load the checkpoint without it") from error
-    # Before layout 2 this library wrapped the content; neuronx-distributed, which writes no
-    # manifest, never does.
-    if not (source / MANIFEST).is_file():
-        return content
-    if read_json(source / MANIFEST).get("layout", 1) >= _LAYOUT:
-        return content
-    return content["user_content"]

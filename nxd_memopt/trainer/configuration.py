@@ -123,11 +123,7 @@ def initialize_parallel_state(config: Mapping[str, Any]) -> None:
             )
 
 
-def _with_defaults(
-    section: str,
-    options: Mapping[str, Any] | None,
-    defaults: Mapping[str, Any],
-) -> dict[str, Any]:
+def _with_defaults(section: str, options: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``defaults`` updated with ``options``, or raise ``ValueError`` for an unknown key."""
     for key in options or {}:
         require_one_of(f"{section} key", key, tuple(defaults))

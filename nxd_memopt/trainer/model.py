@@ -16,10 +16,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 from nxd_memopt.parallel_layers.pad import pad_model
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.trainer.activation_checkpoint import (
-    apply_activation_checkpointing,
-    classes_to_recompute,
-)
+from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
 from nxd_memopt.trainer.configuration import initialize_parallel_state
 
 
@@ -76,12 +73,7 @@ class NxDModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -133,10 +125,7 @@ def initialize_parallel_model(
     return NxDModel(model, nxd_config).train()
 
 
-def _materialize(
-    model: nn.Module,
-    param_init_fn: Callable[[nn.Module, torch.device], Any] | None,
-) -> None:
+def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.device], Any] | None) -> None:
     """Move ``model`` to the device, after initializing it with ``param_init_fn`` on the host if
     there is one.
     """

@@ -105,12 +105,7 @@ class _Run:
     targets: dict[int, str]
 
 
-def _open(
-    path: Path,
-    model: nn.Module,
-    layout_options: Mapping[str, Any],
-    group_of: GroupOf | None,
-) -> _Run:
+def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group_of: GroupOf | None) -> _Run:
     """Open the model and optimizer files of a tag, and find each parameter's number in the
     optimizer files.
     """
@@ -140,10 +135,7 @@ def _open(
 
 
 def _number(
-    source: OptimizerFiles,
-    stage: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    group_of: GroupOf | None,
+    source: OptimizerFiles, stage: int, shapes: Mapping[str, tuple[int, ...]], group_of: GroupOf | None
 ) -> dict[str, int]:
     """Return each parameter's number in the stage's optimizer files.
 
@@ -161,9 +153,8 @@ def _number(
         stored = [tuple(content.get("shape_info", {}).get(number, ())) for number in saved]
         if stored != [shapes[name] for name in members]:
             raise ValueError(
-                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} "
-                f"parameters, of the model's {len(members)} belong to it, or shapes differ: pass "
-                "group_of, which says what the run grouped"
+                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} parameters, of the "
+                f"model's {len(members)} belong to it, or shapes differ: pass group_of, which says what the run grouped"
             )
         numbers |= dict(zip(members, saved, strict=True))
     return numbers
@@ -216,13 +207,7 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
 
 
 def _shard(
-    run: _Run,
-    rule: Rule,
-    part: Part,
-    location: tuple[int, int],
-    name: str,
-    param: Tensor,
-    sharding: Sequence[int],
+    run: _Run, rule: Rule, part: Part, location: tuple[int, int], name: str, param: Tensor, sharding: Sequence[int]
 ) -> Tensor:
     """Return this rank's shard of one state: merged over the files' D and T, cut for this run's T
     and D.

@@ -12,6 +12,7 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.groups import require_no_context_parallelism
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.summed_gradients import observe
 from nxd_memopt.trainer.background import poll_saves
 
 
@@ -34,7 +35,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.nxd_config = nxd_config
         self._grad_norm: Tensor | None = None
-        parallel_state.gradient_ledger.track(self.params)
+        observe(self.params)
 
     def __repr__(self) -> str:
         return f"NxDOptimizer({self.optimizer!r})"
@@ -87,10 +88,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, update; return what ``closure`` returns.
 
         Raises:

@@ -18,12 +18,7 @@ from nxd_memopt.parallel_layers.checkpointing import load_into
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
 from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards
-from nxd_memopt.parallel_layers.tensor_files import (
-    StoredTensor,
-    read_stored,
-    read_tensors,
-    resolve,
-)
+from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, read_tensors, resolve
 from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded, shard_ranges
 from nxd_memopt.trainer.optimizer import NxDOptimizer
 
@@ -52,12 +47,7 @@ def is_sharded_optimizer(optimizer: Any) -> bool:
 
 
 def load_model(
-    source: Path,
-    model: nn.Module | dict[str, Any],
-    optimizer: Any,
-    *,
-    num_workers: int,
-    strict: bool,
+    source: Path, model: nn.Module | dict[str, Any], optimizer: Any, *, num_workers: int, strict: bool
 ) -> None:
     """Load ``model`` from ``source/model``. Every rank calls.
 
@@ -152,12 +142,7 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     # No layer has its shards in all files: load_state_dict will report the missing names.
 
 
-def _require_equal_replicas(
-    files: RankFiles,
-    name: str,
-    param: Tensor,
-    stored: Sequence[Tensor],
-) -> None:
+def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in
     the files.
     """
@@ -169,10 +154,9 @@ def _require_equal_replicas(
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
             if not bit_equal(shard[first:last], stored[earlier][first:last]):
                 raise ValueError(
-                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} "
-                    "differ, and these ranks hold the same KV heads in this run: the checkpoint's "
-                    "KV replicas are in the order of the other platform (trn1 strided, trn2 "
-                    "consecutive): convert it with nxd-memopt convert"
+                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these ranks "
+                    "hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the other "
+                    "platform (trn1 strided, trn2 consecutive): convert it with nxd-memopt convert"
                 )
 
 
@@ -252,10 +236,7 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = [name for name in model.state_dict() if name not in parameters]
     if buffers:
-        warnings.warn(
-            f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}",
-            stacklevel=2,
-        )
+        warnings.warn(f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}", stacklevel=2)
 
 
 # The optimizer
@@ -272,9 +253,9 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
     inner = unwrap(optimizer)
     if isinstance(inner, NeuronZero1Optimizer):
         with raise_together(f"loading {source}"):
-            names, stage_names = _names(source, inner, model)
+            stages = _stages(source, inner, model)
         # Not inside raise_together: loading all-gathers the parameters.
-        inner.load_rank_files(source / "optim", num_workers, names=names, stage_names=stage_names)
+        inner.load_rank_files(source / "optim", num_workers, stages=stages)
         return
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
@@ -292,9 +273,8 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         # A dict is filled with this rank's file as it is: states cannot be cut for another D.
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
-                f"{files.directory} was written with {files.sizes()}, this run has {data_size} "
-                "data-parallel ranks: pass the optimizer instead of a dict, or use the "
-                "checkpoint's size"
+                f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
+                "pass the optimizer instead of a dict, or use the checkpoint's size"
             )
         data_rank = 0
         if files.data_parallel_size > 1:
@@ -307,14 +287,13 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
-    names, stage_names = _names(source, optimizer, model)
     options = []
     for group in optimizer.param_groups:
         options.append({name: value for name, value in group.items() if name != "params"})
     # (0, 1): the only chunk of one, because this optimizer's states are not sharded over
     # data-parallel ranks.
-    target = Target(optimizer.param_groups, options, (0, 1), names)
-    state = read_state(OptimizerFiles(files, stage_names), target)
+    target = Target(optimizer.param_groups, options, (0, 1), _stages(source, optimizer, model))
+    state = read_state(OptimizerFiles(files), target)
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 
 
@@ -328,25 +307,17 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
     content = OptimizerFiles(files).content(0)
     if "base_state" in content or "sharding" in content:
         raise ValueError(
-            f"{path} comes from an optimizer with ZeRO-1 or master weights, "
-            f"{type(optimizer).__name__} has neither: resume with the optimizer_config and "
-            "mixed_precision_config of the run that wrote it"
+            f"{path} comes from an optimizer with ZeRO-1 or master weights, {type(optimizer).__name__} has neither: "
+            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
         )
 
 
-def _names(
-    source: Path,
-    optimizer: torch.optim.Optimizer,
-    model: Any,
-) -> tuple[list[str], list[frozenset[str]]]:
-    """Return the parameters' names in the order of the groups and the names in each stage's
-    files; empty if not needed.
-    """
-    files = find_rank_files(source / "optim", "optim")
-    if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
-        return [], []
-    # Parameter groups order the optimizer's files, names tell the stage: both are needed to merge
-    # stages.
+def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[frozenset[int]]:
+    """Return the positions of each pipeline stage's parameters in the order of the groups; empty for one stage."""
+    if find_rank_files(source / "optim", "optim").pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
+        return []
+    files = find_rank_files(source / "model")
+    # Parameter groups order the optimizer's files, names tell the stage.
     name_of = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in name_of]
@@ -354,8 +325,8 @@ def _names(
         raise ValueError(
             f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
         )
-    model_files = find_rank_files(source / "model")
-    stage_names = []
-    for stage in range(model_files.pipeline_model_parallel_size):
-        stage_names.append(frozenset(read_stored(model_files.file(0, stage))))
-    return [name_of[id(param)] for param in params], stage_names
+    stages: list[frozenset[int]] = []
+    for stage in range(files.pipeline_model_parallel_size):
+        names = read_stored(files.file(0, stage)).keys()
+        stages.append(frozenset(i for i, param in enumerate(params) if name_of[id(param)] in names))
+    return stages

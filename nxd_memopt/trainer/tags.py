@@ -8,14 +8,14 @@ first and ``done`` last. Directories of this library have all three files.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import json
-import os
 import re
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, incomplete_path, remove_directory
 from nxd_memopt.checkpoint.files import read_json
@@ -26,9 +26,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 _REPLACED = re.compile(r"\.(.+)\.replaced")
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
 _WRITER = ".writer"
-"""File in an incomplete checkpoint that identifies the writing process: host, pid namespace,
-pid.
-"""
+"""File in an incomplete checkpoint that the writing process has locked."""
 
 
 def local_directory(path: str | Path) -> Path:
@@ -65,33 +63,33 @@ def require_replaceable_tag(target: Path) -> None:
         raise ValueError(f"{target} exists and is no checkpoint, and a save of this tag would replace it: rename it")
 
 
-def begin_writing(incomplete: Path) -> None:
-    """Create the directory to write a tag into, and remove directories of saves that ended
-    without completing.
+def begin_writing(incomplete: Path) -> FileLock:
+    """Create the directory to write a tag into, and remove directories of saves that ended without completing.
 
-    A save has ended if it belongs to this process, which has no other running save, or to a
-    process of this host that no longer runs. Processes of other hosts cannot be checked; a save
-    of the same tag replaces their directories. Rank 0 calls.
+    A save of the same tag in another process loses its directory. Rank 0 calls.
+
+    Returns:
+        The lock of the save; release it when the save has completed or failed.
     """
     for path in _entries(incomplete.parent):
-        if not _INCOMPLETE.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-            continue
-        if _has_ended(path):
+        if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
             remove_directory(path)
     incomplete.mkdir(parents=True)
-    _write_writer(incomplete)
+    lock = _writer_lock(incomplete)
+    # Without file locks no save can tell that another one has ended, and none is removed.
+    with contextlib.suppress(OSError):
+        lock.acquire()
     (incomplete / BEGUN).write_text("1")
+    return lock
 
 
-def _write_writer(directory: Path) -> None:
-    """Write the file that identifies this process as the one that writes or removes ``directory``."""
-    (directory / _WRITER).write_text(json.dumps([*_process_ids(), os.getpid()]), encoding="utf-8")
+def _writer_lock(directory: Path) -> FileLock:
+    """Return the lock that the kernel releases when the process that writes ``directory`` ends, however it ends."""
+    return FileLock(directory / _WRITER, timeout=0, fallback_to_soft=False)
 
 
 def end_writing(incomplete: Path) -> None:
-    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies
-    the writing process.
-    """
+    """Mark the checkpoint complete for neuronx-distributed, and remove the file of the lock."""
     (incomplete / _WRITER).unlink(missing_ok=True)
     (incomplete / DONE).write_text("1")
     flush_to_disk(incomplete / DONE)
@@ -104,38 +102,15 @@ def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-def _process_ids() -> list[str]:
-    """Return the namespace of this host's process ids: containers with the same host name have
-    separate ids.
-    """
-    namespace = ""
-    link = Path("/proc/self/ns/pid")  # absent on systems other than Linux
-    if link.is_symlink():
-        namespace = str(link.readlink())
-    return [socket.gethostname(), namespace]
-
-
 def _has_ended(path: Path) -> bool:
-    """Return whether ``path`` was written by this process or by a process that is known to have
-    ended.
-    """
+    """Return whether ``path`` was written by a save that is known to have ended."""
+    if not (path / _WRITER).exists():
+        return False  # of another program
     try:
-        *process_ids, process_id = json.loads((path / _WRITER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # the writer is unknown
-    # Another host or container: its process ids mean nothing here.
-    if process_ids != _process_ids():
+        with _writer_lock(path):
+            return True
+    except OSError:  # the lock is held, or the file system has none
         return False
-    # This process has no other running save (``finish_saves`` ran first).
-    if process_id == os.getpid():
-        return True
-    try:
-        os.kill(process_id, 0)  # signal 0 only checks that the process exists
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # a process of another user
-    return False
 
 
 def complete_tags(directory: Path) -> dict[str, Path]:
@@ -217,7 +192,7 @@ def remove_directories(checkpoints: list[Path]) -> None:
     """Remove complete checkpoints; one that is partly removed at a kill does not count as one."""
     for path in checkpoints:
         # Under its new name the checkpoint is incomplete, and after a kill the next save removes it.
-        _write_writer(path)
+        (path / _WRITER).touch()
         removed = incomplete_path(path)
         path.rename(removed)
         remove_directory(removed)
@@ -245,14 +220,10 @@ def find_tag(directory: Path, tag: str | None) -> Path:
 def _find(directory: Path, tag: str | None) -> str:
     """Return the directory name of the checkpoint to load."""
     complete = complete_tags(directory)
-    # Newest complete checkpoint by default. Early releases of neuronx-distributed named it in the
-    # file ``newest``.
     if tag is not None:
         wanted = str(tag)
     else:
         wanted = next(reversed(complete), "")
-        if not complete and (directory / "newest").is_file():
-            wanted = (directory / "newest").read_text(encoding="utf-8").strip()
         _warn_of_unreadable(directory)
     if wanted in complete:
         return complete[wanted].name

@@ -105,4 +105,4 @@ def test_a_recomputed_region_sums_once(grad):
         out.sum().backward()
     want = 3 + 6 + 2 * (dist.get_rank() + 1)
     assert is_all(out, want) and is_all(scale.grad, want)
-    assert not parallel_state.gradient_ledger.functional_mappings
+    assert not parallel_state.has_functional_mappings()

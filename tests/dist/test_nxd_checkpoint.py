@@ -10,7 +10,7 @@ from torch import nn
 from nxd_memopt import trainer
 from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.optimizer import NeuronZero1Optimizer
-from nxd_memopt.parallel_layers import checkpointing, layers, parallel_state
+from nxd_memopt.parallel_layers import layers, parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from tests.dist.pool import distributed
 from tests.nxd_fixtures import rank_name, read_xser, row_shard, write_tag
@@ -313,26 +313,6 @@ def test_unknown_entries_of_an_optimizer_are_listed(tmp_path):
     with pytest.warns(UserWarning, match=r"not loaded: \['loss_scale'\]"):
         optimizer.load_sharded_state_dict(tmp_path)
     assert_states(optimizer)
-
-
-@distributed(world_size=2)
-def test_checkpoints_of_earlier_versions_load(tmp_path):
-    """Flat shards under ``state``, wrapped user content, a manifest without layout and no markers."""
-    write_theirs(tmp_path / "source", 2, 1)
-    model, optimizer = build(1)
-    trainer.load_checkpoint(tmp_path / "source", None, model, optimizer)
-    old = {**optimizer.state_dict()}
-    tag = tmp_path / "old" / "tag"
-    checkpointing.write_tensors(tag / "optim" / rank_name(0, 0, dist.get_rank()), old)
-    if dist.get_rank() == 0:
-        checkpointing.write_tensors(tag / "model" / rank_name(0), model.state_dict())
-        checkpointing.write_tensors(tag / "user_content.pt", {"user_content": {"epoch": 1}})
-        (tag / "manifest.json").write_text('{"number": 1}')
-    dist.barrier()
-    for size in (1, 2):
-        again, other = build(size)
-        assert trainer.load_checkpoint(tmp_path / "old", None, again, other) == {"epoch": 1}
-        assert_states(other)
 
 
 @distributed(world_size=4)

@@ -16,11 +16,7 @@ from torch import Tensor
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.parameters import num_kv_heads
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import (
-    incomplete_path,
-    replace_directory,
-    restore_interrupted,
-)
+from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_own, write_safetensors
 from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, copy_entry, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
@@ -110,11 +106,7 @@ def save_pretrained(
             shutil.rmtree(incomplete_path(target), ignore_errors=True)
 
 
-def plan_shards(
-    model: torch.nn.Module,
-    max_shard_size_bytes: int,
-    dtype: torch.dtype | None,
-) -> Shards:
+def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.dtype | None) -> Shards:
     """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
@@ -265,12 +257,7 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
         )
 
 
-def _write_remaining(
-    model: torch.nn.Module,
-    target: Path,
-    shards: Shards,
-    dtype: torch.dtype | None,
-) -> None:
+def _write_remaining(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
     """Write the index and the config."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:

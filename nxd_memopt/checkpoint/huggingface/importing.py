@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.files import (
-    Sources,
-    open_weights,
-)
+from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import stack_experts, with_zero_biases
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
@@ -26,13 +23,7 @@ from nxd_memopt.parallel_layers.data_shards import (
     require_replicated,
     row_range,
 )
-from nxd_memopt.parallel_layers.resharding import (
-    LazySlice,
-    full_shape,
-    local_slice,
-    require_full_shape,
-    stored_shape,
-)
+from nxd_memopt.parallel_layers.resharding import LazySlice, full_shape, local_slice, require_full_shape, stored_shape
 from nxd_memopt.parallel_layers.utils import bit_equal
 
 MEAN_ROWS = 8192  # rows of a table that are read at a time for their mean

@@ -109,10 +109,7 @@ def _routed_config(config: PretrainedConfig, num_experts: int, top_k: int) -> Mi
         )
     shared = {name: getattr(llama, name) for name in _SHARED}
     return MixtralConfig(
-        **shared,
-        num_key_value_heads=num_kv_heads(llama),
-        num_local_experts=num_experts,
-        num_experts_per_tok=top_k,
+        **shared, num_key_value_heads=num_kv_heads(llama), num_local_experts=num_experts, num_experts_per_tok=top_k
     )
 
 

@@ -172,23 +172,20 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
         )
     if form == "stacked" and groups != heads:
         raise ValueError(
-            f"num_key_value_heads {groups} differs from num_attention_heads {heads}: "
-            "qkv_proj.weight without GQAQKVColumnParallelLinear holds as many KV heads as query "
-            "heads"
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}: qkv_proj.weight without "
+            "GQAQKVColumnParallelLinear holds as many KV heads as query heads"
         )
     if replicas == 1 and groups % layout.size:
         raise ValueError(
-            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size "
-            f"{layout.size}, so ranks would hold parts of heads: use kv_size_multiplier "
-            f"{max(layout.size // groups, 1)}"
+            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size {layout.size}, so ranks "
+            f"would hold parts of heads: use kv_size_multiplier {max(layout.size // groups, 1)}"
         )
     # With several KV heads per replicated shard, a rank's query heads would not be a contiguous
     # slice.
     if replicas > 1 and groups * replicas != layout.size:
         raise ValueError(
-            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not "
-            f"tensor_model_parallel_size {layout.size}: use kv_size_multiplier "
-            f"{max(layout.size // groups, 1)}"
+            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not tensor_model_parallel_size "
+            f"{layout.size}: use kv_size_multiplier {max(layout.size // groups, 1)}"
         )
 
 

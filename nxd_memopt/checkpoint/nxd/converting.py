@@ -10,19 +10,8 @@ from typing import Any
 
 import torch
 
-from nxd_memopt.checkpoint.directories import (
-    incomplete_path,
-    remove_directory,
-    replace_directory,
-    restore_interrupted,
-)
-from nxd_memopt.checkpoint.files import (
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    read_json,
-    require_directory,
-    write_safetensors,
-)
+from nxd_memopt.checkpoint.directories import incomplete_path, remove_directory, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, require_directory, write_safetensors
 from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
 from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
@@ -189,10 +178,7 @@ def _write_shards(
             file_name = WEIGHTS
         # The host stores the full tensors of one file at a time: no name may refer to them while
         # those of the next file are read.
-        write_safetensors(
-            directory / file_name,
-            {name: full_tensors[name].full() for name in names},
-        )
+        write_safetensors(directory / file_name, {name: full_tensors[name].full() for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
         progress(f"{i} of {len(groups)}: {file_name}")
     if len(groups) > 1:
@@ -205,12 +191,7 @@ def _size_bytes(tensor: LazyFullTensor) -> int:
     return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
 
 
-def to_nxd(
-    source: str | Path,
-    target: str | Path,
-    options: Target,
-    progress: Callable[[str], None] = print,
-) -> None:
+def to_nxd(source: str | Path, target: str | Path, options: Target, progress: Callable[[str], None] = print) -> None:
     """Write the Hugging Face directory ``source`` as neuronx-distributed's checkpoint ``target``.
 
     ``config.json`` is not part of this checkpoint: neuronx-distributed's samples read it from a

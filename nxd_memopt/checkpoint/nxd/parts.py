@@ -193,15 +193,11 @@ class Rule:
             reference = self._local_part(shards[earlier], part, layout)
             if earlier != rank and not bit_equal(local, reference):
                 if part.kind == "replicated" and layout.accept_drift:
-                    warnings.warn(
-                        f"{self.name} differs between tensor-parallel ranks: rank 0's is taken",
-                        stacklevel=2,
-                    )
+                    warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
                     return
                 raise ValueError(
-                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, "
-                    f"which hold the same slice of {part.name} {_replica_remedy(part, layout)}, "
-                    "or check that the files are of one save"
+                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
+                    f"slice of {part.name} {_replica_remedy(part, layout)}, or check that the files are of one save"
                 )
 
 
@@ -239,12 +235,7 @@ def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) 
     return local
 
 
-def detect_kv_order(
-    rule: Rule,
-    part: Part,
-    shards: Sequence[Tensor],
-    replicas: int,
-) -> set[KVOrder]:
+def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: int) -> set[KVOrder]:
     """Return the orders of KV replicas for which all replicas are equal."""
     # The files do not record the order. In the wrong order ``require_replicas`` compares ranks
     # with different KV heads, which differ unless the heads happen to be equal.

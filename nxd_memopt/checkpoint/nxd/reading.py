@@ -65,14 +65,7 @@ class LazyFullTensor:
     Its shards are read when it is indexed; see ``resharding.LazySlice``.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        part: Part,
-        shards: Shards,
-        layout: Layout,
-        directory: Path,
-    ) -> None:
+    def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
         self.rule = rule
         self.part = part
         self.shards = shards
@@ -197,10 +190,7 @@ def open_weights(
     return NxDWeights(files.directory, shards, extras, layout, form)
 
 
-def read_state_dicts(
-    files: RankFiles,
-    model_key: str = "model",
-) -> tuple[dict[str, Shards], dict[str, str]]:
+def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[str, Shards], dict[str, str]]:
     """Return the parameters of all stages by name, and a description of each other entry.
 
     Raises:
@@ -241,11 +231,7 @@ def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -
         )
 
 
-def _state_dict(
-    path: Path,
-    model_key: str,
-    extras: dict[str, str],
-) -> dict[str, Tensor | StoredTensor]:
+def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
     """Return the tensors of one rank file, and add its other entries to ``extras``."""
     content = read_stored(path)
     if not isinstance(content, Mapping):
@@ -278,12 +264,7 @@ def _describe(value: Any) -> str:
 # KV replicas
 
 
-def _count_replicas(
-    files: RankFiles,
-    shards: dict[str, Shards],
-    config: Mapping[str, Any],
-    size: int,
-) -> int:
+def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping[str, Any], size: int) -> int:
     """Return m, the number of KV rows on all ranks divided by the rows of all KV heads."""
     if config.get("model_type") != "llama":
         return 1
@@ -303,9 +284,8 @@ def _count_replicas(
             rows = (rows - query_rows // size) // 2
         if rows <= 0 or rows * size % kv_rows:
             raise ValueError(
-                f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, "
-                f"config.json says {kv_rows} in all: a rank file is missing, or config.json "
-                "belongs to another model"
+                f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, config.json says {kv_rows} in "
+                "all: a rank file is missing, or config.json belongs to another model"
             )
         return rows * size // kv_rows
     return 1
@@ -319,11 +299,7 @@ def _rows(value: Tensor | StoredTensor) -> int:
 
 
 def _find_order(
-    files: RankFiles,
-    rules: list[Rule],
-    shards: dict[str, Shards],
-    layout: Layout,
-    asked: KVOrder | None,
+    files: RankFiles, rules: list[Rule], shards: dict[str, Shards], layout: Layout, asked: KVOrder | None
 ) -> KVOrder:
     """Return the order in which the replicas are equal.
 
@@ -337,12 +313,7 @@ def _find_order(
             continue
         # Layers with equal KV heads (all zeros, for example) fit both orders: go on to the next
         # one. Usually the first layer decides, and only its T shards are read.
-        orders &= detect_kv_order(
-            rule,
-            part,
-            [resolve(shard) for shard in shards[rule.name]],
-            layout.kv_replicas,
-        )
+        orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
         if len(orders) < 2:
             break
     # Four cases: no order fits, or not the one that is asked for (errors); both orders fit and
@@ -357,9 +328,8 @@ def _find_order(
         )
     if len(orders) == 2 and asked is None:
         raise ValueError(
-            f"{files.directory}: all KV heads are equal, so that the order of their "
-            f"{layout.kv_replicas} replicas cannot be found: pass kv_order strided (trn1) or "
-            "consecutive (trn2)"
+            f"{files.directory}: all KV heads are equal, so that the order of their {layout.kv_replicas} replicas "
+            "cannot be found: pass kv_order strided (trn1) or consecutive (trn2)"
         )
     return asked or next(iter(orders))
 
@@ -375,10 +345,7 @@ def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
 # Hugging Face names
 
 
-def as_hugging_face(
-    weights: NxDWeights,
-    config: Mapping[str, Any],
-) -> tuple[dict[str, LazyFullTensor], list[str]]:
+def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dict[str, LazyFullTensor], list[str]]:
     """Return the full tensors by Hugging Face name, and a line for each entry without a
     counterpart.
 
@@ -395,9 +362,8 @@ def as_hugging_face(
     missing = [name for name in rules if name not in weights.shards and not (tied and name == head)]
     if missing or unknown:
         raise ValueError(
-            f"{weights.directory}: the files lack {len(missing)} parameters of the model, "
-            f"{missing[:5]}, and hold {len(unknown)} unknown tensors, {unknown[:5]}: pass the "
-            "config.json of the model that was trained"
+            f"{weights.directory}: the files lack {len(missing)} parameters of the model, {missing[:5]}, and hold "
+            f"{len(unknown)} unknown tensors, {unknown[:5]}: pass the config.json of the model that was trained"
         )
     full_tensors: dict[str, LazyFullTensor] = {}
     for name, rule in rules.items():

@@ -51,11 +51,7 @@ class Target:
 
 
 def write_weights(
-    sources: Sources,
-    config: Mapping[str, Any],
-    directory: str | Path,
-    target: Target,
-    progress: Progress = print,
+    sources: Sources, config: Mapping[str, Any], directory: str | Path, target: Target, progress: Progress = print
 ) -> None:
     """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which
     ``nxd.load_checkpoint`` reads by its tag.
@@ -137,11 +133,7 @@ def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[s
     return stages
 
 
-def _match_sources(
-    rules: list[Rule],
-    sources: Sources,
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
+def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sources by the rules' Hugging Face names, after checking names and shapes."""
     found: dict[str, Any] = {}
     known: set[str] = set()

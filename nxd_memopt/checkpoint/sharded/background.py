@@ -61,12 +61,7 @@ class BackgroundSaver:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        keep: int = 2,
-        pool: HostPool | None = None,
-        stall_s: float = STALL_S,
+        self, directory: str | Path, *, keep: int = 2, pool: HostPool | None = None, stall_s: float = STALL_S
     ) -> None:
         self._directory = Path(directory)
         self._keep = keep
@@ -83,10 +78,7 @@ class BackgroundSaver:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             # After an exception the other ranks may not reach a collective: only wait for this

@@ -59,10 +59,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def require_same_config(
-    checkpoint: Path,
-    saved: Mapping[str, Any],
-    current: Mapping[str, Any],
-    not_compared: Collection[str] = (),
+    checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any], not_compared: Collection[str] = ()
 ) -> None:
     """Raise ``ValueError`` naming every field that differs, with both values.
 

@@ -103,19 +103,13 @@ def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: 
         part.of(weight).add_(scale * (up[rows] @ down[:, columns]))
 
 
-def _require_alike(
-    index: Index,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> None:
+def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
         raise ValueError(
-            f"{name} has shape {list(index.shape(name))} and dtype {stored} in "
-            f"{index.directory}, here {list(shape)} and {dtype or stored}: build the model and "
-            "the optimizer of the run that wrote it"
+            f"{name} has shape {list(index.shape(name))} and dtype {stored} in {index.directory}, here {list(shape)} "
+            f"and {dtype or stored}: build the model and the optimizer of the run that wrote it"
         )
 
 
@@ -174,11 +168,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     return notes
 
 
-def _load_groups(
-    saved: list[dict[str, Any]],
-    optimizer: StoredOptimizer,
-    names: Mapping[int, str],
-) -> None:
+def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names: Mapping[int, str]) -> None:
     """Restore the options of each parameter group.
 
     Raises:
@@ -191,10 +181,9 @@ def _load_groups(
     if [set(group) for group in current] != [set(group) for group in stored]:
         differing = sorted(set().union(*stored) ^ set().union(*current))
         raise ValueError(
-            "the checkpoint's optimizer has parameter groups of "
-            f"{[len(group) for group in stored]} parameters, this one of "
-            f"{[len(group) for group in current]}; in one of the two only: "
-            f"{differing[:_SHOWN]}: build the parameter groups of the run that wrote it"
+            f"the checkpoint's optimizer has parameter groups of {[len(group) for group in stored]} parameters, this "
+            f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
+            "parameter groups of the run that wrote it"
         )
     optimizer.load_options([entry["options"] for entry in saved])
 
@@ -215,12 +204,7 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
     return found
 
 
-def _load_master(
-    index: Index,
-    optimizer: StoredOptimizer,
-    each: StoredParameter,
-    names: Mapping[int, str],
-) -> bool:
+def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter, names: Mapping[int, str]) -> bool:
     """Fill the optimizer's tensor of one parameter.
 
     Return False if it needs a master that the checkpoint lacks.
@@ -273,13 +257,7 @@ def _master(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) 
     return join(index.assemble(f"model.{param_name}", parts, shape), value)
 
 
-def _state_tensor(
-    index: Index,
-    key: str,
-    name: str,
-    each: StoredParameter,
-    group: Mapping[str, Any],
-) -> Tensor:
+def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, group: Mapping[str, Any]) -> Tensor:
     """Return one state of one parameter: this rank's shard, or a step counter."""
     full_name = f"optimizer.{key}.{name}"
     shape = index.shape(full_name)
@@ -304,7 +282,6 @@ def _require_all_used(index: Index, names: Iterable[str]) -> None:
     unused = [name for name in index.names("optimizer.") if name.partition(".")[2] not in known]
     if unused:
         raise ValueError(
-            f"{index.directory} has {len(unused)} optimizer states of parameters that this "
-            f"optimizer does not train: {unused[:_SHOWN]}: train the parameters of the run that "
-            "wrote it"
+            f"{index.directory} has {len(unused)} optimizer states of parameters that this optimizer does not train: "
+            f"{unused[:_SHOWN]}: train the parameters of the run that wrote it"
         )

@@ -120,10 +120,7 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     return names[id(param)]
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-) -> Iterator[FullTensorShard]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[FullTensorShard]:
     """Yield master weights and all states that are tensors.
 
     Raises:
@@ -185,13 +182,7 @@ def _require_no_tensor(value: Any, where: str) -> None:
             _require_no_tensor(item, f"{where}[{i}]")
 
 
-def _state_tensor(
-    key: str,
-    name: str,
-    each: StoredParameter,
-    value: Tensor,
-    parts: list[Part],
-) -> FullTensorShard:
+def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
     """Return the shard of a state: like its parameter, or equal on all ranks (step counters)."""
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
@@ -204,30 +195,15 @@ def _state_tensor(
             "with one element and no dimension can be stored independently of the number of ranks"
         )
     full_name = f"optimizer.{key}.{name}"
-    return FullTensorShard(
-        full_name,
-        tuple(value.shape),
-        value,
-        parts_of(value),
-        _all_data_ranks(),
-    )
+    return FullTensorShard(full_name, tuple(value.shape), value, parts_of(value), _all_data_ranks())
 
 
-def _like_parameter(
-    key: str,
-    name: str,
-    each: StoredParameter,
-    value: Tensor,
-    parts: list[Part],
-) -> FullTensorShard:
+def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
     """Return a shard that is sharded like its parameter."""
     return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
-def optimizer_numbers(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-) -> dict[str, Any]:
+def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the states that are not tensors, by parameter name and state."""
     stored = StoredOptimizer(optimizer)
     numbers = {}
@@ -239,10 +215,7 @@ def optimizer_numbers(
     return numbers
 
 
-def optimizer_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-) -> list[dict[str, Any]]:
+def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the parameter groups: names of the trained parameters, and options such as the
     learning rate.
     """

@@ -41,14 +41,7 @@ from nxd_memopt.checkpoint.sharded.logical import (
 from nxd_memopt.checkpoint.sharded.markers import Heartbeat, rank_file, report_failure, wait_for_ranks
 from nxd_memopt.checkpoint.sharded.snapshot import SnapshotSource
 from nxd_memopt.checkpoint.sharded.steps import incomplete_directory, prune, step_directory
-from nxd_memopt.checkpoint.stream import (
-    DTYPES,
-    Entry,
-    dtype_name,
-    encode_header,
-    in_file_order,
-    write_file,
-)
+from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
 from nxd_memopt.parallel_layers import parallel_state
 
 _COMPLETE = ".json"
@@ -69,12 +62,7 @@ class RankSave:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        step: int,
-        state: TrainingState,
-        config: Mapping[str, Any],
-        keep: int,
+        self, directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
     ) -> None:
         self.parent = Path(directory)
         self.keep = keep
@@ -120,12 +108,7 @@ class RankSave:
             for part in parts:
                 key = _key(logical.name, part.offset, part.size, logical.shape)
                 # ``write`` adds the checksum to this entry, which the fragment contains too.
-                box = {
-                    "offset": list(part.offset),
-                    "size": list(part.size),
-                    "file": self.file,
-                    "key": key,
-                }
+                box = {"offset": list(part.offset), "size": list(part.size), "file": self.file, "key": key}
                 boxes.append(box)
                 self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
@@ -242,12 +225,7 @@ def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, 
     return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 
-def _key(
-    name: str,
-    offset: tuple[int, ...],
-    size: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> str:
+def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """Return the name of the full tensor, with the range of a partial box:
     ``model.norm.weight[0:8]``.
     """

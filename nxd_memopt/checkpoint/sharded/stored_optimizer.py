@@ -89,17 +89,15 @@ class StoredOptimizer:
             else:
                 first = repr(unknown[0])
             raise ValueError(
-                f"{type(base).__name__} has {len(unknown)} of {len(base.state)} states that are "
-                f"of none of its parameters, the first is of {first}: pass the optimizer whose "
-                "param_groups have what it updates"
+                f"{type(base).__name__} has {len(unknown)} of {len(base.state)} states that are of none of its "
+                f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
             )
         # A wrapper that names its inner optimizer differently would look like an optimizer before
         # its first step.
         if known and not base.state and _has_states_elsewhere(base):
             raise ValueError(
-                f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is "
-                "empty, but an optimizer inside of it has states: pass that one, or name the "
-                "attribute that holds it 'optimizer'"
+                f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is empty, but an "
+                "optimizer inside of it has states: pass that one, or name the attribute that holds it 'optimizer'"
             )
 
     def states_of(self, each: StoredParameter) -> Mapping[Any, Any]:

@@ -41,12 +41,7 @@ class Restored:
 
 
 def save_training_state(
-    directory: str | Path,
-    step: int,
-    *,
-    state: TrainingState,
-    config: Mapping[str, Any],
-    keep: int = 2,
+    directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
 ) -> Path:
     """Write ``directory/step_XXXXXXXX`` and return its path.
 
@@ -97,11 +92,7 @@ def begin_save(
 
 
 def load_training_state(
-    directory: str | Path,
-    *,
-    state: TrainingState,
-    config: Mapping[str, Any],
-    not_compared: Collection[str] = (),
+    directory: str | Path, *, state: TrainingState, config: Mapping[str, Any], not_compared: Collection[str] = ()
 ) -> Restored:
     """Load the last complete checkpoint into the model and optimizer of ``state``.
 

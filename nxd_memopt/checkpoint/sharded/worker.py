@@ -36,12 +36,7 @@ class Worker:
         report_failure: called in the thread with the message of an error.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        work: Callable[[Worker], None],
-        report_failure: Callable[[str], None],
-    ) -> None:
+    def __init__(self, target: Path, work: Callable[[Worker], None], report_failure: Callable[[str], None]) -> None:
         self._target = target
         self._work = work
         self._report_failure = report_failure

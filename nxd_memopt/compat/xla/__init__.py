@@ -24,30 +24,21 @@ _TABLE = {
     "core.xla_model": [
         (
             _MODEL,
-            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure "
-            "master_print is_master_ordinal all_reduce reduce_gradients optimizer_step "
-            "all_gather reduce_scatter mesh_reduce save set_rng_state get_rng_state ToXlaTensorArena "
-            "wait_device_ops=synchronize",
+            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure master_print "
+            "is_master_ordinal all_reduce reduce_gradients optimizer_step all_gather reduce_scatter mesh_reduce save "
+            "set_rng_state get_rng_state ToXlaTensorArena wait_device_ops=synchronize",
         ),
-        (
-            _RUNTIME,
-            "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal",
-        ),
+        (_RUNTIME, "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal"),
     ],
     "core.xla_env_vars": [],
     "runtime": [
-        (
-            _RUNTIME,
-            "world_size global_ordinal local_ordinal local_process_count device_type global_device_count",
-        )
+        (_RUNTIME, "world_size global_ordinal local_ordinal local_process_count device_type global_device_count")
     ],
     "distributed": [],
     "distributed.parallel_loader": [(_PROGRAM, "MpDeviceLoader ParallelLoader PerDeviceLoader")],
     "distributed.xla_multiprocessing": [(_PROGRAM, "spawn")],
     "distributed.xla_backend": [("torch.distributed", "ProcessGroupXla=ProcessGroup")],
-    "distributed.zero_redundancy_optimizer": [
-        ("nxd_memopt.optimizer", "ZeroRedundancyOptimizer=NeuronZero1Optimizer"),
-    ],
+    "distributed.zero_redundancy_optimizer": [("nxd_memopt.optimizer", "ZeroRedundancyOptimizer=NeuronZero1Optimizer")],
     "experimental": [],
     "experimental.pjrt_backend": [],
     "utils": [],

@@ -25,11 +25,7 @@ class XlaIsBackendDevice(TorchFunctionMode):
     """Function mode that replaces device ``"xla"`` in ``device=`` and in ``Tensor.to``."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Called for every torch function. Only ``to`` takes a device by position among the calls
         # that scripts make with "xla"; factory functions take it by keyword.

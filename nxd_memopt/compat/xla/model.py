@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal, world_size
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import keep_sums
+from nxd_memopt.parallel_layers.summed_gradients import keep_sums
 from nxd_memopt.parallel_layers.utils import map_tensors
 
 RankGroups = Sequence[Sequence[int]]
@@ -178,11 +178,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 
 def all_gather(
-    value: Tensor,
-    dim: int = 0,
-    groups: RankGroups | None = None,
-    output: None = None,
-    pin_layout: bool = True,
+    value: Tensor, dim: int = 0, groups: RankGroups | None = None, output: None = None, pin_layout: bool = True
 ) -> Tensor:
     """Concatenate the group's tensors along ``dim`` in rank order."""
     del pin_layout
@@ -214,9 +210,8 @@ def reduce_scatter(
     group = _group(groups)
     if reduce_type != REDUCE_SUM or output is not None or shard_count != backend.group_size(group):
         raise ValueError(
-            "reduce_scatter offers sums into a new tensor over the group's "
-            f"{backend.group_size(group)} ranks, got {reduce_type!r} with shard_count "
-            f"{shard_count}, output={output is not None}"
+            f"reduce_scatter offers sums into a new tensor over the group's {backend.group_size(group)} ranks, got "
+            f"{reduce_type!r} with shard_count {shard_count}, output={output is not None}"
         )
     scattered = backend.reduce_scatter(input.movedim(scatter_dim, 0), group)
     return _scaled(scattered.movedim(0, scatter_dim), scale)

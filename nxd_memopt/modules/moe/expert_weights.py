@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.random import fork_if
-from nxd_memopt.parallel_layers.utils import (
-    set_expert_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
+from nxd_memopt.parallel_layers.utils import set_expert_model_parallel_attributes, set_tensor_model_parallel_attributes
 
 
 def expert_weight(

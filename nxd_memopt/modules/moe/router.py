@@ -17,11 +17,7 @@ from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.random import fork_if
-from nxd_memopt.parallel_layers.utils import (
-    ShardedModule,
-    mark_sequence_parallel,
-    set_tensor_model_parallel_attributes,
-)
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel, set_tensor_model_parallel_attributes
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 """Dtypes by the names of ``moe_router_dtype``."""

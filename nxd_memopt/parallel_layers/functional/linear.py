@@ -163,11 +163,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        comm: ColumnActivationSharding,
-        weight: Tensor,
-        *remaining: Tensor | None,
+        ctx: Any, x: Tensor, comm: ColumnActivationSharding, weight: Tensor, *remaining: Tensor | None
     ) -> tuple[Tensor, ...]:
         # ``weight`` is a named parameter because dynamo (torch 2.9 to 2.13,
         # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of
@@ -251,10 +247,7 @@ def input_grad_reduction(
 
 
 def parameter_grads(
-    x: Tensor,
-    grads: Sequence[Tensor],
-    needed: Sequence[bool],
-    replica_groups: Sequence[ProcessGroup | None],
+    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
 ) -> list[Tensor | None]:
     """Compute ``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of W_i.
 
@@ -310,11 +303,7 @@ class RowParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        comm: ActivationSharding,
-        handle: SavedInputs | None,
-        x: Tensor,
-        *remaining: Tensor,
+        ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *remaining: Tensor
     ) -> Tensor:
         # x is a named parameter for the reason in ColumnParallel.forward.
         factors = (x, *remaining)

@@ -79,11 +79,7 @@ class TiledMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        options: TiledMLPOptions,
-        handle: SavedInputs | None,
-        x: Tensor,
-        *parameters: Tensor,
+        ctx: Any, options: TiledMLPOptions, handle: SavedInputs | None, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.options = options
         link_saved_inputs(ctx, handle, x, *parameters)

@@ -53,13 +53,7 @@ class ChunkedLinearCrossEntropy:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        scale: Tensor,
-        options: LossOptions,
-        needs: Sequence[bool],
+        self, x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, options: LossOptions, needs: Sequence[bool]
     ) -> None:
         self.x = x
         self.weight = weight

@@ -59,8 +59,7 @@ def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: Los
         raise ValueError(f"target must hold integer labels, got {target.dtype}")
     if hidden.numel() // hidden.size(-1) * options.gathered != target.numel():
         raise ValueError(
-            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, "
-            f"target {list(target.shape)}: "
+            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, target {list(target.shape)}: "
             "target must have a label for each token of the full sequence"
         )
     if options.reduction not in REDUCTIONS:

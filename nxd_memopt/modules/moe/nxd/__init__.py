@@ -6,13 +6,7 @@ from nxd_memopt.modules.moe.nxd.configs import (
     MoeConfigValidator,
     RouterConfig,
 )
-from nxd_memopt.modules.moe.nxd.expert_mlps import (
-    ACT2FN,
-    ExpertMLPs,
-    ExpertMLPsV2,
-    GLUType,
-    RoutedExpertsMLPOpsConfig,
-)
+from nxd_memopt.modules.moe.nxd.expert_mlps import ACT2FN, ExpertMLPs, ExpertMLPsV2, GLUType, RoutedExpertsMLPOpsConfig
 from nxd_memopt.modules.moe.nxd.layer import MoE
 from nxd_memopt.modules.moe.nxd.loss import load_balancing_loss_func
 from nxd_memopt.modules.moe.nxd.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
