@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.experts import BALANCED_ROUTING, MoESizes
-from nxd_memopt.architectures.parameters import sizes
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_limits import available_host_bytes
@@ -141,9 +140,8 @@ def _problem(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int, *, host_gib: float | None
 ) -> Problem:
     """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
-    content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
     return Problem(
-        config=with_defaults(content),
+        model=model_spec(hf_config),
         device=device,
         devices=ranks,
         sequence_length=config.data.seq_length,
@@ -167,13 +165,13 @@ def _attention(config: TrainConfig, problem: Problem) -> str | None:
     """
     if config.memory.attention_backend != "auto":
         return None
-    letters = sizes(problem.config)
+    spec = problem.model
     name, _ = attention_implementation(
-        (config.data.micro_batch_size, letters["h"], config.data.seq_length, letters["d"]),
-        letters["g"],
+        (config.data.micro_batch_size, spec.num_heads, config.data.seq_length, spec.head_dim),
+        spec.num_kv_heads,
         dtype=getattr(torch, PRECISIONS[problem.precision][0]),
         packed=config.data.isolate_documents,
-        dropout_p=problem.attention_dropout,
+        dropout_p=spec.attention_dropout,
     )
     names = set(share_texts(name))
     if len(names) > 1:
@@ -319,7 +317,7 @@ def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedC
         return
     size = config.parallel.tensor_model_parallel_size
     layout = StateLayout(getattr(torch, config.model.dtype).itemsize, sharding=config.data_parallel.stage)
-    shapes = local_shapes(hf_config, size, config.parallel.expert_model_parallel_size)
+    shapes = local_shapes(model_spec(hf_config), size, config.parallel.expert_model_parallel_size)
     needed = initialization_bytes(shapes, layout)
     available = int(_least(_host_gib()) * GIB)
     if available and needed > available:

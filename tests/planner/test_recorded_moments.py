@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.memory.peak import SMALL_TENSORS_BYTES, StepMemory
@@ -31,7 +32,7 @@ def problem_of(model: str, layers: int, tokens: int, **options) -> Problem:
     """A problem on H200s, of one sequence in bf16 without sharding by default."""
     config = with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers})
     defaults = {"devices": 1, "global_batch_size": 1, "precision": "bf16-true", "stages": ("none",)}
-    return Problem(config=config, device=device_named("h200"), sequence_length=tokens, **defaults | options)
+    return Problem(model=model_spec(config), device=device_named("h200"), sequence_length=tokens, **defaults | options)
 
 
 def step_memory(
@@ -211,7 +212,7 @@ def test_slots_of_peer_memory_are_not_below_the_recorded_ones():
 def test_a_graph_of_many_tokens_has_the_buffers_of_the_optimizer_too(devices, stage, tokens, terms):
     """The embedding's backward, which needs more than they do, is inside the graph's pool."""
     problem = Problem(
-        config=with_defaults(NAMED_CONFIGS["smollm2-135m"]),
+        model=model_spec(with_defaults(NAMED_CONFIGS["smollm2-135m"])),
         device=device_named("h200"),
         devices=devices,
         sequence_length=tokens,

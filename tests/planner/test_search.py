@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.candidates import settings
@@ -20,7 +21,7 @@ from tests.reference import assert_says, error_message
 def shallow(layers: int, **options) -> Problem:
     """LLaMA-3-8B with few layers and short sequences, whose gradients need more than its activations."""
     config = with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": layers})
-    return Problem(config, device_named("h100"), 1, 512, precision="bf16-true", **options)
+    return Problem(model_spec(config), device_named("h100"), 1, 512, precision="bf16-true", **options)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_no_setting_that_fits_is_passed_over(asked):
 def test_ranks_have_complete_kv_heads(size):
     """As in the model: T divides the KV heads or is a multiple of them."""
     heads = {"hidden_size": 6144, "num_attention_heads": 48, "num_key_value_heads": 8, "intermediate_size": 12288}
-    asked = replace(problem(devices=size), config=with_defaults({**NAMED_CONFIGS["llama-3-8b"], **heads}))
+    asked = replace(problem(devices=size), model=model_spec(with_defaults({**NAMED_CONFIGS["llama-3-8b"], **heads})))
     message = error_message(lambda: evaluate(asked, Setting(size)))
     assert_says(message, f"tensor_model_parallel_size {size}", "num_key_value_heads 8", "use a")
     for possible in (4, 16):
@@ -70,7 +71,7 @@ def test_the_explanation_is_true_of_every_setting():
 def test_a_model_with_windows_keeps_no_attention():
     """It is built with tiles of attention, also for sequences that its windows cover, and tiles cannot be kept."""
     config = {**NAMED_CONFIGS["llama-3-8b"], "model_type": "mistral", "sliding_window": 4096}
-    asked = Problem(with_defaults(config), device_named("h200"), 1, 2048)
+    asked = Problem(model_spec(with_defaults(config)), device_named("h200"), 1, 2048)
     assert not any(setting.memory.recompute_keep_core_attn for setting in settings(asked))
     refused = Setting(memory=MemoryConfig(attention_backend="sdpa"))
     assert_says(error_message(lambda: evaluate(asked, refused)), "sdpa", "window")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import GIB, device_named, host_device
 from nxd_memopt.planner.search.plan import Plan, evaluate
@@ -30,7 +31,7 @@ def planned(
     **options,
 ) -> Plan:
     problem = Problem(
-        config=with_defaults(NAMED_CONFIGS["llama-3-8b"]),
+        model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
         device=device_named("h200"),
         devices=1,
         sequence_length=tokens,
@@ -104,7 +105,7 @@ def test_launches_of_a_slower_host_take_longer():
     def seconds(tokens: int, factor: float, *, cuda_graph: bool = False) -> float:
         device = device_named("h200")
         problem = Problem(
-            config=with_defaults(NAMED_CONFIGS["llama-3-8b"]),
+            model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
             device=replace(device, launch_s=factor * device.launch_s),
             devices=1,
             sequence_length=tokens,
@@ -120,7 +121,7 @@ def test_launches_of_a_slower_host_take_longer():
 
 def mixtral(memory: MemoryConfig, *, ranks: int = 1) -> Plan:
     problem = Problem(
-        config=with_defaults({**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 5}),
+        model=model_spec(with_defaults({**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 5})),
         device=device_named("h200"),
         devices=ranks,
         sequence_length=4608,
@@ -153,7 +154,7 @@ def test_recompute_launches_its_collectives_and_experts_again(monkeypatch, launc
 def data_parallel_s(ranks: int, model: str = "llama-3-8b", **options) -> float:
     """Seconds of the data-parallel collectives of a step of two micro-batches per rank."""
     problem = Problem(
-        config=with_defaults(NAMED_CONFIGS[model]),
+        model=model_spec(with_defaults(NAMED_CONFIGS[model])),
         device=device_named("h200"),
         devices=ranks,
         sequence_length=4096,
@@ -206,7 +207,10 @@ def test_instances_of_hybrid_sharding_reduce_their_shards_over_the_network():
 def test_gradients_are_reduced_in_the_given_dtype(sharding):
     """Mixed precision reduces in fp32, or in bf16 at half the traffic."""
     problem = Problem(
-        config=with_defaults(NAMED_CONFIGS["llama-3-8b"]), device=device_named("h200"), devices=8, sequence_length=4096
+        model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
+        device=device_named("h200"),
+        devices=8,
+        sequence_length=4096,
     )
     wide, narrow = (
         evaluate(problem, Setting(sharding=sharding, grad_reduce_in_fp32=value)).time.terms["data-parallel collectives"]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.config import MemoryConfig
@@ -27,7 +28,7 @@ FULL = {"recompute_granularity": "full"}
 
 def problem(length=131072, **options) -> Problem:
     config = with_defaults(NAMED_CONFIGS["llama-3-8b"])
-    return Problem(config, device_named("h200"), 1, length, precision="bf16-true", **options)
+    return Problem(model_spec(config), device_named("h200"), 1, length, precision="bf16-true", **options)
 
 
 def test_the_holes_of_a_runs_own_techniques_are_part_of_what_it_lacks(capsys):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nxd_memopt._optional import require_transformers
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.memory_terms import (
@@ -113,7 +114,7 @@ def _shape(request: Request, layers: int) -> StepShape:
 
     config: Any = config_of({**request.config, "num_hidden_layers": layers})
     return step_shape(
-        config,
+        model_spec(config),
         request.parallel_config(),
         request.memory_config(),
         sequence_length=request.sequence_length,

@@ -13,6 +13,7 @@ from typing import Any
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.commands.plan.model_source import ModelSource, planned_moe, read_source
 from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
 from nxd_memopt.files import require_new
@@ -179,7 +180,7 @@ def _problem(options: argparse.Namespace, source: ModelSource) -> Problem:
         raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
     size = options.tensor_model_parallel_size
     return Problem(
-        config=config,
+        model=model_spec(config),
         device=device,
         devices=device.ranks_per_host if options.devices is None else options.devices,
         sequence_length=length,

@@ -16,7 +16,8 @@ from nxd_memopt.architectures.configs import (
     with_defaults,
     with_experts,
 )
-from nxd_memopt.architectures.parameters import moe_layers, require_supported_values
+from nxd_memopt.architectures.model_spec import moe_layers
+from nxd_memopt.architectures.parameters import require_supported_values
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.hardware import Device

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
 
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
 from nxd_memopt.planner.memory.layer_tensors import (
@@ -91,7 +91,7 @@ def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int
 
 
 def offloaded_checkpoint_bytes(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     memory: MemoryConfig,
     *,
@@ -105,7 +105,7 @@ def offloaded_checkpoint_bytes(
     The same on every device: inputs of layers, and results of attention that are kept.
 
     Args:
-        config: Hugging Face's config; the other arguments as ``rank_sizes``.
+        spec: the model; the other arguments as ``rank_sizes``.
         parallel: T and sequence parallelism.
         memory: full recompute.
         sequence_length: S.
@@ -116,9 +116,7 @@ def offloaded_checkpoint_bytes(
     Raises:
         ValueError: see ``rank_sizes`` and ``activations``.
     """
-    sizes = rank_sizes(
-        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype
-    )
+    sizes = rank_sizes(spec, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype)
     # Every kernel that is one operator returns the same results, with dropout too.
     kernels = Kernels(fused=True, attention=SINGLE_KERNELS[0])
     return activations(sizes, memory, kernels, smallest_bytes=smallest_bytes).host_bytes

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.parameters import moe_layers, sizes
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
@@ -128,7 +126,7 @@ def require_possible(problem: Problem, fixed: FixedOptions) -> None:
         raise ValueError(
             f"trainer.compile is not supported on {problem.device.name}, which compiles full steps: set it to null"
         )
-    if fixed.compiles_layers and any(moe_layers(problem.config)):
+    if fixed.compiles_layers and problem.model.has_experts:
         raise ValueError(
             "trainer.compile compiles layers of static shapes, and an expert's rows depend on the routing: set it to "
             "null"
@@ -147,9 +145,9 @@ def _require_attention(problem: Problem, name: str) -> None:
     refusal = limit_refusal(
         name,
         dtype=PRECISIONS[problem.precision][0],
-        head_dim=sizes(problem.config)["d"],
+        head_dim=problem.model.head_dim,
         packed=problem.isolate_documents,
-        dropout_p=option(problem.config, "attention_dropout") or 0.0,
+        dropout_p=problem.model.attention_dropout,
     )
     if refusal is not None:
         raise ValueError(f"memory.attention_backend {name!r} cannot be met: {refusal}; or use 'auto'")

@@ -13,7 +13,7 @@ from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
 from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
-from nxd_memopt.planner.sizes.states import StateLayout, kv_replicas, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.planner.sizes.states import StateLayout, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
 
 
@@ -245,8 +245,9 @@ def _communicators(problem: Problem, setting: Setting) -> int:
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
     replicas = _replicas(problem, setting)
     sizes = [tensor, replicas]
-    if kv_replicas(problem.config, tensor) < tensor:
-        sizes.append(kv_replicas(problem.config, tensor))
+    kv_replicas = problem.model.kv_replicas(tensor)
+    if kv_replicas < tensor:
+        sizes.append(kv_replicas)
     if experts > 1:
         sizes += [experts, replicas // experts]
     if setting.shard_ranks is not None and setting.shard_ranks < replicas:
@@ -276,7 +277,7 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
             expert_model_parallel_size=experts,
         )
         models[key] = rank_model(
-            problem.config,
+            problem.model,
             parallel,
             sequence_length=problem.sequence_length,
             micro_batch_size=setting.micro_batch_size,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_memopt.architectures.adapters import adapter_shapes
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
-from nxd_memopt.planner.sizes.states import StateLayout, frozen_weight_bytes, kv_replicas
+from nxd_memopt.planner.sizes.states import StateLayout, frozen_weight_bytes
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 """Function of ``states.py`` that counts bytes of parameters of given shapes."""
@@ -78,7 +78,7 @@ def _elements(shapes: Sequence[Sequence[int]]) -> int:
 
 
 def rank_model(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     *,
     sequence_length: int,
@@ -89,7 +89,7 @@ def rank_model(
 ) -> RankModel:
     """Return the share of one rank; arguments and errors as ``rank_sizes``."""
     sizes = rank_sizes(
-        config,
+        spec,
         parallel,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
@@ -98,14 +98,11 @@ def rank_model(
         lora=lora,
     )
     size = parallel.tensor_model_parallel_size
-    replicas = kv_replicas(config, size)
+    replicas = spec.kv_replicas(size)
     layer: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
     # Layer 0 stands for every layer: their parameters have equal shapes.
-    shallow = config
-    if isinstance(config, Mapping):
-        shallow = {**config, "num_hidden_layers": 1}
-    for parameter in parameters(shallow):
+    for parameter in parameters(spec.with_layers(1)):
         shape = parameter.local_shape(size, replicas, parallel.expert_model_parallel_size)
         if ".layers.0." in parameter.name:
             layer.append(shape)
@@ -113,5 +110,5 @@ def rank_model(
             others.append(shape)
     if sizes.adapters is None:
         return RankModel(sizes, tuple(layer), tuple(others))
-    trained = adapter_shapes(config, sizes.adapters, size, replicas)
+    trained = adapter_shapes(spec, sizes.adapters, size)
     return RankModel(sizes, tuple(trained), (), tuple(layer), tuple(others))

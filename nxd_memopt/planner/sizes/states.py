@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, option
-from nxd_memopt.architectures.parameters import ExpertShape, Parameter, num_kv_heads, parameters
+from nxd_memopt.architectures.model_spec import ModelSpec
+from nxd_memopt.architectures.parameters import ExpertShape, parameters
 from nxd_memopt.config import require_divisible, require_one_of
 
 FP32_BYTES = 4
@@ -106,21 +105,12 @@ def optimizer_element_bytes(*, param_remainders: bool) -> int:
 
 
 def local_shapes(
-    config: Any, tensor_model_parallel_size: int, expert_model_parallel_size: int = 1
+    spec: ModelSpec, tensor_model_parallel_size: int, expert_model_parallel_size: int = 1
 ) -> list[tuple[int, ...]]:
     """Return the shape of each parameter on one rank, in the model's order."""
-    replicas = kv_replicas(config, tensor_model_parallel_size)
-    found: list[Parameter] = list(parameters(config))
+    replicas = spec.kv_replicas(tensor_model_parallel_size)
     sizes = (tensor_model_parallel_size, replicas, expert_model_parallel_size)
-    return [parameter.local_shape(*sizes) for parameter in found]
-
-
-def kv_replicas(config: Any, tensor_model_parallel_size: int) -> int:
-    """Return r, the ranks that share a KV head: T/g with more ranks than KV heads, else 1."""
-    # GPT-NeoX has as many KV heads as query heads.
-    if option(config, "model_type") in GPT_NEOX_TYPES:
-        return 1
-    return max(1, tensor_model_parallel_size // num_kv_heads(config))
+    return [parameter.local_shape(*sizes) for parameter in parameters(spec)]
 
 
 def shard_elements(shape: Sequence[int], layout: StateLayout) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
-from nxd_memopt.architectures.parameters import num_kv_heads, parameters
+from nxd_memopt.architectures.model_spec import ModelSpec
+from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.memory.layer_tensors import layer_runs, merges_branches
@@ -17,7 +16,7 @@ from nxd_memopt.planner.timing.collectives import RouterShape, StepShape
 
 
 def step_shape(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     memory: MemoryConfig,
     *,
@@ -30,7 +29,7 @@ def step_shape(
     """Return the sizes of a training step of LLaMA, GPT-NeoX, Mixtral or Qwen3-MoE.
 
     Args:
-        config: Hugging Face's config.
+        spec: the model.
         parallel: T, sequence parallelism and the dtype of reductions.
         memory: parts of a layer that are recomputed separately.
         sequence_length: S, tokens per sequence.
@@ -44,18 +43,14 @@ def step_shape(
         if value is not None:
             raise ValueError(f"{name} {value!r}: the collectives of tiles and groups are not planned: leave it out")
     size = parallel.tensor_model_parallel_size
-    is_llama = config.model_type not in GPT_NEOX_TYPES
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
-    replicas = 1
-    if is_llama:
-        replicas = max(1, size // num_kv_heads(config))
+    replicas = spec.kv_replicas(size)
     # models/gpt_neox.py merges in training without dropout after the branches.
-    has_dropout = not is_llama and config.hidden_dropout > 0
-    parallel_residual = not is_llama and config.use_parallel_residual
+    has_dropout = spec.hidden_dropout > 0
     blocks: list[int] = []
-    for count, techniques in layer_runs(memory, config.num_hidden_layers):
-        merged = merges_branches(config.model_type, techniques, parallel_residual=parallel_residual)
+    for count, techniques in layer_runs(memory, spec.num_layers):
+        merged = merges_branches(spec.model_type, techniques, parallel_residual=spec.has_parallel_residual)
         blocks += [1 if merged and not has_dropout else 2] * count
     reduce_dtype_bytes = element_bytes
     if parallel.reduce_dtype == "float32":
@@ -63,7 +58,7 @@ def step_shape(
     tokens = sequence_length * micro_batch_size
     return StepShape(
         blocks=tuple(blocks),
-        hidden_size=config.hidden_size,
+        hidden_size=spec.hidden_size,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
         element_bytes=element_bytes,
@@ -71,14 +66,14 @@ def step_shape(
         sequence_parallel_enabled=parallel.sequence_parallel_enabled,
         reduce_dtype_bytes=reduce_dtype_bytes,
         kv_replicas=replicas,
-        kv_gradient_bytes=_kv_gradient_bytes(config, size, replicas, element_bytes),
+        kv_gradient_bytes=_kv_gradient_bytes(spec, size, replicas, element_bytes),
         tagged_gradient_bytes=tuple(
             math.prod(parameter.shape) * element_bytes
-            for parameter in parameters(config)
+            for parameter in parameters(spec)
             # Without SP the rank has all tokens, but of the heads still its own only.
             if (parameter.is_sequence_partial if parallel.sequence_parallel_enabled else parameter.is_head_partial)
         ),
-        head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
+        head_chunks=_head_chunks(spec, parallel, tokens, element_bytes),
         row_output_dropout=has_dropout,
         loss_in_backward=loss_in_backward,
         router=None if moe is None else _router_shape(moe, parallel.expert_model_parallel_size),
@@ -151,7 +146,7 @@ def _router_shape(moe: MoEConfig, expert_ranks: int) -> RouterShape:
 
 
 def _kv_gradient_bytes(
-    config: Any,
+    spec: ModelSpec,
     size: int,
     replicas: int,
     element_bytes: int,
@@ -162,13 +157,13 @@ def _kv_gradient_bytes(
     # Layer 0 stands for every layer: their parameters have equal shapes.
     return tuple(
         math.prod(parameter.local_shape(size, replicas)) * element_bytes
-        for parameter in parameters(config)
+        for parameter in parameters(spec)
         if parameter.sharding == "kv_column" and ".layers.0." in parameter.name
     )
 
 
 def _head_chunks(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     tokens: int,
     element_bytes: int,
@@ -182,11 +177,11 @@ def _head_chunks(
     # which the fused loss itself calls chunk_ranges.
     exchanged = 0
     if size > 1:
-        exchanged = 3 * config.hidden_size
+        exchanged = 3 * spec.hidden_size
     ranges = chunk_ranges(
         tokens // gathered,
         gathered=gathered,
-        vocab=-(-config.vocab_size // size),
+        vocab=-(-spec.vocab_size // size),
         exchanged=exchanged,
         logits_bytes=DEFAULT_LOGITS_BYTES,
         element_bytes=element_bytes,

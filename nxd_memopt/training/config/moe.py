@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt.architectures.experts import options_of, require_option_of
-from nxd_memopt.architectures.parameters import moe_layers
+from nxd_memopt.architectures.model_spec import moe_layers
 from nxd_memopt.moe_config import LoadBalancing, MoEConfig
 
 if TYPE_CHECKING:
