@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,7 @@ from nxd_memopt.planner.memory.backward import ATTENTION_SAVED, layer_moments
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction
 from nxd_memopt.planner.memory.layer_moment import Moment, with_fp32_sums
 from nxd_memopt.planner.memory.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
-from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.sizes.rank_model import RankModel, elements
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes
 from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
@@ -60,8 +59,11 @@ def in_backward(
     # The head's gradient comes first. A tied one waits for the embedding's, in the dtype of the weights.
     # Stage 3 reduces it with the embedding's, and those of a layer after its backward.
     reduction = BackwardReduction.of(model, memory, layout, accumulates=standing_gradients > 0)
-    finished = 0 if reduction.reduces_units else gradient_bytes(model.other_shapes[-1:], layout)
-    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if model.is_tied else 0
+    finished = waiting = 0
+    if not reduction.reduces_units:
+        finished = gradient_bytes((*model.final_norm, *model.head), layout)
+    if model.is_tied:
+        waiting = elements(model.embedding) * layout.element_bytes
     # The loss and the final norm are done.
     remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
     found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.sizes.rank_model import RankModel, elements
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
 from nxd_memopt.planner.techniques.recomputation import Recomputation
@@ -120,7 +120,7 @@ def reduction_bytes(
         unit_layers: decoder layers that stage 3 gathers and reduces together, those of a recompute chunk.
         accumulates: the rank's parts of the gradients exist already, and those of a bucket are added to them.
     """
-    if layout.data_parallel_size == 1 or not model.other_shapes:
+    if layout.data_parallel_size == 1 or not model.embedding:
         return ReductionBytes()
     if layout.sharding == "zero2":
         return _of_scattered_buckets(model, layout, accumulates=accumulates)
@@ -141,8 +141,8 @@ def _of_scattered_buckets(model: RankModel, layout: StateLayout, *, accumulates:
     reduced = _reduced_element_bytes(layout, accumulates=accumulates)
     # Vectors have buckets of their own, which come last and are small.
     layer = _buckets([shape for shape in model.layer_shapes if len(shape) > 1], layout)
-    head = _head_elements(model)
-    embedding = math.prod(model.other_shapes[0])
+    head = elements(model.head)
+    embedding = elements(model.embedding)
     # Three buckets after each other, also of two layers.
     triples = zip(layer, layer[1:] + layer[:1], (layer * 3)[2 : 2 + len(layer)], strict=True)
     in_layer = max(reduced * (before + copied) + own * (copied + after) for before, copied, after in triples)
@@ -162,7 +162,7 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
     """Return the bytes of a reduction without sharding: a flat copy of each bucket, and its sum over the ranks."""
     number = OVERLAPPED_BUCKETS
     layer = _buckets(model.layer_shapes, layout)
-    head = _head_elements(model)
+    head = elements(model.head)
     # Buckets of as many layers as are in progress at a time.
     several = layer * (1 + number // len(layer))
     copies = 2 * layout.gradient_element_bytes
@@ -173,7 +173,7 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
         last_layer=max(in_layer, with_head) if head else in_layer,
         layer=in_layer,
         in_embedding=in_layer,
-        after_embedding=copies * (sum(several[1 - number :]) + math.prod(model.other_shapes[0])),
+        after_embedding=copies * (sum(several[1 - number :]) + elements(model.embedding)),
     )
 
 
@@ -186,9 +186,9 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
     own = layout.element_bytes
     copied = _reduced_element_bytes(layout, accumulates=False)
     reduced = _reduced_element_bytes(layout, accumulates=accumulates)
-    layer = sum(math.prod(shape) for shape in model.layer_shapes)
-    others = sum(math.prod(shape) for shape in model.other_shapes)
-    head = own * _head_elements(model)
+    layer = elements(model.layer_shapes)
+    others = elements(model.other_shapes)
+    head = own * elements(model.head)
     unit = min(unit_layers, model.sizes.num_layers) * layer
     only_one = unit_layers >= model.sizes.num_layers
     # While gradients are copied the rank's part of the result does not exist yet. FSDP2 keeps the last one, the head's.
@@ -210,18 +210,13 @@ def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
     return size + -(-size // layout.data_parallel_size) if accumulates else size
 
 
-def _head_elements(model: RankModel) -> int:
-    """Return the elements of the head; 0 if it is the embedding too, whose gradient comes last."""
-    return 0 if model.is_tied else math.prod(model.other_shapes[-1])
-
-
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:
     """Return the elements of the buckets of a layer's parameters, in the order of backward."""
     buckets: list[int] = []
     for shape in reversed(shapes):
-        elements = math.prod(shape)
-        if buckets and (buckets[-1] + elements) * layout.element_bytes <= BUCKET_BYTES:
-            buckets[-1] += elements
+        count = math.prod(shape)
+        if buckets and (buckets[-1] + count) * layout.element_bytes <= BUCKET_BYTES:
+            buckets[-1] += count
         else:
-            buckets.append(elements)
+            buckets.append(count)
     return buckets

@@ -21,7 +21,7 @@ from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.loss import loss_temporaries
-from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.sizes.rank_model import RankModel, elements
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.sizes.states import (
     ADAM_MOMENTS,
@@ -305,12 +305,12 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     }
     # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8.
     element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
-    elements = on_host // element_bytes
-    states["master weights"] -= elements * layout.master_element_bytes
-    states["optimizer moments"] -= elements * ADAM_MOMENTS * layout.optimizer_bytes
+    count = on_host // element_bytes
+    states["master weights"] -= count * layout.master_element_bytes
+    states["optimizer moments"] -= count * ADAM_MOMENTS * layout.optimizer_bytes
     if on_host:
         states["staging of optimizer states"] = stream_bytes(
-            elements,
+            count,
             chunk_elements=CHUNK_ELEMENTS,
             staging_bytes=layout.staging_bytes,
             element_bytes=element_bytes,
@@ -373,8 +373,8 @@ def _in_loss(
     # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
     in_flight = sum(kept.offloaded[-1].values()) if kernels.fused and memory.cpu_offloading_activations else 0
     # The head's gradient is cast before that of any layer.
-    if not gradients and casts_gradients(layout) and not model.is_tied:
-        temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
+    if not gradients and casts_gradients(layout):
+        temporaries = max(temporaries, gradient_bytes(model.head, layout))
     return "loss", {
         ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
         "gradients": gradients,
@@ -386,16 +386,18 @@ def _in_loss(
 def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[str, int]:
     """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
     update = {"gradients": gradients, "temporary tensors": 0}
-    elements = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
-    largest = max(elements) * layout.gradient_element_bytes
+    counts = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
+    largest = max(counts) * layout.gradient_element_bytes
     if layout.sharding == "zero1" and layout.shards > 1:
         # This rank's reduced shards, and a copy of a bucket's gradients; a second, padded one of gradients
         # that do not divide.
-        copies = 2 if any(count % layout.shards for count in elements) else 1
+        copies = 1
+        if any(count % layout.shards for count in counts):
+            copies = 2
         update["reduced gradients"] = model.total(shard_bytes, layout)
         # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
         weights = model.total(weight_bytes, layout)
-        gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(elements) * layout.element_bytes)
+        gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(counts) * layout.element_bytes)
         gathered += 2 * gathered // layout.shards
         bucket = max(min(_STAGE1_BUCKET_BYTES, gradients), largest)
         update["gradient buckets"] = max(copies * bucket, gathered)
@@ -445,10 +447,12 @@ def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kern
     if kernels.fused and sizes.tokens > _UNSORTED_TOKENS:
         rows = sizes.tokens // _ROWS_PER_PARTIAL_SUM + min(sizes.tokens, sizes.vocab)
         temporary += rows * sizes.hidden * FP32_BYTES
-    shapes = model.other_shapes[:1]
-    if casts_gradients(layout) and shapes:
-        # Its gradient exists before its fp32 sum, and next to it.
-        own = math.prod(shapes[0]) * layout.element_bytes
-        return max(own, temporary + own * (2 if model.is_tied else 1) - gradient_bytes(shapes, layout))
+    if casts_gradients(layout) and model.embedding:
+        # Its gradient exists before its fp32 sum, and next to it; so does that of a tied head.
+        own = elements(model.embedding) * layout.element_bytes
+        existing = temporary + own
+        if model.is_tied:
+            existing += own
+        return max(own, existing - gradient_bytes(model.embedding, layout))
     # Weights return from host memory after backward: the update has more of them.
     return 0 if memory.cpu_offloading_weights else temporary
