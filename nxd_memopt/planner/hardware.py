@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nxd_memopt.config import MemoryConfig, require_one_of
-from nxd_memopt.planner.memory.allocator import fragment_bytes
+from nxd_memopt.config import require_one_of
 
 GIB = 2**30
 RESERVE_GIB = 1.25
@@ -34,7 +33,7 @@ CUDA_CONTEXT_GIB = 0.61
 """CUDA context of one process: 621 MiB on an H200 [measured]."""
 CUDA_LIBRARIES_GIB = 0.32
 """Kernels and workspaces of cuBLAS, Triton and FlashAttention-4 that a first step loads outside of PyTorch's
-allocator: about 325 MiB, what context and communicator leave of 1,601 MiB after a step with T=4 on H200s."""
+allocator. 325 MiB: 1,601 MiB after a step with T=4 on H200s minus context and communicator."""
 CUDA_RESERVE_GIB = CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB
 NCCL_GIB = 0.66
 """Buffers of one NCCL communicator on H200s: 366 to 390 MiB when it is created [measured], and about 290 MiB with its
@@ -52,7 +51,7 @@ ONLY_HARDWARE_SHOWS = {
 """Effects that no plan models, by kind of device. No Trainium was available to measure them."""
 
 LAUNCH_S = 3.3e-5
-"""``Device.launch_s`` on the hosts of the steps to which ``step_time.HostRates`` is fitted (3.2e-5 and 3.4e-5)."""
+"""``Device.launch_s`` on the hosts of the recorded steps (3.2e-5 and 3.4e-5)."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,14 @@ class Device:
         return int(self.memory_gib * GIB)
 
     def usable_bytes(self, *, communicators: int = 0) -> int:
-        """Return the bytes that tensors can use.
+        """Return the bytes that tensors, and on a GPU the margin of the allocator, can use.
 
         Args:
             communicators: groups of several ranks with which a rank communicates, of NCCL on a GPU.
         """
         reserve_gib = self.reserve_gib
         if self.kind == "cuda":
-            reserve_gib += fragment_bytes(self.memory_bytes, MemoryConfig()) / GIB + communicators * NCCL_GIB
+            reserve_gib += communicators * NCCL_GIB
         return int((self.memory_gib - reserve_gib) * GIB)
 
 

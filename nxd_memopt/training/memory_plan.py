@@ -37,9 +37,8 @@ from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, world_size
 
 CERTAIN = 1.1
-"""A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:
-recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner_accuracy.md), and one
-of another model or shape may be further from its plan."""
+"""A plan with margin that is above the available memory by this factor is an error, a smaller excess a warning: most
+steps need less than the margin."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,10 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         result = MemoryPlan(plan.memory.device_bytes, _known(problem, plan), before, tuple(lines))
         if result.available_bytes is not None:
             _require_fit(plan)
-        # The choice is made: from here on the run is one whose section names the techniques.
-        trainer = replace(config.trainer, auto_memory=False)
-        config = replace(config, memory=plan.setting.memory, trainer=trainer) if is_auto else config
+        # From here on `memory` is explicit.
+        if is_auto:
+            trainer = replace(config.trainer, auto_memory=False)
+            config = replace(config, memory=plan.setting.memory, trainer=trainer)
     if is_rank_zero():
         print("\n".join(result.lines), flush=True)
     return config, result
@@ -290,11 +290,12 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
     terms = sorted(plan.memory.device.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms[:4] if size)
     available = _known(problem, plan)
-    of = "" if available is None else f" of {available / GIB:.2f} available"
-    lines.append(
-        f"memory: planned {plan.memory.device_bytes / GIB:.2f} GiB{of} on each device ({largest}; peak in "
-        f"{plan.memory.moment})"
-    )
+    planned_gib = f"{plan.memory.device_bytes / GIB:.2f} GiB"
+    if plan.memory.margin_bytes:
+        planned_gib += f", {plan.memory.reserved_bytes / GIB:.2f} with margin,"
+    if available is not None:
+        planned_gib += f" of {available / GIB:.2f} available"
+    lines.append(f"memory: planned {planned_gib} on each device ({largest}; peak in {plan.memory.moment})")
     experts = None
     if problem.moe is not None:
         experts = MoESizes(problem.moe, plan.setting.expert_model_parallel_size, 1)

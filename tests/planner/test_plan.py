@@ -274,8 +274,8 @@ def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
 def test_what_is_shown_fits_and_is_sorted():
     for each in (problem(), problem("gpt-neox-20b", "h100", 8, 2048), problem(device="trn2", devices=64)):
         found = plans(each)
-        assert found and all(plan.memory.device_bytes <= each.usable_bytes for plan in found)
-        speeds = [plan.tokens_per_s for plan in found]
+        assert found and all(plan.memory.reserved_bytes <= plan.usable_bytes for plan in found)
+        speeds = [plan.least_tokens_per_s for plan in found]
         assert speeds == sorted(speeds, reverse=True)
 
 
@@ -462,6 +462,8 @@ def test_the_plot_has_the_memory_of_the_shown_settings(tmp_path, monkeypatch, ca
     assert len(set(limits)) > 1  # two communicators need more memory than one
     for index, plan in enumerate(document["plans"]):
         drawn = {name: widths[index] * GIB for name, widths in bars.items() if widths[index]}
+        assert sum(drawn.values()) == pytest.approx(plan["with_margin_bytes"], abs=2 << 20)
+        drawn.pop("margin")
         assert drawn == pytest.approx({name: size for name, size in plan["device_bytes"].items() if size})
     # Where nothing fits, the smallest setting and the limit that it exceeds.
     code, bars, limits = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")

@@ -29,7 +29,7 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
         chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph), models))
     fitting = [plan for plan in chosen if plan.fits]
     if fitting:
-        return max(fitting, key=lambda plan: plan.tokens_per_s)
+        return max(fitting, key=lambda plan: plan.least_tokens_per_s)
     smallest = min(chosen, key=lambda plan: plan.excess_bytes)
     needs = " and ".join(each.describe() for each in smallest.shortages)
     raise ValueError(

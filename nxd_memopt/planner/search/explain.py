@@ -19,7 +19,7 @@ MEMORY_TERMS = {
         "zero3: full weights of the layers that are gathered at the same time, embedding, norm and head",
         "peak.step_memory",
     ),
-    "cuBLAS workspaces": ("2 threads x 32 MiB", "fragments.CUBLAS_WORKSPACE_BYTES"),
+    "cuBLAS workspaces": ("2 threads x 32 MiB", "allocator.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
     "gradients": (
@@ -30,7 +30,7 @@ MEMORY_TERMS = {
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
     "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
-    "CUDA graph's pool": ("its peak without the gradients, with fitted fragments", "fragments.graph_pool_bytes"),
+    "CUDA graph's pool": ("its peak without the gradients", "allocator.graph_pool_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {
@@ -51,7 +51,7 @@ TIME_TERMS = {
     ),
     "waiting for the host": (
         "launches of kernels beyond the computation, and between two steps",
-        "step_time.HostRates",
+        "step_time.launches",
     ),
     "data-parallel collectives": ("gradients and parameters over the link", "step_time.step_time"),
     "optimizer": ("clipping and AdamW, and copies of states that nothing hides", "step_work.update_bytes"),
@@ -65,9 +65,17 @@ def explanation(memory: StepMemory, time: StepTime) -> list[str]:
     for name, size in memory.device.items():
         formula, source = MEMORY_TERMS[name]
         lines.append(f"  {size / GIB:9.3f} GiB  {name}: {formula} [{source}]")
+    if memory.margin_bytes:
+        lines.append(
+            f"  {memory.margin_bytes / GIB:9.3f} GiB  besides, the margin with which it fits: free parts of the "
+            "allocator's pages [allocator.margin_bytes]"
+        )
     lines.append(f"Host memory: {memory.host_bytes / GIB:.3f} GiB")
     lines += [f"  {size / GIB:9.3f} GiB  {name}" for name, size in memory.host.items() if size]
-    lines.append(f"Step: {time.step_s * 1e3:.1f} ms")
+    most = ""
+    if time.uncertain_s:
+        most = f" to {time.most_s * 1e3:.1f}"
+    lines.append(f"Step: {time.step_s * 1e3:.1f}{most} ms")
     for name, seconds in time.terms.items():
         formula, source = TIME_TERMS[name]
         lines.append(f"  {seconds * 1e3:9.1f} ms   {name}: {formula} [{source}]")

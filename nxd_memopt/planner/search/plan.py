@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
-from nxd_memopt.planner.memory.allocator import fragment_bytes
 from nxd_memopt.planner.memory.peak import StepMemory, step_memory
 from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings, settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
@@ -24,7 +23,7 @@ class SizedSetting:
     Args:
         setting: options.
         memory: bytes by term, at the peak.
-        usable_bytes: bytes of a device that tensors can use.
+        usable_bytes: bytes of a device that tensors and the allocator's margin can use.
         usable_host_bytes: bytes of host memory that a rank can use.
     """
 
@@ -37,7 +36,7 @@ class SizedSetting:
     def shortages(self) -> list[Shortage]:
         """Where the memory of device or host is exceeded; an empty list if the setting fits."""
         memory = self.memory
-        device = Shortage("device", memory.device_bytes, self.usable_bytes)
+        device = Shortage("device", memory.reserved_bytes, self.usable_bytes)
         host = Shortage("host", memory.host_bytes, self.usable_host_bytes)
         return [each for each in (device, host) if each.missing_bytes > 0]
 
@@ -59,7 +58,7 @@ class Plan(SizedSetting):
     Args:
         setting: options.
         memory: bytes by term, at the peak.
-        usable_bytes: bytes of a device that tensors can use.
+        usable_bytes: bytes of a device that tensors and the allocator's margin can use.
         usable_host_bytes: bytes of host memory that a rank can use.
         time: seconds by term.
         tokens_per_s: over all devices.
@@ -68,13 +67,20 @@ class Plan(SizedSetting):
     time: StepTime
     tokens_per_s: float
 
+    @property
+    def least_tokens_per_s(self) -> float:
+        """Tokens per second of a step that takes as long as it may."""
+        return self.tokens_per_s * self.time.step_s / self.time.most_s
+
 
 Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
 """Shares of one rank by tensor- and expert-parallel size, micro-batch size, sequence parallelism and dtype of sums."""
 
 
 def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
-    """Return the settings that fit, the fastest one first; with equal speed the smallest one.
+    """Return the settings that fit with margin, the fastest one first; with equal speed the smallest one.
+
+    Of a step whose time is a range, the slow end counts.
 
     Args:
         problem: model, device and batch.
@@ -106,16 +112,16 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
             resident.add(replace(setting, cuda_graph=False))
         elif is_comparable:
             too_large.add(smallest_batch)
-    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.memory.device_bytes))
+    return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
 
 def _grows_with_micro_batches(problem: Problem, setting: Setting) -> bool:
     """Return whether no larger micro-batch needs less memory than this one.
 
-    Micro-batches come in ascending order. A step of several ones has their gradients during forward, a step of a
-    single larger one does not. The pool of a CUDA graph may be smaller for a larger one, by its fitted fragments.
+    Micro-batches come in ascending order. With several of them, gradients are allocated during forward, with a
+    single larger one they are not.
     """
-    if setting.cuda_graph or problem.global_batch_size is None:
+    if problem.global_batch_size is None:
         return False
     replicas = problem.devices // setting.tensor_model_parallel_size
     return setting.micro_batch_size * replicas < problem.global_batch_size
@@ -172,7 +178,8 @@ def _sized(problem: Problem, setting: Setting, models: Models) -> SizedSetting:
         accumulation_steps=_accumulation_steps(problem, setting),
         cuda_graph=setting.cuda_graph,
     )
-    return SizedSetting(setting, used, _usable_bytes(problem, setting, used), problem.usable_host_bytes)
+    usable = problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
+    return SizedSetting(setting, used, usable, problem.usable_host_bytes)
 
 
 def _timed(problem: Problem, sized: SizedSetting, models: Models) -> Plan:
@@ -227,17 +234,6 @@ def _layout(problem: Problem, setting: Setting) -> StateLayout:
         keeps_gathered=not setting.reshard_after_forward,
         overlaps_reduction=setting.overlap_grad_reduce,
     )
-
-
-def _usable_bytes(problem: Problem, setting: Setting, used: StepMemory) -> int:
-    """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
-    device = problem.placed_device
-    usable = device.usable_bytes(communicators=_communicators(problem, setting))
-    # What does not fit anyway is compared with what others can use.
-    if device.kind != "cuda" or used.device_bytes > usable:
-        return usable
-    usual = fragment_bytes(device.memory_bytes, MemoryConfig())
-    return usable - max(0, used.fragment_bytes - usual)
 
 
 def _communicators(problem: Problem, setting: Setting) -> int:
@@ -305,7 +301,7 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
             sized = _sized(problem, setting, models)
             if sized.fits:
                 found.append(_timed(problem, sized, models))
-    return max(found, key=lambda plan: plan.tokens_per_s, default=None)
+    return max(found, key=lambda plan: plan.least_tokens_per_s, default=None)
 
 
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:
