@@ -119,9 +119,8 @@ def _shape(request: Request, layers: int) -> StepShape:
         request.memory_config(),
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
-        element_bytes=getattr(torch, request.dtype).itemsize,
         # Backend xla measures fp16 for bf16: the step that was measured is the one of the formulas.
-        loss_in_backward=request.dtype == "float16",
+        dtype=request.dtype,
         moe=request.moe_config(),
     )
 

@@ -207,10 +207,9 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
     """
     if sizes.tensor_model_parallel_size == 1:
         return 0.0
-    shape = micro_batch_shape(sizes, memory)
-    if shape.router is not None:
-        shape = replace(shape, router=replace(shape.router, expert_ranks=1))
-    return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
+    if sizes.moe is not None:
+        sizes = replace(sizes, moe=replace(sizes.moe, expert_ranks=1))
+    return sent_bytes(micro_batch_collectives(micro_batch_shape(sizes, memory), memory, stops_early=stops_early))
 
 
 @lru_cache(maxsize=512)
@@ -221,7 +220,8 @@ def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
     """
     if sizes.moe is None or sizes.moe.expert_ranks == 1:
         return 0.0
-    shape = replace(micro_batch_shape(sizes, memory), tensor_model_parallel_size=1)
+    # Without the collectives of tensor-parallel ranks.
+    shape = micro_batch_shape(replace(sizes, tensor_model_parallel_size=1), memory)
     return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
 
 
