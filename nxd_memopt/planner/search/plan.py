@@ -12,47 +12,12 @@ from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
 from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
-from nxd_memopt.planner.sizes.states import StateLayout, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class SizedSetting:
-    """A setting with its predicted memory.
-
-    Args:
-        setting: options.
-        memory: bytes by term, at the peak.
-        usable_bytes: bytes of a device that tensors and the allocator's margin can use.
-        usable_host_bytes: bytes of host memory that a rank can use.
-    """
-
-    setting: Setting
-    memory: StepMemory
-    usable_bytes: int
-    usable_host_bytes: int
-
-    @property
-    def shortages(self) -> list[Shortage]:
-        """Where the memory of device or host is exceeded; an empty list if the setting fits."""
-        memory = self.memory
-        device = Shortage("device", memory.reserved_bytes, self.usable_bytes)
-        host = Shortage("host", memory.host_bytes, self.usable_host_bytes)
-        return [each for each in (device, host) if each.missing_bytes > 0]
-
-    @property
-    def fits(self) -> bool:
-        """Whether device and host memory are large enough."""
-        return not self.shortages
-
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes by which the memory of device and host is exceeded."""
-        return sum(each.missing_bytes for each in self.shortages)
-
-
-@dataclass(frozen=True)
-class Plan(SizedSetting):
+class Plan:
     """A setting with its predicted memory and time.
 
     Args:
@@ -64,6 +29,10 @@ class Plan(SizedSetting):
         tokens_per_s: over all devices.
     """
 
+    setting: Setting
+    memory: StepMemory
+    usable_bytes: int
+    usable_host_bytes: int
     time: StepTime
     tokens_per_s: float
 
@@ -71,6 +40,23 @@ class Plan(SizedSetting):
     def least_tokens_per_s(self) -> float:
         """Tokens per second of a step that takes as long as it may."""
         return self.tokens_per_s * self.time.step_s / self.time.most_s
+
+    @property
+    def shortages(self) -> list[Shortage]:
+        """Where the memory of device, with margin, or host is exceeded; an empty list if the setting fits."""
+        device = Shortage("device", self.memory.reserved_bytes, self.usable_bytes)
+        host = Shortage("host", self.memory.host_bytes, self.usable_host_bytes)
+        return [each for each in (device, host) if each.missing_bytes > 0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host memory are large enough."""
+        return not self.shortages
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes by which the memory of device and host is exceeded."""
+        return sum(each.missing_bytes for each in self.shortages)
 
 
 Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
@@ -93,57 +79,15 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
     models: Models = {}
     found: list[Plan] = []
     resident: set[Setting] = set()
-    too_large: set[Setting] = set()
-    exceeds: dict[tuple[int, int, str], bool] = {}
     for setting in settings(problem, fixed):
-        smallest_batch = replace(setting, micro_batch_size=1)
-        is_comparable = _grows_with_micro_batches(problem, setting)
-        if is_comparable and smallest_batch in too_large:
-            continue
-        if not setting.optimizer_offload_fraction and _states_exceed(problem, setting, models, exceeds):
-            continue
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in resident:
             continue
-        sized = _sized(problem, setting, models)
-        # The time of what does not fit is not asked for, and takes as long as its memory.
-        if sized.fits:
-            found.append(_timed(problem, sized, models))
+        plan = evaluate(problem, setting, models)
+        if plan.fits:
+            found.append(plan)
             resident.add(replace(setting, cuda_graph=False))
-        elif is_comparable:
-            too_large.add(smallest_batch)
     return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
-
-
-def _grows_with_micro_batches(problem: Problem, setting: Setting) -> bool:
-    """Return whether no larger micro-batch needs less memory than this one.
-
-    Micro-batches come in ascending order. With several of them, gradients are allocated during forward, with a
-    single larger one they are not.
-    """
-    if problem.global_batch_size is None:
-        return False
-    replicas = problem.devices // setting.tensor_model_parallel_size
-    return setting.micro_batch_size * replicas < problem.global_batch_size
-
-
-def _states_exceed(problem: Problem, setting: Setting, models: Models, known: dict[tuple[int, int, str], bool]) -> bool:
-    """Return whether weights and optimizer states on the device alone are too large.
-
-    They are a part of every step's memory and the same with all memory techniques that are tried, and micro-batches.
-
-    Args:
-        problem: model, device and batch.
-        setting: options, without offloaded states.
-        models: shares of the model that other settings have computed.
-        known: results by T, EP and ZeRO stage, to which this one is added.
-    """
-    key = (setting.tensor_model_parallel_size, setting.expert_model_parallel_size, setting.sharding)
-    if key not in known:
-        model, layout = _model(problem, setting, models), _layout(problem, setting)
-        states = sum(model.total(function, layout) for function in (weight_bytes, master_bytes, moment_bytes))
-        known[key] = states > problem.usable_bytes
-    return known[key]
 
 
 def _without_offload(setting: Setting) -> Setting:
@@ -164,42 +108,33 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
     Raises:
         ValueError: the setting does not fit the model or the number of devices.
     """
-    models = {} if models is None else models
-    return _timed(problem, _sized(problem, setting, models), models)
-
-
-def _sized(problem: Problem, setting: Setting, models: Models) -> SizedSetting:
-    """Return the memory of a setting; arguments and errors as ``evaluate``."""
-    used = step_memory(
-        _model(problem, setting, models),
+    if models is None:
+        models = {}
+    model, layout = _model(problem, setting, models), _layout(problem, setting)
+    accumulation = _accumulation_steps(problem, setting)
+    memory = step_memory(
+        model,
         setting.memory,
         kernels_of(problem, setting.memory),
-        _layout(problem, setting),
-        accumulation_steps=_accumulation_steps(problem, setting),
+        layout,
+        accumulation_steps=accumulation,
         cuda_graph=setting.cuda_graph,
     )
-    usable = problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
-    return SizedSetting(setting, used, usable, problem.usable_host_bytes)
-
-
-def _timed(problem: Problem, sized: SizedSetting, models: Models) -> Plan:
-    """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
-    setting = sized.setting
-    accumulation = _accumulation_steps(problem, setting)
     time = step_time(
-        _model(problem, setting, models),
+        model,
         setting.memory,
-        _layout(problem, setting),
-        sized.memory,
+        layout,
+        memory,
         problem.placed_device,
         dtype=PRECISIONS[problem.precision][0],
         accumulation_steps=accumulation,
         ranks=problem.devices,
         cuda_graph=setting.cuda_graph,
     )
+    usable = problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
     sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
-    return Plan(setting, sized.memory, sized.usable_bytes, sized.usable_host_bytes, time, tokens_per_s)
+    return Plan(setting, memory, usable, problem.usable_host_bytes, time, tokens_per_s)
 
 
 def _replicas(problem: Problem, setting: Setting) -> int:
@@ -287,8 +222,10 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
 def smallest(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
     """Return the setting that exceeds the memory of device and host by the fewest bytes."""
     models: Models = {}
-    sized = (_sized(problem, setting, models) for setting in settings(problem, fixed))
-    return _timed(problem, min(sized, key=lambda each: each.excess_bytes), models)
+    return min(
+        (evaluate(problem, setting, models) for setting in settings(problem, fixed)),
+        key=lambda plan: plan.excess_bytes,
+    )
 
 
 def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
@@ -298,10 +235,9 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
     for setting in settings(problem, fixed):
         is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
         if is_lean and not setting.cuda_graph:
-            sized = _sized(problem, setting, models)
-            if sized.fits:
-                found.append(_timed(problem, sized, models))
-    return max(found, key=lambda plan: plan.least_tokens_per_s, default=None)
+            found.append(evaluate(problem, setting, models))
+    fitting = [plan for plan in found if plan.fits]
+    return max(fitting, key=lambda plan: plan.least_tokens_per_s, default=None)
 
 
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:
