@@ -90,7 +90,7 @@ class MoESizes:
 
     def gathered_tokens(self, tokens: int) -> int:
         """Return how many tokens the experts of a rank choose from, of ``tokens`` of its own."""
-        return tokens * (self.expert_ranks if self.gathers_tokens else 1)
+        return tokens * self.expert_ranks if self.gathers_tokens else tokens
 
     def rows(self, tokens: int) -> int:
         """Return how many rows this rank's experts process.
@@ -191,9 +191,7 @@ def options_of(config: Any, **given: Any) -> MoEConfig:
 def _options(spec: ModelSpec, **given: Any) -> MoEConfig:
     experts = spec.experts
     assert experts is not None, f"{spec.model_type} has no experts"
-    balancing = "none"
-    if experts.aux_loss_coeff:
-        balancing = "hf_aux_loss"
+    balancing = "hf_aux_loss" if experts.aux_loss_coeff else "none"
     options: dict[str, Any] = {
         **fixed_options(spec),
         "moe_router_load_balancing_type": balancing,

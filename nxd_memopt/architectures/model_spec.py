@@ -135,9 +135,7 @@ def model_spec(config: Any) -> ModelSpec:
     head_dim = option(config, "head_dim") or option(config, "hidden_size") // heads
     if model_type in GPT_NEOX_TYPES:
         _require_gpt_neox_heads(config)
-    experts = None
-    if model_type in MODELS_WITH_EXPERTS:
-        experts = _experts(config)
+    experts = _experts(config) if model_type in MODELS_WITH_EXPERTS else None
     return ModelSpec(
         model_type=model_type,
         num_layers=option(config, "num_hidden_layers"),
@@ -185,9 +183,7 @@ def _require_gpt_neox_heads(config: Any) -> None:
 def num_kv_heads(config: Any) -> int:
     """Return g: Megatron's ``num_query_groups`` if set, else ``num_key_value_heads``, else h."""
     heads = option(config, "num_attention_heads")
-    name = "num_key_value_heads"
-    if option(config, "num_query_groups"):
-        name = "num_query_groups"
+    name = "num_query_groups" if option(config, "num_query_groups") else "num_key_value_heads"
     groups = option(config, name) or heads
     require_divisible("num_attention_heads", heads, name, groups)
     return groups

@@ -184,8 +184,7 @@ def _require_valid(device: Device) -> None:
         # type(), not isinstance(): a bool is an int too
         is_number = type(value) is int or (type(value) is float and math.isfinite(value))
         if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_0):
-            least = "at least" if name in _MAY_BE_0 else "above"
-            raise ValueError(f"{name} must be a number {least} 0, got {value!r}")
+            raise ValueError(f"{name} must be a number above 0 ({', '.join(_MAY_BE_0)}: or 0), got {value!r}")
     if device.ranks_per_host != int(device.ranks_per_host):
         raise ValueError(f"ranks_per_host must be an integer, got {device.ranks_per_host}")
 

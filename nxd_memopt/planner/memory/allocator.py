@@ -22,9 +22,7 @@ CUBLAS_WORKSPACE_BYTES = 64 << 20
 
 def margin_bytes(tensors: int, *, cuda_graph: bool) -> int:
     """Return what the allocator may need besides ``tensors`` bytes."""
-    fraction = MARGIN_FRACTION
-    if cuda_graph:
-        fraction = GRAPH_MARGIN_FRACTION
+    fraction = GRAPH_MARGIN_FRACTION if cuda_graph else MARGIN_FRACTION
     return max(MARGIN_BYTES, int(tensors * fraction))
 
 

@@ -56,17 +56,20 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
     if kernels.attention != "flash4":
         copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
-        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes if copies_gradients else 0
+        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes * int(copies_gradients)
         return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
-    columns = sizes.query + 2 * sizes.heads + (2 * sizes.kv if sizes.kv < sizes.query else 0)
+    columns = sizes.query + 2 * sizes.heads
+    # Grouped heads have sums of their own.
+    if sizes.kv < sizes.query:
+        columns += 2 * sizes.kv
     return sizes.micro_batch_size * blocks * _FLASH4_BLOCK * columns * FP32_BYTES
 
 
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a layer whose MLP follows its attention."""
     b = LayerBytes(sizes)
-    columns = 2 if sizes.is_gated else 1
+    columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
     if sizes.moe is not None:
         mlp_saved |= expert_tensors(sizes, sizes.moe, fused=kernels.fused).keys()

@@ -176,10 +176,9 @@ def _decisive_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
 def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
     """Return whether the peak may be in this layer.
 
-    Between layers that keep the same, memory changes by the same bytes from one to the next: only
-    the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
-    The statistics of routers grow by the same bytes from layer to layer, and the memory before a layer
-    then is a convex function of its index, which is highest at an end too.
+    Within a run of identical layers memory is linear in the layer index, so only the run's ends can be the peak,
+    and with several layers per checkpoint the ends of chunks. The statistics of routers grow by the same bytes from
+    layer to layer: memory then is a convex function of the index, which is highest at an end too.
     """
     if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
         return True

@@ -74,7 +74,9 @@ class BackwardReduction:
             index: the layer whose backward runs.
             gradients: bytes of its gradients, in the dtype of the weights.
         """
-        buckets = self.buckets.last_layer if index in self.last_unit else self.buckets.layer
+        buckets = self.buckets.layer
+        if index in self.last_unit:
+            buckets = self.buckets.last_layer
         if not self.reduces_units:
             return buckets
         layers_after = self.recomputation.unit(index)[-1] - index
@@ -90,8 +92,10 @@ class BackwardReduction:
         unit = self.recomputation.unit(index)
         if self.layout.keeps_gathered:
             return gathered_bytes(self.model, self.layout, unit[-1] + 1)
-        before = self.recomputation.unit(unit[0] - 1) if unit[0] else ()
-        return gathered_bytes(self.model, self.layout, len(unit) + len(before))
+        layers = len(unit)
+        if unit[0]:
+            layers += len(self.recomputation.unit(unit[0] - 1))
+        return gathered_bytes(self.model, self.layout, layers)
 
     def is_an_end(self, index: int) -> bool:
         """Return whether the layer before or after layer ``index`` has other buckets or gathered weights."""
@@ -167,10 +171,13 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
     several = layer * (1 + number // len(layer))
     copies = 2 * layout.gradient_element_bytes
     in_layer = copies * max(sum(several[i : i + number]) for i in range(len(layer)))
-    with_head = copies * (head + sum(several[: number - 1]))
+    # The head's bucket is the first one of backward.
+    in_last_layer = in_layer
+    if head:
+        in_last_layer = max(in_layer, copies * (head + sum(several[: number - 1])))
     return ReductionBytes(
         head=copies * head,
-        last_layer=max(in_layer, with_head) if head else in_layer,
+        last_layer=in_last_layer,
         layer=in_layer,
         in_embedding=in_layer,
         after_embedding=copies * (sum(several[1 - number :]) + elements(model.embedding)),
@@ -192,10 +199,12 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
     unit = min(unit_layers, model.sizes.num_layers) * layer
     only_one = unit_layers >= model.sizes.num_layers
     # While gradients are copied the rank's part of the result does not exist yet. FSDP2 keeps the last one, the head's.
-    in_copy = (own + copied) * others - (0 if accumulates else copied * others // layout.data_parallel_size)
+    in_copy = (own + copied) * others
+    if not accumulates:
+        in_copy -= copied * others // layout.data_parallel_size
     return ReductionBytes(
         head=head,
-        last_layer=head + (copied * unit if only_one else 0),
+        last_layer=head + copied * unit * int(only_one),
         layer=head + copied * unit,
         unit_layer=own * layer,
         in_embedding=own * others + copied * unit,
@@ -205,9 +214,11 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
 
 def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
     """Return the bytes of an element of a bucket in the dtype of the reduction, with the rank's part of its result."""
-    size = layout.optimizer_bytes if layout.grad_reduce_in_fp32 else layout.element_bytes
+    size = layout.reduced_element_bytes
     # Without gradients before it, the part is one of the gradients that stay.
-    return size + -(-size // layout.data_parallel_size) if accumulates else size
+    if accumulates:
+        size += -(-size // layout.data_parallel_size)
+    return size
 
 
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:

@@ -14,7 +14,7 @@ from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES, auto_tile_tokens, mlp_tile_bytes
 
 _ROWS_OF_ONE_EXPERT = 3
-"""An expert may have so many times the mean of rows (twice measured, in random routers of eight experts)."""
+"""Upper bound on an expert's load relative to the mean (2 observed, in random routers of eight experts)."""
 _RETURNED = frozenset({"dA", "gradients of the columns"})
 """What the backward of a last projection returns."""
 
@@ -32,16 +32,18 @@ def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: Lay
             gathers=sizes.tensor_model_parallel_size > 1,
             overwrites=kernels.fused and columns == 2,
         )
-        tokens = auto_tile_tokens(None, per_token) if isinstance(tile, str) else tile
+        # "auto" depends on the free memory of the first step; without it the largest tile is planned.
+        if isinstance(tile, str):
+            tile = auto_tile_tokens(None, per_token)
         # The tiles' weight gradients are summed in fp32 and rounded once.
         sums = (columns + 1) * sizes.width * sizes.hidden * FP32_BYTES
         rounded = 0
         if sizes.element_bytes != FP32_BYTES:
             rounded = (columns + 1) * b.width_weight
         stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
-        rows = min(tokens, sizes.tokens)
+        rows = min(tile, sizes.tokens)
         # Of the two gathered tensors the input is copied out of its slot of peer memory.
-        gathered = rows * sizes.hidden * sizes.element_bytes if sizes.shards > 1 else 0
+        gathered = rows * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
         return [
             Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
             Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
@@ -113,8 +115,8 @@ def _activation_moments(b: LayerBytes) -> list[Moment]:
 def _expert_kernel_moments(b: LayerBytes, hidden: int, moe: MoESizes) -> list[Moment]:
     """Return the moments of ``ops/cuda/experts.py``, whose gradient of gate and up overwrites them."""
     # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
-    copied_gradients = b.rows if copies_rows(moe.width) else 0
-    copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
+    copied_gradients = b.rows * int(copies_rows(moe.width))
+    copied_tokens = b.rows // hidden * copied_columns(hidden) * int(copies_rows(2 * moe.width))
     # Three numbers for each token and expert, of the router: scores, and the gradients of scores and logits.
     stream = {"gradients of the stream": b.stream, "gradients of the router": b.router}
     gradients = stream | {"gradient of the tokens": b.expert_tokens}

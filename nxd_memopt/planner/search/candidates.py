@@ -67,7 +67,9 @@ def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> N
 
 def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
     """Return the ZeRO stages that are tried with D data-parallel ranks."""
-    tried = problem.stages if replicas > 1 else ("none",)
+    tried = problem.stages
+    if replicas == 1:
+        tried = ("none",)
     if problem.device.kind != "cuda":
         tried = tuple(stage for stage in tried if stage in ("none", "zero1"))
     return tuple(stage for stage in tried if stage in fixed.stages)
@@ -138,8 +140,9 @@ def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING
         return [1]
     # Updates in backward need all sequences of a step in one micro-batch.
     if fixed.setting.optimizer_in_backward:
-        size, rest = divmod(problem.global_batch_size, replicas)
-        return [] if rest else [size]
+        if problem.global_batch_size % replicas:
+            return []
+        return [problem.global_batch_size // replicas]
     return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
 
 

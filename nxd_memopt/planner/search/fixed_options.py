@@ -137,8 +137,8 @@ def _require_attention(problem: Problem, name: str) -> None:
     """Raise ``ValueError`` if the device has no attention ``name``, or none for the model and the precision."""
     device = problem.device
     if device.kind != "cuda":
-        known = ("nki", "tiled", "math") if device.name.startswith("trn1") else ("sdpa", "tiled", "math")
-        require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))
+        kernel = "nki" if device.name.startswith("trn1") else "sdpa"
+        require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", kernel, "tiled", "math"))
         return
     known = implementations(int(device.compute_capability))
     require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))

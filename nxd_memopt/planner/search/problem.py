@@ -28,7 +28,9 @@ _LARGEST_FLASH_HEAD = 128
 
 def require_size(name: str, value: int | None, *, is_length: bool = False) -> None:
     """Raise ``ValueError`` if a number is below 1, or a sequence length below 2."""
-    least, reason = (2, ": labels are next tokens") if is_length else (1, "")
+    least, reason = 1, ""
+    if is_length:
+        least, reason = 2, ": labels are next tokens"
     if value is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}{reason}")
 
@@ -172,9 +174,11 @@ class Setting:
         if self.memory.attention_head_groups is not None:
             parts.append(f"{self.memory.attention_head_groups} groups of heads")
         if self.optimizer_offload_fraction:
-            where = ", updated in forward" if self.optimizer_update_in_forward else ""
-            what = ", remainders" if self.store_param_remainders else ""
-            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}{what}")
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}")
+            if self.optimizer_update_in_forward:
+                parts.append("updated in forward")
+            if self.store_param_remainders:
+                parts.append("remainders")
         if self.optimizer_in_backward:
             parts.append("optimizer in backward")
         if self.cuda_graph:
@@ -256,9 +260,14 @@ def _gpu_kernels(problem: Problem) -> list[str]:
 
 def _neuron_kernel(problem: Problem) -> str:
     """Return the attention implementation of a NeuronCore."""
-    name, multiple = ("nki", NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
+    name, multiple = "sdpa", SDPA_MULTIPLE
+    if problem.device.name.startswith("trn1"):
+        name, multiple = "nki", NKI_MULTIPLE
     suits = problem.sequence_length % multiple == 0 and problem.model.head_dim <= _LARGEST_FLASH_HEAD
-    return name if suits and not problem.isolate_documents else "tiled"
+    # The flash kernels take no bounds of documents.
+    if not suits or problem.isolate_documents:
+        return "tiled"
+    return name
 
 
 def attention_notes(problem: Problem, setting: Setting) -> list[str]:
@@ -304,5 +313,7 @@ class Shortage:
 
     def describe(self) -> str:
         """Return both figures in words."""
-        what = "that tensors can use on each device" if self.place == "device" else "of host memory for each rank"
+        what = "of host memory for each rank"
+        if self.place == "device":
+            what = "that tensors can use on each device"
         return f"{self.planned_bytes / GIB:.2f} GiB of {self.usable_bytes / GIB:.2f} GiB {what}"

@@ -81,7 +81,9 @@ class RankSizes:
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
-        return self.windows[index] if self.windows else None
+        if not self.windows:
+            return None
+        return self.windows[index]
 
     @property
     def tokens(self) -> int:
@@ -92,6 +94,16 @@ class RankSizes:
     def is_gated(self) -> bool:
         """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX's."""
         return self.model_type not in GPT_NEOX_TYPES
+
+    @property
+    def mlp_inputs(self) -> int:
+        """First projections of the MLP: gate and up, or one."""
+        return 1 + int(self.is_gated)
+
+    @property
+    def reduced_element_bytes(self) -> int:
+        """Bytes of an element of partial sums when they are sent."""
+        return FP32_BYTES if self.reduces_in_fp32 else self.element_bytes
 
     @property
     def mergeable(self) -> bool:
@@ -143,16 +155,12 @@ def rank_sizes(
     require_shardable(spec, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
-    shards = 1
-    if parallel.sequence_parallel_enabled:
-        shards = size
+    shards = size if parallel.sequence_parallel_enabled else 1
     # A sequence that fits its window runs like one without.
     windows = tuple(None if each is None or each >= sequence_length else each for each in spec.windows)
     if not any(windows):
         windows = ()
-    model_type = spec.model_type
-    if model_type in _AS_LLAMA:
-        model_type = "llama"
+    model_type = "llama" if spec.model_type in _AS_LLAMA else spec.model_type
     experts = moe_sizes(spec, parallel, moe)
     adapters = None
     if lora is not None:

@@ -85,8 +85,13 @@ class StateLayout:
     @property
     def gradient_element_bytes(self) -> int:
         """Bytes of an element of the gradients that backward leaves."""
-        rounds = not self.grad_reduce_in_fp32 and self.sharding in ("none", "zero1")
-        return self.element_bytes if rounds else self.optimizer_bytes
+        # Stages 2 and 3 add up the shards of micro-batches in the optimizer's dtype.
+        return self.reduced_element_bytes if self.sharding in ("none", "zero1") else self.optimizer_bytes
+
+    @property
+    def reduced_element_bytes(self) -> int:
+        """Bytes of an element of gradients that ranks reduce."""
+        return self.optimizer_bytes if self.grad_reduce_in_fp32 else self.element_bytes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -101,7 +106,8 @@ class StateLayout:
 
 def optimizer_element_bytes(*, param_remainders: bool) -> int:
     """Return the bytes of an element's states: fp32 master, or its remainder, and AdamW's two fp32 moments."""
-    return ADAM_MOMENTS * FP32_BYTES + (REMAINDER_BYTES if param_remainders else FP32_BYTES)
+    moments = ADAM_MOMENTS * FP32_BYTES
+    return moments + REMAINDER_BYTES if param_remainders else moments + FP32_BYTES
 
 
 def local_shapes(
@@ -141,9 +147,10 @@ def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
 
 def frozen_weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes between steps of weights that are not trained; stage 3 shards them in their own dtype."""
-    is_sharded = layout.sharding == "zero3" and layout.shards > 1
-    elements = sum(shard_elements(shape, layout) if is_sharded else math.prod(shape) for shape in shapes)
-    return elements * layout.element_bytes
+    counts = (math.prod(shape) for shape in shapes)
+    if layout.sharding == "zero3":
+        counts = (shard_elements(shape, layout) for shape in shapes)
+    return sum(counts) * layout.element_bytes
 
 
 def initialization_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:

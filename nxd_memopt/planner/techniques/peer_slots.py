@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
 MIN_BYTES = 20 << 20
@@ -68,7 +68,7 @@ def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
     """
     total = 0
     # Of gathers and of reductions, which the backend decides by their own bytes.
-    for element_bytes in (sizes.element_bytes, FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes):
+    for element_bytes in (sizes.element_bytes, sizes.reduced_element_bytes):
         tokens = 0
         if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=element_bytes):
             tokens = sizes.tokens

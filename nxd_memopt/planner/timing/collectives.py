@@ -153,13 +153,13 @@ class StepShape:
         kind = "all_reduce"
         if self.sizes.shards > 1:
             kind = "reduce_scatter"
-        full_bytes = self.activation_bytes(tokens or self.tokens)
         # The partial sums are cast to reduce_dtype before they are sent, so that fp32 doubles the
         # bytes of a bf16 reduction. Only sums of matmuls need it: in the embedding's output each
         # row has one non-zero summand.
-        if wide and self.sizes.reduces_in_fp32:
-            full_bytes = full_bytes // self.sizes.element_bytes * FP32_BYTES
-        return self._one(kind, full_bytes)
+        element_bytes = self.sizes.element_bytes
+        if wide:
+            element_bytes = self.sizes.reduced_element_bytes
+        return self._one(kind, (tokens or self.tokens) * self.sizes.hidden * element_bytes)
 
     def _one(self, kind: str, full_bytes: int, group_size: int | None = None) -> Counter[Collective]:
         """Return one collective of the tensor-parallel group, or of a group of ``group_size``."""

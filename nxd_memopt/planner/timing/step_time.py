@@ -94,7 +94,7 @@ RATES = {
 }
 """Rates by kind of device."""
 MEASURED = {"matmul": 708 / 989, "matmul_fp32": 51.1 / 67, "memory": 4.208 / 4.8, "link": 0.68}
-"""Parts of H200's published rates that ``plan --calibrate`` measures: what it measures elsewhere stands for them."""
+"""Parts of H200's published rates that ``plan --calibrate`` measures. Elsewhere its measurements replace them."""
 
 
 # Fitted once to the 128 rows of docs/benchmarks/planned_memory.csv whose steps launches may limit, so that the steps
@@ -190,17 +190,14 @@ def step_time(
     sizes = model.sizes
     compute = _compute_terms(sizes, memory, device, rates, dtype)
     compute_s = sum(compute.values())
-    link_s = device.link_bytes_per_s
-    if sizes.tensor_model_parallel_size > device.ranks_per_host:
-        link_s = device.host_link_bytes_per_s
+    link = _link_of(device, sizes.tensor_model_parallel_size)
     # On XLA a recomputation runs to its end.
     stops_early = device.kind != "neuron"
     tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
-    tensor_s = tensor_bytes / (link_s * rates.link) * rates.exposed
+    tensor_s = tensor_bytes / (link * rates.link) * rates.exposed
     # The experts wait for their rows, and the next layer for theirs.
-    across_hosts = ranks > device.ranks_per_host
-    expert_link_s = device.host_link_bytes_per_s if across_hosts else device.link_bytes_per_s
-    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link_s * rates.link)
+    expert_link = _link_of(device, ranks)
+    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link * rates.link)
     # Offloaded activations go out and come back while the layers compute.
     copy_rate = host_copy_rate(device, ranks)
     activations_s = 2 * used.host["activations"] / copy_rate
@@ -260,14 +257,15 @@ def _compute_terms(
 ) -> dict[str, float]:
     """Return the seconds of a micro-batch's kernels by term."""
     peak = device.matmul_flops[dtype]
-    is_fp32 = dtype == "float32"
-    matmul_s = matmul_flops(sizes, memory) / (peak * (rates.matmul_fp32 if is_fp32 else rates.matmul))
     length = sizes.sequence_length
+    matmul_rate = rates.matmul
     attention_rate = rates.attention * length / (length + rates.half_length)
     # From heads of 64 to heads of 128, which fill the kernels' tiles.
     attention_rate *= rates.short_heads + (1 - rates.short_heads) * min(1.0, max(0.0, sizes.head_dim / 64 - 1))
-    if is_fp32:
+    if dtype == "float32":
+        matmul_rate = rates.matmul_fp32
         attention_rate *= rates.attention_fp32
+    matmul_s = matmul_flops(sizes, memory) / (peak * matmul_rate)
     attention_s = attention_flops(sizes, memory) / (peak * attention_rate)
     elementwise_s = elementwise_bytes(sizes, memory) / (device.memory_bytes_per_s * rates.memory)
     elementwise_s += sizes.num_layers * rates.latency_s
@@ -280,6 +278,11 @@ def _compute_terms(
         "attention": attention_s,
         "elementwise": elementwise_s,
     }
+
+
+def _link_of(device: Device, ranks: int) -> float:
+    """Return the bytes per second that a rank sends in a group of ``ranks`` consecutive ranks."""
+    return device.host_link_bytes_per_s if ranks > device.ranks_per_host else device.link_bytes_per_s
 
 
 def _data_parallel_s(
@@ -299,8 +302,7 @@ def _data_parallel_s(
     instances = max(1, ranks // tensor_ranks // layout.data_parallel_size)
     sent = data_parallel_bytes(model, layout, accumulation_steps, instances=instances)
     # The instances of hybrid sharding are runs of consecutive ranks, such as those of a host.
-    across_link = device.link_bytes_per_s if ranks <= device.ranks_per_host else device.host_link_bytes_per_s
-    link = across_link
+    link = across_link = _link_of(device, ranks)
     if instances > 1 and tensor_ranks * layout.data_parallel_size <= device.ranks_per_host:
         link = device.link_bytes_per_s
     seconds = (sent.after + rates.exposed * sent.during) / link

@@ -25,11 +25,10 @@ _NORM_ROW = 1024
 
 def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
     """Return the elements of each weight of a layer on this rank that a token uses, by projection."""
-    columns = 2 if sizes.is_gated else 1
     return {
         "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
         "attention output": sizes.query * sizes.hidden,
-        "mlp in": columns * _active_width(sizes) * sizes.hidden,
+        "mlp in": sizes.mlp_inputs * _active_width(sizes) * sizes.hidden,
         "mlp out": _active_width(sizes) * sizes.hidden,
     }
 
@@ -48,11 +47,13 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     weights = layer_matmul_elements(sizes)
     layer = sum(weights.values())
     head = sizes.vocab * sizes.hidden
-    factor = 6 if not sizes.is_fp16 else 8
-    per_weight = 6.0
+    factor = per_weight = 6
+    # In fp16 backward computes the logits again.
+    if sizes.is_fp16:
+        factor = 8
     # Frozen weights have no gradient; the adapters' own matmuls are r / H of the layers'.
     if sizes.adapters is not None:
-        per_weight = 4.0
+        per_weight = 4
         factor -= 2
     flops = per_weight * layer * sizes.num_layers + factor * head
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
@@ -69,21 +70,27 @@ def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
         attention: whether the products of queries, keys and values count.
     """
     weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + sizes.vocab * sizes.hidden
-    pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers)) if attention else 0.0
+    pairs = 0.0
+    if attention:
+        pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers))
     return 6.0 * sizes.tokens * weights + 3 * 4.0 * sizes.micro_batch_size * pairs * sizes.query
 
 
 def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product is computed again, over all layers."""
+    elements = _recomputed_by_technique(sizes, memory, weights)
     # A group of heads runs its projection again, whatever else is recomputed.
-    again = weights["qkv"] if memory.attention_head_groups is not None else 0
-    return again * sizes.num_layers + _recomputed_by_technique(sizes, memory, weights)
+    if memory.attention_head_groups is not None:
+        elements += weights["qkv"] * sizes.num_layers
+    return elements
 
 
 def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product recompute and tiles compute again, over all layers."""
+    tiles = 0
     # The backward of tiles recomputes the first projections of all layers.
-    tiles = 0 if memory.mlp_tile_tokens is None else sizes.num_layers * weights["mlp in"]
+    if memory.mlp_tile_tokens is not None:
+        tiles = sizes.num_layers * weights["mlp in"]
     if memory.recompute_granularity == "full":
         last = weights["mlp out"]
         if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
@@ -262,7 +269,7 @@ def data_parallel_bytes(
     """
     layers = model.sizes.num_layers
     trained = layers * _sent_elements(model.layer_shapes, layout) + _sent_elements(model.other_shapes, layout)
-    gradient_bytes = layout.optimizer_bytes if layout.grad_reduce_in_fp32 else layout.element_bytes
+    gradient_bytes = layout.reduced_element_bytes
     gradients = trained * gradient_bytes
     weights = trained * layout.element_bytes
     if layout.sharding == "none":
@@ -281,7 +288,8 @@ def data_parallel_bytes(
         )
     in_layers = layers * _sent_elements((*model.layer_shapes, *model.frozen_layer_shapes), layout)
     in_others = _sent_elements((*model.other_shapes, *model.frozen_other_shapes), layout)
-    gathers = 1 if layout.keeps_gathered else 2
+    # In forward, and again in backward unless they are kept.
+    gathers = 2 - int(layout.keeps_gathered)
     gathered = (gathers * in_layers + in_others) * layout.element_bytes
     return DataParallelBytes(
         during=(gradients + gathered) * accumulation_steps,
