@@ -16,6 +16,8 @@ MARGIN_FRACTION = 0.03
 GRAPH_MARGIN_FRACTION = 0.07
 """The same with a CUDA graph, in whose pool gradients also find no room between the tensors of a layer."""
 
+_POOL_PAGES_BYTES = 40 << 20
+"""Two pages of a graph's pool that are used in part: its bytes are those of its pages."""
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
 
@@ -27,7 +29,7 @@ def margin_bytes(tensors: int, *, cuda_graph: bool) -> int:
 
 
 def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, captures: int) -> int:
-    """Return the memory pool of a CUDA graph of forward and backward, without parts that no tensor uses.
+    """Return the memory pool of a CUDA graph of forward and backward.
 
     The pool is as large as the peak, or as all gradients, of which the last and largest, the embedding's, finds no
     room between the others.
@@ -38,4 +40,4 @@ def graph_pool_bytes(peak_bytes: int, gradients: int, *, largest: int, captures:
         largest: the gradient of the largest parameter outside of the layers.
         captures: graphs whose cuBLAS workspaces exist: two if the second one adds to the gradients of the first.
     """
-    return max(peak_bytes, gradients + largest) + captures * CUBLAS_WORKSPACE_BYTES
+    return max(peak_bytes, gradients + largest) + captures * CUBLAS_WORKSPACE_BYTES + _POOL_PAGES_BYTES

@@ -22,32 +22,7 @@ _RETURNED = frozenset({"dA", "gradients of the columns"})
 def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: LayerBytes, columns: int) -> list[Moment]:
     """Return the moments of the MLP's backward."""
     if memory.mlp_tile_tokens is not None:
-        tile = memory.mlp_tile_tokens
-        per_token = mlp_tile_bytes(
-            1,
-            hidden_size=sizes.hidden,
-            columns_per_partition=columns * sizes.width,
-            width_per_partition=sizes.width,
-            element_bytes=sizes.element_bytes,
-            gathers=sizes.tensor_model_parallel_size > 1,
-            overwrites=kernels.fused and columns == 2,
-        )
-        # "auto" depends on the free memory of the first step; without it the largest tile is planned.
-        if isinstance(tile, str):
-            tile = auto_tile_tokens(None, per_token)
-        # The tiles' weight gradients are summed in fp32 and rounded once.
-        sums = (columns + 1) * sizes.width * sizes.hidden * FP32_BYTES
-        rounded = 0
-        if sizes.element_bytes != FP32_BYTES:
-            rounded = (columns + 1) * b.width_weight
-        stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
-        rows = min(tile, sizes.tokens)
-        # Of the two gathered tensors the input is copied out of its slot of peer memory.
-        gathered = rows * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
-        return [
-            Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
-            Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
-        ]
+        return _tile_moments(sizes, memory.mlp_tile_tokens, kernels, b)
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
         return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     if sizes.moe is not None and kernels.fused and sizes.moe.options.moe_expert_block_size is None:
@@ -85,6 +60,35 @@ def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: Lay
         *_shared_expert_moments(sizes, b, columns),
         Moment("MLP, last projection", down | written, returned=_RETURNED),
         Moment("MLP, first projections", up | written, frozenset({"mlp activation"}), b.width_weight),
+    ]
+
+
+def _tile_moments(sizes: RankSizes, tile: int | str, kernels: Kernels, b: LayerBytes) -> list[Moment]:
+    """Return the moments of an MLP by tiles of tokens, whose weight gradients are summed in fp32."""
+    per_token = mlp_tile_bytes(
+        1,
+        hidden_size=sizes.hidden,
+        columns_per_partition=sizes.mlp_inputs * sizes.width,
+        width_per_partition=sizes.width,
+        element_bytes=sizes.element_bytes,
+        gathers=sizes.tensor_model_parallel_size > 1,
+        overwrites=kernels.fused and sizes.is_gated,
+    )
+    # "auto" depends on the free memory of the first step; without it the largest tile is planned.
+    if isinstance(tile, str):
+        tile = auto_tile_tokens(None, per_token)
+    # The tiles' weight gradients are summed in fp32 and rounded once.
+    sums = (sizes.mlp_inputs + 1) * sizes.width * sizes.hidden * FP32_BYTES
+    rounded = 0
+    if sizes.element_bytes != FP32_BYTES:
+        rounded = (sizes.mlp_inputs + 1) * b.width_weight
+    stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
+    rows = min(tile, sizes.tokens)
+    # Of the two gathered tensors the input is copied out of its slot of peer memory.
+    gathered = rows * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
+    return [
+        Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
+        Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
     ]
 
 
