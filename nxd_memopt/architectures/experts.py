@@ -99,6 +99,7 @@ class MoESizes:
             tokens: tokens of a micro-batch, those of all tensor-parallel ranks together.
         """
         moe = self.options
+        # The rows of every expert are padded to full blocks.
         if moe.moe_expert_block_size is not None:
             gathered = tokens * self.expert_ranks
             blocks = most_blocks(gathered, self.top_k, self.local_experts, moe.moe_expert_block_size)
@@ -130,6 +131,7 @@ def moe_sizes(spec: ModelSpec, parallel: ParallelConfig, options: MoEConfig | No
     """
     if spec.experts is None or not spec.has_experts:
         return None
+    # The planner has one kind of layer.
     if not all(spec.moe_layers):
         raise ValueError("a model with dense layers and layers with experts is not planned: plan one of either kind")
     expert_ranks = parallel.expert_model_parallel_size

@@ -133,6 +133,7 @@ def model_spec(config: Any) -> ModelSpec:
     require_one_of("model_type", model_type, tuple(LAYERS))
     heads = option(config, "num_attention_heads")
     head_dim = option(config, "head_dim") or option(config, "hidden_size") // heads
+    # Its projection has queries, keys and values of each head next to each other.
     if model_type in GPT_NEOX_TYPES:
         _require_gpt_neox_heads(config)
     experts = _experts(config) if model_type in MODELS_WITH_EXPERTS else None
@@ -282,6 +283,7 @@ def moe_layers(config: Any) -> tuple[bool, ...]:
     count = option(config, "num_hidden_layers")
     if not reads(config, "mlp_only_layers"):
         return (option(config, "model_type") in MODELS_WITH_EXPERTS,) * count
+    # Qwen's MoE models may have dense layers between those with experts.
     dense = option(config, "mlp_only_layers") or ()
     step = option(config, "decoder_sparse_step") or 1
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
@@ -325,6 +327,7 @@ def shared_expert(config: Any) -> tuple[int | None, bool]:
 
 def _layers(config: Any, experts: ExpertSpec | None) -> tuple[Layer, ...]:
     """Return the layers that the model has, each with its bias."""
+    # Not every model with experts has a shared one, nor a gate on it.
     present: set[str | None] = {None}
     if experts is not None and experts.shared_width is not None:
         present.add("shared_expert")

@@ -38,6 +38,7 @@ ATTENTION_SAVED = frozenset(
 
 def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a decoder layer's backward at which most memory is in use."""
+    # Merged branches have other tensors than one after the other.
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_moments(sizes, kernels)
     return _sequential_moments(sizes, memory, kernels)
@@ -76,6 +77,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
     moments = [replace(each, before_attention=True) for each in mlp_moments(sizes, memory, kernels, b, columns)]
+    # One group exists at a time, with its tensors and their gradients.
     if isinstance(memory.attention_head_groups, int):
         return [*moments, _head_group_moment(sizes, kernels, b, memory.attention_head_groups, after_mlp)]
     moments.append(

@@ -14,9 +14,8 @@ from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction
 from nxd_memopt.planner.memory.layer_moment import Moment, with_fp32_sums
 from nxd_memopt.planner.memory.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
 from nxd_memopt.planner.memory.step import ABSENT, Step
-from nxd_memopt.planner.sizes.rank_model import elements
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
-from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes
+from nxd_memopt.planner.sizes.states import StateLayout, elements, gradient_bytes
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.sizes.rank_model import RankModel, elements
-from nxd_memopt.planner.sizes.states import StateLayout
+from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.sizes.states import StateLayout, elements
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
@@ -124,6 +124,7 @@ def reduction_bytes(
         unit_layers: decoder layers that stage 3 gathers and reduces together, those of a recompute chunk.
         accumulates: the rank's parts of the gradients exist already, and those of a bucket are added to them.
     """
+    # The gradients of adapters are too small to count.
     if layout.data_parallel_size == 1 or not model.embedding:
         return ReductionBytes()
     if layout.sharding == "zero2":
@@ -147,6 +148,7 @@ def _of_scattered_buckets(model: RankModel, layout: StateLayout, *, accumulates:
     layer = _buckets([shape for shape in model.layer_shapes if len(shape) > 1], layout)
     head = elements(model.head)
     embedding = elements(model.embedding)
+    # One bucket is reduced, one copied, and one filled.
     # Three buckets after each other, also of two layers.
     triples = zip(layer, layer[1:] + layer[:1], (layer * 3)[2 : 2 + len(layer)], strict=True)
     in_layer = max(reduced * (before + copied) + own * (copied + after) for before, copied, after in triples)
@@ -168,6 +170,7 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
     layer = _buckets(model.layer_shapes, layout)
     head = elements(model.head)
     # Buckets of as many layers as are in progress at a time.
+    # Small layers have several of their buckets in progress.
     several = layer * (1 + number // len(layer))
     copies = 2 * layout.gradient_element_bytes
     in_layer = copies * max(sum(several[i : i + number]) for i in range(len(layer)))

@@ -122,6 +122,7 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
         none_keeps = replace(all_keep, recompute_keep_core_attn=False)
         runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
         return [run for run in runs if run[0]]
+    # All layers are alike.
     if memory.recompute_granularity != "selective":
         return [(num_layers, memory)]
     selective = replace(memory, recompute_method=None, recompute_num_layers=None)
@@ -170,6 +171,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
+    # A layer whose queries see all keys runs the implementation that was chosen.
     if sizes.window(index) is None:
         return replace(kernels, masks_windows=False)
     if kernels.masks_windows or kernels.attention in WINDOWED_KERNELS:
@@ -227,6 +229,7 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
         value: storage of the values.
     """
     inputs = query | key | value
+    # S x S scores, which every other implementation avoids.
     if kernels.attention == "math":
         return Part("core_attn", inputs, _math_attention(sizes))
     # Kernels of GPUs draw the same numbers again in backward.

@@ -15,12 +15,13 @@ from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gath
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.loss import loss_temporaries
 from nxd_memopt.planner.memory.step import ABSENT, Step
-from nxd_memopt.planner.sizes.rank_model import RankModel, elements
+from nxd_memopt.planner.sizes.rank_model import RankModel
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES
 from nxd_memopt.planner.sizes.states import (
     ADAM_MOMENTS,
     CHUNK_ELEMENTS,
     StateLayout,
+    elements,
     gradient_bytes,
     master_bytes,
     moment_bytes,
@@ -209,6 +210,7 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     count = on_host // element_bytes
     states["master weights"] -= count * layout.master_element_bytes
     states["optimizer moments"] -= count * ADAM_MOMENTS * layout.optimizer_bytes
+    # A ring of chunks on their way, whose size the user limits.
     if on_host:
         states["staging of optimizer states"] = stream_bytes(
             count,
@@ -240,6 +242,7 @@ def _in_forward(step: Step) -> Moment:
     temporaries = forward_temporaries(step.sizes, step.memory, step.kernels, own, has_slots=step.has_slots)
     if not temporaries:
         return "forward", {}
+    # RoPE's tables and the embedding's ids outlive the layers.
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {
         ABSENT: step.absent_weights(step.sizes.num_layers - 1),
@@ -282,6 +285,7 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> Moment:
         copies = 1
         if any(count % layout.shards for count in counts):
             copies = 2
+        # The reduced shards are what the optimizer reads.
         update["reduced gradients"] = model.total(shard_bytes, layout)
         # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
         weights = model.total(weight_bytes, layout)

@@ -85,6 +85,7 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     found: list[int] = []
     reason = f"devices {problem.devices} has no divisor that the model can be split by"
     for size in range(1, problem.devices + 1):
+        # A tensor-parallel group is on one host: its collectives are in every layer.
         if problem.devices % size or size > problem.device.ranks_per_host:
             continue
         if allowed is not None and size not in allowed:
@@ -136,6 +137,7 @@ def require_batch(problem: Problem) -> None:
 
 def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING_FIXED) -> list[int]:
     """Return the micro-batch sizes that divide the global batch over the replicas."""
+    # One sequence per rank, so that a step of every setting has the same kind of batch.
     if problem.global_batch_size is None:
         return [1]
     # Updates in backward need all sequences of a step in one micro-batch.
@@ -192,6 +194,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     if spec.has_experts:
         modules = ("norm", "moe")
     selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
+    # All layers, and the first quarter, half and three quarters.
     for granularity in (selective, full):
         yield replace(same, **granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
@@ -200,6 +203,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not spec.has_windows
     if is_kernel and is_gpu and not spec.attention_dropout:
         yield replace(same, **full, recompute_keep_core_attn=True)
+    # Chunks of fewer layers keep as many inputs as without chunks.
     if depth > 3:
         yield replace(same, **full, recompute_method="nested")
     if not is_gpu:

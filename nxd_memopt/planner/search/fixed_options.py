@@ -48,10 +48,13 @@ class FixedOptions:
     def stages(self) -> tuple[str, ...]:
         """ZeRO stages with which the training program has the options."""
         allowed = STAGES
+        # Both work on full gradients.
         if self.setting.overlap_grad_reduce or self.setting.optimizer_in_backward:
             allowed = ("none",)
+        # Stage 1 shards over all data-parallel ranks.
         if self.optimizer_instances != 1:
             allowed = tuple(stage for stage in allowed if stage in ("zero2", "zero3"))
+        # Stage 3 alone gathers weights.
         if not self.setting.reshard_after_forward:
             allowed = tuple(stage for stage in allowed if stage == "zero3")
         return allowed
@@ -77,6 +80,7 @@ class FixedOptions:
     def at(self, problem: Problem, tensor_model_parallel_size: int) -> Setting | None:
         """Return ``setting`` with T, sequence parallelism and the ranks of a shard; None if T excludes the options."""
         setting = replace(self.setting, tensor_model_parallel_size=tensor_model_parallel_size)
+        # One rank has all tokens already.
         if tensor_model_parallel_size == 1:
             setting = replace(setting, sequence_parallel_enabled=None)
         elif setting.sequence_parallel_enabled and problem.sequence_length % tensor_model_parallel_size:
@@ -91,6 +95,7 @@ class FixedOptions:
             if problem.devices % host or host % tensor_model_parallel_size:
                 return None
             instances = problem.devices // host
+        # An instance has several ranks, and all instances equally many.
         if replicas % instances or (instances > 1 and replicas == instances):
             return None
         return replace(setting, shard_ranks=replicas // instances)

@@ -145,6 +145,7 @@ def _replicas(problem: Problem, setting: Setting) -> int:
 
 def _accumulation_steps(problem: Problem, setting: Setting) -> int:
     """Return the micro-batches of a rank in an optimizer step."""
+    # Without a global batch a step has one micro-batch.
     if problem.global_batch_size is None:
         return 1
     sequences = setting.micro_batch_size * _replicas(problem, setting)
@@ -175,12 +176,15 @@ def _communicators(problem: Problem, setting: Setting) -> int:
     """Return the number of process groups of several ranks that a rank uses; ``parallel_state`` shares equal ones."""
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
     replicas = _replicas(problem, setting)
+    # Groups of the same ranks share a communicator.
     sizes = [tensor, replicas]
     kv_replicas = problem.model.kv_replicas(tensor)
     if kv_replicas < tensor:
         sizes.append(kv_replicas)
+    # Experts are divided over one group, and reduced over another.
     if experts > 1:
         sizes += [experts, replicas // experts]
+    # Hybrid sharding: shards within an instance, reductions across instances.
     if setting.shard_ranks is not None and setting.shard_ranks < replicas:
         sizes += [setting.shard_ranks, replicas // setting.shard_ranks]
     return sum(size > 1 for size in sizes)
@@ -199,6 +203,7 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
     """Return the share of one rank, from ``models`` or computed and put there."""
     size = setting.tensor_model_parallel_size
     experts = setting.expert_model_parallel_size
+    # Memory techniques and ZeRO stages do not change the shapes.
     key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype)
     if key not in models:
         parallel = ParallelConfig(

@@ -102,6 +102,7 @@ class Problem:
     def placed_device(self) -> Device:
         """The device, with the memory that was given."""
         device = self.device
+        # What the user states replaces the table.
         if self.device_gib is not None:
             device = replace(device, memory_gib=self.device_gib)
         if self.host_gib is not None:
@@ -203,6 +204,7 @@ def _describe_recompute(memory: MemoryConfig) -> str:
         parts.append("attention kept" if number is None else f"attention of {number} layers kept")
     if memory.cpu_offloading_weights:
         parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
+    # Weights in host memory have a part of their own.
     if memory.cpu_offloading_activations:
         parts.append("checkpoints on the host")
     elif memory.cpu_offloading_num_layers and not memory.cpu_offloading_weights:
@@ -238,6 +240,7 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
         name = "sdpa"
     else:
         name = _neuron_kernel(problem)
+    # Tiles have windows and no dropout, kernels dropout and no windows.
     if kind == "cuda" and name != "math" and has_windows(problem) and problem.model.attention_dropout > 0:
         raise ValueError(
             f"attention_dropout {problem.model.attention_dropout} with attention windows is planned with "

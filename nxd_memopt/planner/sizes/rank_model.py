@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
-from nxd_memopt.planner.sizes.states import StateLayout, frozen_weight_bytes
+from nxd_memopt.planner.sizes.states import StateLayout, elements, frozen_weight_bytes
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 """Function of ``states.py`` that counts bytes of parameters of given shapes."""
@@ -86,11 +85,6 @@ class RankModel:
         """Return the bytes of the parameters that are not trained, between steps."""
         layers = self.sizes.num_layers * frozen_weight_bytes(self.frozen_layer_shapes, layout)
         return layers + frozen_weight_bytes(self.frozen_other_shapes, layout)
-
-
-def elements(shapes: Sequence[Sequence[int]]) -> int:
-    """Return the elements of parameters of ``shapes``."""
-    return sum(math.prod(shape) for shape in shapes)
 
 
 def rank_model(

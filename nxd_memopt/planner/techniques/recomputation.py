@@ -51,6 +51,7 @@ class Recomputation:
         if (number or 1) > depth:
             of = f"{depth} layers that do not offload" if first else f"model's {depth} layers"
             raise ValueError(f"recompute_num_layers {number} exceeds the {of}: lower it")
+        # The first layers only; each is a chunk.
         if memory.recompute_method == "block":
             return cls(first, number or depth)
         if memory.recompute_method == "nested":

@@ -37,6 +37,7 @@ def mlp_tile_bytes(
             before the gradient of the input exists, as with the gated kernel.
     """
     gathered = 2 * hidden_size * int(gathers)
+    # The gated kernel writes the gradients of gate and up over them.
     if overwrites:
         return num_tokens * (gathered + columns_per_partition + max(hidden_size, width_per_partition)) * element_bytes
     columns = columns_per_partition + 2 * width_per_partition

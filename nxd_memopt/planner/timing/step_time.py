@@ -115,6 +115,7 @@ def rates_of(device: Device) -> Rates:
     What a step reaches of measured rates is known of GPUs alone. On other devices the GPUs' parts stand for
     theirs, which orders the settings, and the rates are not calibrated.
     """
+    # Published rates are peaks; measured ones are what a kernel alone reaches.
     rates = RATES[device.kind]
     if not device.measured:
         return rates
@@ -221,6 +222,7 @@ def step_time(
     # All weights are on the device for the update, and nothing hides that copy.
     terms["copies to and from the host"] += used.host["weights"] / copy_rate
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
+    # Only the forward hides the copies of states that are updated in it.
     forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
     on_device_s = update_bytes(model, layout, accumulation_steps) / (device.memory_bytes_per_s * rates.update)
     # Copies of activations and weights have the link first; the rest of the computation hides those of states.
@@ -244,6 +246,7 @@ def launches(sizes: RankSizes, memory: MemoryConfig) -> int:
     passes = 2 * sizes.num_layers + recomputed_layers(sizes, memory)
     if memory.recompute_granularity == "selective":
         passes += memory.num_selective_layers(sizes.num_layers)
+    # Attention and MLP; collectives; router, dispatch and experts.
     parts = 1
     if sizes.tensor_model_parallel_size > 1:
         parts += 1
@@ -259,6 +262,7 @@ def _compute_terms(
     peak = device.matmul_flops[dtype]
     length = sizes.sequence_length
     matmul_rate = rates.matmul
+    # Short sequences reach a smaller part of the rate.
     attention_rate = rates.attention * length / (length + rates.half_length)
     # From heads of 64 to heads of 128, which fill the kernels' tiles.
     attention_rate *= rates.short_heads + (1 - rates.short_heads) * min(1.0, max(0.0, sizes.head_dim / 64 - 1))
@@ -269,6 +273,7 @@ def _compute_terms(
     attention_s = attention_flops(sizes, memory) / (peak * attention_rate)
     elementwise_s = elementwise_bytes(sizes, memory) / (device.memory_bytes_per_s * rates.memory)
     elementwise_s += sizes.num_layers * rates.latency_s
+    # Router and dispatch are many small kernels, whatever their bytes.
     if sizes.moe is not None:
         elementwise_s += expert_passes(sizes, memory) * rates.routing_s
     # Power limits the clock of matmuls and attention.
@@ -299,6 +304,7 @@ def _data_parallel_s(
     """
     rates = rates_of(device)
     tensor_ranks = model.sizes.tensor_model_parallel_size
+    # Hybrid sharding has several groups of shards.
     instances = max(1, ranks // tensor_ranks // layout.data_parallel_size)
     sent = data_parallel_bytes(model, layout, accumulation_steps, instances=instances)
     # The instances of hybrid sharding are runs of consecutive ranks, such as those of a host.

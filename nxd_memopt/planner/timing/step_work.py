@@ -105,6 +105,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
     again = 0
     if "attn" in modules:
         again += recomputed * weights["qkv"]
+    # The last projection is not run again: nothing in backward needs its output.
     if modules & {"mlp", "moe"}:
         again += recomputed * weights["mlp in"]
     return again + tiles
@@ -119,6 +120,7 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     forward = 4.0 * sizes.micro_batch_size * sum(pairs) / sizes.num_layers * sizes.query
     again = 0.0
     modules = set(memory.recompute_modules or ())
+    # Kept results of attention are not computed again.
     if memory.recompute_granularity == "full":
         again = recomputed_layers(sizes, memory) - len(memory.layers_keeping_attention(sizes.num_layers))
     elif modules & {"core_attn", "attn"}:
@@ -185,6 +187,7 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
     writes weight and moments. With masters the weights are rounded from them, and each micro-batch's gradients
     are cast, which moves 6 bytes at half the bandwidth, or added to the fp32 sums.
     """
+    # Sharded states are updated by the rank that stores them.
     elements = model.num_parameters / layout.shards
     resident = elements * (1 - layout.optimizer_offload_fraction)
     size = layout.optimizer_bytes
@@ -225,6 +228,7 @@ def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
 
     The collectives are those of ``planner/timing/collectives.py``; arguments as ``tensor_parallel_bytes``.
     """
+    # Groups of one rank send nothing.
     if sizes.moe is None or sizes.moe.expert_ranks == 1:
         return 0.0
     # Without the collectives of tensor-parallel ranks.
@@ -276,6 +280,7 @@ def data_parallel_bytes(
         if layout.overlaps_reduction:
             return DataParallelBytes(during=2 * gradients)
         return DataParallelBytes(after=2 * gradients)
+    # Gradients are scattered and updated weights gathered, once a step.
     if layout.sharding == "zero1":
         return DataParallelBytes(after=gradients + weights)
     # The all-reduce of a rank's shards over the instances.
