@@ -205,6 +205,9 @@ def require_shardable(spec: ModelSpec, tensor_model_parallel_size: int) -> None:
     if not all(spec.moe_layers):
         require_divisible("intermediate_size", spec.intermediate_size, size_name, size)
     if spec.experts is not None and spec.has_experts:
-        require_divisible("the width of an expert", spec.experts.width, size_name, size)
+        # Qwen's MoE models have an option for it, the others the one of dense MLPs.
+        is_own = spec.experts.width != spec.intermediate_size
+        name = "moe_intermediate_size" if is_own else "intermediate_size"
+        require_divisible(name, spec.experts.width, size_name, size)
         shared_width = spec.experts.shared_width or 0
         require_divisible("moe_shared_expert_intermediate_size", shared_width, size_name, size)
