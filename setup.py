@@ -37,7 +37,11 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["nxd_memopt", "nxd_memopt.*"]),
-    package_data={"nxd_memopt": ["py.typed"], "nxd_memopt.training": ["recipes/*.yaml"]},
+    package_data={
+        "nxd_memopt": ["py.typed"],
+        "nxd_memopt.planner": ["devices.toml"],
+        "nxd_memopt.training": ["recipes/*.yaml"],
+    },
     install_requires=CORE,
     extras_require={
         "models": MODELS,

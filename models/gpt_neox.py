@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
-from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
@@ -218,7 +217,6 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         wants_sequence = getattr(config, "sequence_parallel_enabled", False)
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
         memory = resolve_memory(memory, config)
-        require_shardable(config, parallel.tensor_model_parallel_size)
         super().__init__(config, parallel=parallel, memory=memory)
         factory = layer_factory("gpt_neox", config, parallel, dtype=dtype, device=device)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one

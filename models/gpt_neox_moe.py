@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP
@@ -107,7 +106,6 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         memory = resolve_memory(memory, config)
         moe = resolve_moe(moe, config)
         require_moe_memory(memory)
-        require_shardable(config, parallel.tensor_model_parallel_size)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXMoEModel(config, factory, memory, moe)

@@ -1,7 +1,7 @@
 """LLaMA 1 to 3 and its family with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU.
 
 Mistral, Qwen2 and Qwen3 differ by biases, norms of query and key, and attention windows, which
-``architectures.parameters`` tells from the config.
+``architectures.model_spec`` tells from the config.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig
 
-from nxd_memopt.architectures.parameters import attention_windows, biases, num_kv_heads, require_shardable, sizes
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
@@ -26,7 +26,6 @@ from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memo
 from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
-from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
@@ -42,15 +41,20 @@ class LlamaAttention(PackedWeights):
     shared_input_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
-        self, config: LlamaConfig | MixtralConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None
+        self,
+        config: LlamaConfig | MixtralConfig,
+        spec: ModelSpec,
+        factory: LayerFactory,
+        memory: MemoryConfig,
+        window: int | None,
     ) -> None:
         super().__init__()
         # Some configs set head_dim: h * d may then differ from H.
         hidden = config.hidden_size
-        self.head_dim = sizes(config)["d"]
-        query_size = config.num_attention_heads * self.head_dim
-        kv_size = num_kv_heads(config) * self.head_dim
-        bias = biases(config)
+        self.head_dim = spec.head_dim
+        query_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        bias = spec.biases
         self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias["q_proj"])
         self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias["k_proj"])
         self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias["v_proj"])
@@ -63,7 +67,7 @@ class LlamaAttention(PackedWeights):
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
             head_dim=self.head_dim,
-            dropout=config.attention_dropout or 0.0,
+            dropout=spec.attention_dropout,
             sharded=factory.parallel.tensor_model_parallel_size > 1,
             window=window,
         )
@@ -102,14 +106,16 @@ class LlamaAttention(PackedWeights):
 class LlamaDecoderLayer(FusibleModule):
     """Pre-norm decoder layer; ``[B, S, H]`` or ``[s, B, H]`` in and out."""
 
-    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig, window: int | None
+    ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, factory, memory, window)
+        self.self_attn = LlamaAttention(config, spec, factory, memory, window)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             config.hidden_act,
-            bias=biases(config)["gate_proj"],
+            bias=spec.biases["gate_proj"],
             factory=factory,
         )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
@@ -134,14 +140,12 @@ class LlamaDecoderLayer(FusibleModule):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+    def __init__(self, config: LlamaConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.embed_tokens = factory.embedding(
             "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
         )
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, factory, memory, window) for window in attention_windows(config)
-        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, spec, factory, memory, window) for window in spec.windows)
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
@@ -182,17 +186,15 @@ class LlamaForCausalLM(ParallelCausalLM):
         wants_sequence = getattr(config, "sequence_parallel_enabled", False)
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
         memory = resolve_memory(memory, config)
-        size = parallel.tensor_model_parallel_size
-        require_shardable(config, size)
+        super().__init__(config, parallel=parallel, memory=memory)
         # With T above g, each KV head is on T/g ranks. Each of them has different query heads of
         # its group, and a copy of the KV head whose gradients are summed over the ranks.
-        replicas = kv_size_multiplier(num_kv_heads(config), size)
-        super().__init__(config, parallel=parallel, memory=memory)
+        replicas = self.spec.kv_replicas(parallel.tensor_model_parallel_size)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished
         # modules.
-        self.model = LlamaModel(config, factory, memory)
+        self.model = LlamaModel(config, self.spec, factory, memory)
         self.add_head(factory)
         apply_memory(self, memory)
 

@@ -1,7 +1,7 @@
 """Mixtral (arXiv:2401.04088) with Hugging Face's parameter names: LLaMA's attention, mixture of experts.
 
 Qwen2-MoE and Qwen3-MoE differ by biases, norms of query and key, shared experts and layers without experts, which
-``architectures.parameters`` tells from the config.
+``architectures.model_spec`` tells from the config.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig
 
-from nxd_memopt.architectures.parameters import attention_windows, moe_layers, num_kv_heads, require_shardable
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.llama import LlamaAttention
@@ -21,7 +21,6 @@ from nxd_memopt.modules.moe import MoELayer
 from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, require_moe_memory
 from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
-from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.fusion import FusibleModule
@@ -33,6 +32,7 @@ class MixtralDecoderLayer(FusibleModule):
     def __init__(
         self,
         config: MixtralConfig,
+        spec: ModelSpec,
         factory: LayerFactory,
         memory: MemoryConfig,
         moe: MoEConfig,
@@ -41,7 +41,7 @@ class MixtralDecoderLayer(FusibleModule):
         window: int | None,
     ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, factory, memory, window)
+        self.self_attn = LlamaAttention(config, spec, factory, memory, window)
         hidden, width, act = config.hidden_size, config.intermediate_size, config.hidden_act
         self.mlp: MoELayer | GatedMLP
         if is_moe:
@@ -75,15 +75,17 @@ class MixtralDecoderLayer(FusibleModule):
 class MixtralModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: MixtralConfig, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig) -> None:
+    def __init__(
+        self, config: MixtralConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig
+    ) -> None:
         super().__init__()
         self.moe = moe
         self.embed_tokens = factory.embedding(
             "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
         )
         self.layers = nn.ModuleList(
-            MixtralDecoderLayer(config, factory, memory, moe, is_moe=is_moe, window=window)
-            for is_moe, window in zip(moe_layers(config), attention_windows(config), strict=True)
+            MixtralDecoderLayer(config, spec, factory, memory, moe, is_moe=is_moe, window=window)
+            for is_moe, window in zip(spec.moe_layers, spec.windows, strict=True)
         )
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
@@ -133,12 +135,10 @@ class MixtralForCausalLM(MoECausalLM):
         memory = resolve_memory(memory, config)
         moe = resolve_moe(moe, config)
         require_moe_memory(memory)
-        size = parallel.tensor_model_parallel_size
-        require_shardable(config, size)
-        replicas = kv_size_multiplier(num_kv_heads(config), size)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
+        replicas = self.spec.kv_replicas(parallel.tensor_model_parallel_size)
         factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
-        self.model = MixtralModel(config, factory, memory, moe)
+        self.model = MixtralModel(config, self.spec, factory, memory, moe)
         self.add_head(factory)
         apply_memory(self, memory)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.layers import LAYERS
-from nxd_memopt.architectures.parameters import moe_layers, parameters
+from nxd_memopt.architectures.model_spec import ModelSpec
+from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
 
 QKV = ("q_proj", "k_proj", "v_proj", "query_key_value")
@@ -35,25 +32,20 @@ class Adapters:
         return any(name in self.layers for name in names)
 
 
-def adapters_of(config: Any, lora: LoraConfig) -> Adapters:
+def adapters_of(spec: ModelSpec, lora: LoraConfig) -> Adapters:
     """Return the adapters that ``modules.lora.add_adapters`` adds.
-
-    Args:
-        config: Hugging Face's config, as an object or as a complete mapping.
-        lora: options of the adapters.
 
     Raises:
         ValueError: the model has experts, a name is of no linear layer of the decoder layers, or only
             some of the decoder layers have adapters.
     """
-    if any(moe_layers(config)):
+    if spec.has_experts:
         raise ValueError(
             f"lora_rank {lora.lora_rank} in a model with experts is not planned: leave the section lora out"
         )
-    model_type = option(config, "model_type")
-    targets = lora.target_modules or default_targets(model_type)
-    linear = [layer.name for layer in LAYERS[model_type] if layer.sharding in (*_COLUMNS, *_ROWS)]
-    depth = option(config, "num_hidden_layers")
+    targets = lora.target_modules or default_targets(spec.model_type)
+    linear = [layer.name for layer in spec.layers if layer.sharding in (*_COLUMNS, *_ROWS)]
+    depth = spec.num_layers
     by_layer = [frozenset(name for name in linear if is_target(name.format(i), targets)) for i in range(depth)]
     for target in targets:
         if not any(is_target(name.format(i), [target]) for name in linear for i in range(depth)):
@@ -70,20 +62,18 @@ def adapters_of(config: Any, lora: LoraConfig) -> Adapters:
     return Adapters(lora.lora_rank, layers, has_dropout=lora.lora_dropout > 0)
 
 
-def adapter_shapes(
-    config: Any, adapters: Adapters, tensor_model_parallel_size: int, kv_replicas: int
-) -> list[tuple[int, ...]]:
+def adapter_shapes(spec: ModelSpec, adapters: Adapters, tensor_model_parallel_size: int) -> list[tuple[int, ...]]:
     """Return the shapes of A and B of each adapter of one decoder layer on one rank, in the model's order.
 
     Of a column-parallel layer A is replicated and B has the rank's rows; of a row-parallel one A has the
     rank's columns and B is replicated.
     """
-    shallow = {**config, "num_hidden_layers": 1} if isinstance(config, Mapping) else config
+    replicas = spec.kv_replicas(tensor_model_parallel_size)
     shapes: list[tuple[int, ...]] = []
-    for parameter in parameters(shallow):
+    for parameter in parameters(spec.with_layers(1)):
         parts = parameter.name.split(".")
         if ".layers.0." not in parameter.name or parts[-1] != "weight" or parts[-2] not in adapters.layers:
             continue
-        outputs, inputs = parameter.local_shape(tensor_model_parallel_size, kv_replicas)
+        outputs, inputs = parameter.local_shape(tensor_model_parallel_size, replicas)
         shapes += [(adapters.rank, inputs), (outputs, adapters.rank)]
     return shapes

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
-from nxd_memopt.architectures.parameters import moe_layers, num_kv_heads, rope_options, shared_expert_width
+from nxd_memopt.architectures.model_spec import moe_layers, num_kv_heads, rope_options, shared_expert
 from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name
 from nxd_memopt.config import require_one_of
 from nxd_memopt.lora_config import require_no_adapters
@@ -219,7 +219,7 @@ def with_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str,
         # Defaults of the model with experts that the dense one has otherwise.
         result |= {"num_key_value_heads": num_kv_heads(config), "router_aux_loss_coef": 0.0}
     width = moe.get("moe_shared_expert_intermediate_size")
-    if width is not None and shared_expert_width(config) is None:
+    if width is not None and shared_expert(config)[0] is None:
         result["shared_expert_intermediate_size"] = width
         result["shared_expert_gate"] = bool(moe.get("moe_shared_expert_gate"))
     return result

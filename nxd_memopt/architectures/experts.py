@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.architectures.config_options import option, reads
-from nxd_memopt.architectures.layers import GPT_NEOX_MOE
-from nxd_memopt.architectures.parameters import has_shared_expert_gate, moe_layers, shared_expert_width, sizes
+from nxd_memopt.architectures.model_spec import ModelSpec, model_spec
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.moe_config import MoEConfig
 
@@ -92,7 +90,7 @@ class MoESizes:
 
     def gathered_tokens(self, tokens: int) -> int:
         """Return how many tokens the experts of a rank choose from, of ``tokens`` of its own."""
-        return tokens * (self.expert_ranks if self.gathers_tokens else 1)
+        return tokens * self.expert_ranks if self.gathers_tokens else tokens
 
     def rows(self, tokens: int) -> int:
         """Return how many rows this rank's experts process.
@@ -101,6 +99,7 @@ class MoESizes:
             tokens: tokens of a micro-batch, those of all tensor-parallel ranks together.
         """
         moe = self.options
+        # The rows of every expert are padded to full blocks.
         if moe.moe_expert_block_size is not None:
             gathered = tokens * self.expert_ranks
             blocks = most_blocks(gathered, self.top_k, self.local_experts, moe.moe_expert_block_size)
@@ -119,48 +118,46 @@ class MoESizes:
         return expert_capacity(tokens, self.top_k, self.num_experts, factor)
 
 
-def moe_sizes(config: Any, parallel: ParallelConfig, options: MoEConfig | None = None) -> MoESizes | None:
+def moe_sizes(spec: ModelSpec, parallel: ParallelConfig, options: MoEConfig | None = None) -> MoESizes | None:
     """Return the sizes of the experts, or None for a dense model.
 
     Args:
-        config: Hugging Face's config, as an object or as a complete mapping.
+        spec: the model.
         parallel: T and EP.
-        options: options of the layers; None: those of ``config``.
+        options: options of the layers; None: those of the model's config.
 
     Raises:
         ValueError: some layers are dense, or EP does not divide the experts.
     """
-    is_moe = moe_layers(config)
-    if not any(is_moe):
+    if spec.experts is None or not spec.has_experts:
         return None
-    if not all(is_moe):
+    # The planner has one kind of layer.
+    if not all(spec.moe_layers):
         raise ValueError("a model with dense layers and layers with experts is not planned: plan one of either kind")
     expert_ranks = parallel.expert_model_parallel_size
-    options = options_of(config) if options is None else options
+    if options is None:
+        options = _options(spec)
     require_divisible("num_moe_experts", options.num_moe_experts, "expert_model_parallel_size", expert_ranks)
-    letters = sizes(config)
     size = parallel.tensor_model_parallel_size
-    has_biases = option(config, "model_type") == GPT_NEOX_MOE
-    return MoESizes(options, expert_ranks, letters["M"] // size, letters["W"] // size, has_biases)
+    shared_width = spec.experts.shared_width or 0
+    return MoESizes(options, expert_ranks, spec.experts.width // size, shared_width // size, spec.is_gpt_neox)
 
 
-def fixed_options(config: Any) -> dict[str, Any]:
-    """Return the options that follow from the config of a model with experts.
-
-    Args:
-        config: as an object or as a complete mapping.
-    """
-    letters = sizes(config)
-    is_moe = moe_layers(config)
+def fixed_options(spec: ModelSpec) -> dict[str, Any]:
+    """Return the options that follow from the config of a model with experts."""
+    experts = spec.experts
+    assert experts is not None, f"{spec.model_type} has no experts"
+    frequency: int | tuple[int, ...] = 1
+    if not all(spec.moe_layers):
+        frequency = tuple(int(each) for each in spec.moe_layers)
     return {
-        "moe_shared_expert_intermediate_size": shared_expert_width(config),
-        "moe_shared_expert_gate": has_shared_expert_gate(config),
-        "num_moe_experts": letters["E"],
-        "moe_router_topk": option(config, "num_experts_per_tok"),
-        "moe_ffn_hidden_size": letters["M"],
-        # Mixtral's weights are a softmax over the chosen experts, as Qwen3's with norm_topk_prob.
-        "moe_router_pre_softmax": reads(config, "norm_topk_prob") and not option(config, "norm_topk_prob"),
-        "moe_layer_freq": 1 if all(is_moe) else tuple(int(each) for each in is_moe),
+        "moe_shared_expert_intermediate_size": experts.shared_width,
+        "moe_shared_expert_gate": experts.has_shared_gate,
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_router_pre_softmax": experts.has_pre_softmax,
+        "moe_layer_freq": frequency,
     }
 
 
@@ -175,7 +172,7 @@ def require_option_of(
         value: what was given for it.
         remedy: what to do if it differs.
     """
-    fixed = fixed_options(config)[name]
+    fixed = fixed_options(model_spec(config))[name]
     if value != fixed:
         of_model = type(config).__name__
         if isinstance(config, Mapping):
@@ -190,12 +187,18 @@ def options_of(config: Any, **given: Any) -> MoEConfig:
         config: as an object or as a complete mapping.
         **given: options in place of those of ``config``.
     """
-    coeff = (option(config, "router_aux_loss_coef") or 0.0) if option(config, "output_router_logits") else 0.0
+    return _options(model_spec(config), **given)
+
+
+def _options(spec: ModelSpec, **given: Any) -> MoEConfig:
+    experts = spec.experts
+    assert experts is not None, f"{spec.model_type} has no experts"
+    balancing = "hf_aux_loss" if experts.aux_loss_coeff else "none"
     options: dict[str, Any] = {
-        **fixed_options(config),
-        "moe_router_load_balancing_type": "hf_aux_loss" if coeff else "none",
-        "moe_aux_loss_coeff": coeff,
-        "moe_input_jitter_eps": option(config, "router_jitter_noise") or None,
+        **fixed_options(spec),
+        "moe_router_load_balancing_type": balancing,
+        "moe_aux_loss_coeff": experts.aux_loss_coeff,
+        "moe_input_jitter_eps": experts.input_jitter,
     }
     return MoEConfig(**(options | given))
 

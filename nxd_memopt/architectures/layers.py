@@ -62,6 +62,11 @@ class Layer:
     only_in: str | None = None
     only_with: str | None = None
 
+    @property
+    def last_name(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
 
 EXPERT_SHARDINGS = ("expert_column", "expert_row", "expert_bias")
 

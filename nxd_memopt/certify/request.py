@@ -136,7 +136,7 @@ def _experts(config: TrainConfig, model: dict[str, Any]) -> MoEConfig | None:
     Raises:
         ValueError: the options contradict the model, or certify measures no such model.
     """
-    from nxd_memopt.architectures.parameters import moe_layers
+    from nxd_memopt.architectures.model_spec import moe_layers
 
     if not any(moe_layers(model)):
         size, given = config.parallel.expert_model_parallel_size, config.moe.given()

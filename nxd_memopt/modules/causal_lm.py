@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.architectures.parameters import rope_options, rotary_dim
+from nxd_memopt.architectures.model_spec import model_spec, rope_options
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
@@ -58,9 +59,11 @@ class ParallelCausalLM(FusibleModule, ABC):
     def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig) -> None:
         super().__init__()
         self.config = config
+        self.spec = model_spec(config)
+        require_shardable(self.spec, parallel.tensor_model_parallel_size)
         self.parallel = parallel
         self.memory = memory
-        self.rope = RotaryEmbedding(rotary_dim(config), rope_options(config), config.max_position_embeddings)
+        self.rope = RotaryEmbedding(self.spec.rotary_dim, rope_options(config), config.max_position_embeddings)
 
     @property
     @abstractmethod

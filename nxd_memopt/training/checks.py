@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.parameters import require_shardable, require_supported_values, rope_options, rotary_dim
+from nxd_memopt.architectures.model_spec import model_spec, rope_options
+from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.huggingface.exporting import require_replaceable
@@ -56,7 +57,7 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
         if name != "stdlib":
             require_installed(f"dataset {name}", "datasets", extra="train")
     _require_sizes(hf_config)
-    require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
+    require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
     require_supported_values(hf_config, OVERRIDES)
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
@@ -154,7 +155,7 @@ def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None
     """Raise ``ValueError`` if RoPE has no values, or a sequence has more positions than the model was made for."""
     length = config.data.seq_length
     limit = hf_config.max_position_embeddings
-    rope = RotaryEmbedding(rotary_dim(hf_config), rope_options(hf_config), limit)
+    rope = RotaryEmbedding(model_spec(hf_config).rotary_dim, rope_options(hf_config), limit)
     rope.require_one_length(length, packed=config.data.isolate_documents)
     # Its frequencies are made for longer sequences.
     if length > limit and rope.kind != "dynamic":

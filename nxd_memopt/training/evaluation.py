@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from nxd_memopt.architectures.parameters import attention_windows
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.math_attention import window_mask
 from nxd_memopt.ops.packed import PackedDocuments
@@ -151,7 +151,7 @@ def _masks(model: PreTrainedModel, documents: PackedDocuments) -> Tensor | dict[
         hidden = torch.zeros(visible.shape, dtype=dtype, device=same.device)
         return hidden.masked_fill(~visible, torch.finfo(dtype).min)
 
-    windows = set(attention_windows(model.config))
+    windows = set(model_spec(model.config).windows)
     if len(windows) == 1:
         return mask(windows.pop())
     return {"full_attention": mask(None), "sliding_attention": mask(model.config.sliding_window)}

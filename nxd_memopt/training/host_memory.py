@@ -47,7 +47,7 @@ def reserve_activations(pool: HostPool | None, model: ParallelCausalLM, config: 
         return
     try:
         required = offloaded_checkpoint_bytes(
-            model.config,
+            model.spec,
             config.parallel,
             memory,
             sequence_length=config.data.seq_length,

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_memopt.architectures.parameters import rope_options
+from nxd_memopt.architectures.model_spec import rope_options
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.experts import BALANCED_ROUTING, MoESizes
-from nxd_memopt.architectures.parameters import sizes
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_limits import available_host_bytes
@@ -37,9 +36,8 @@ from nxd_memopt.training.device_support import cuda_graph_option_conflict, shard
 from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, world_size
 
 CERTAIN = 1.1
-"""A plan above the available memory by this factor is an error, a smaller excess a warning. Plans may be wrong:
-recorded steps with a CUDA graph needed up to 4 % more and 2 % less than planned (docs/planner_accuracy.md), and one
-of another model or shape may be further from its plan."""
+"""A plan with margin that is above the available memory by this factor is an error, a smaller excess a warning: most
+steps need less than the margin."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         result = MemoryPlan(plan.memory.device_bytes, _known(problem, plan), before, tuple(lines))
         if result.available_bytes is not None:
             _require_fit(plan)
-        # The choice is made: from here on the run is one whose section names the techniques.
+        # From here on `memory` is explicit.
         if is_auto:
             config = replace(config, memory=plan.setting.memory, auto_memory=False)
     if is_rank_zero():
@@ -140,9 +138,8 @@ def _problem(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int, *, host_gib: float | None
 ) -> Problem:
     """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
-    content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
     return Problem(
-        config=with_defaults(content),
+        model=model_spec(hf_config),
         device=device,
         devices=ranks,
         sequence_length=config.data.seq_length,
@@ -166,13 +163,13 @@ def _attention(config: TrainConfig, problem: Problem) -> str | None:
     """
     if config.memory.attention_backend != "auto":
         return None
-    letters = sizes(problem.config)
+    spec = problem.model
     name, _ = attention_implementation(
-        (config.data.micro_batch_size, letters["h"], config.data.seq_length, letters["d"]),
-        letters["g"],
+        (config.data.micro_batch_size, spec.num_heads, config.data.seq_length, spec.head_dim),
+        spec.num_kv_heads,
         dtype=getattr(torch, PRECISIONS[problem.precision][0]),
         packed=config.data.isolate_documents,
-        dropout_p=problem.attention_dropout,
+        dropout_p=spec.attention_dropout,
     )
     names = set(share_texts(name))
     if len(names) > 1:
@@ -291,11 +288,12 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
     terms = sorted(plan.memory.device.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms[:4] if size)
     available = _known(problem, plan)
-    of = "" if available is None else f" of {available / GIB:.2f} available"
-    lines.append(
-        f"memory: planned {plan.memory.device_bytes / GIB:.2f} GiB{of} on each device ({largest}; peak in "
-        f"{plan.memory.moment})"
-    )
+    planned_gib = f"{plan.memory.device_bytes / GIB:.2f} GiB"
+    if plan.memory.margin_bytes:
+        planned_gib += f", {plan.memory.reserved_bytes / GIB:.2f} with margin,"
+    if available is not None:
+        planned_gib += f" of {available / GIB:.2f} available"
+    lines.append(f"memory: planned {planned_gib} on each device ({largest}; peak in {plan.memory.moment})")
     experts = None
     if problem.moe is not None:
         experts = MoESizes(problem.moe, plan.setting.expert_model_parallel_size, 1)
@@ -318,7 +316,7 @@ def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedC
         return
     size = config.parallel.tensor_model_parallel_size
     layout = StateLayout(getattr(torch, config.dtype).itemsize, sharding=config.data_parallel.sharding)
-    shapes = local_shapes(hf_config, size, config.parallel.expert_model_parallel_size)
+    shapes = local_shapes(model_spec(hf_config), size, config.parallel.expert_model_parallel_size)
     needed = initialization_bytes(shapes, layout)
     available = int(_least(_host_gib()) * GIB)
     if available and needed > available:

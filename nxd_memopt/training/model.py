@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nxd_memopt.architectures.parameters import has_shared_expert_gate, shared_expert_width
+from nxd_memopt.architectures.model_spec import shared_expert
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
@@ -45,7 +45,9 @@ def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> Pretra
     width = moe.moe_shared_expert_intermediate_size
     if width is None or not has_experts(hf_config):
         return hf_config
-    gate = has_shared_expert_gate(hf_config) if moe.moe_shared_expert_gate is None else moe.moe_shared_expert_gate
+    gate = moe.moe_shared_expert_gate
+    if gate is None:
+        _, gate = shared_expert(hf_config)
     return with_shared_expert(hf_config, width, gate=gate)
 
 
@@ -156,7 +158,7 @@ def is_upcycled(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
     """Return whether the model starts from one without experts, or without its shared expert."""
     own = _own_hf_config(config.model)
     adds_experts = has_experts(hf_config) and not has_experts(own)
-    return adds_experts or shared_expert_width(hf_config) != shared_expert_width(own)
+    return adds_experts or shared_expert(hf_config)[0] != shared_expert(own)[0]
 
 
 def require_fp16_range(model: ParallelCausalLM) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.config import ParallelConfig
@@ -337,7 +338,7 @@ REFUSALS = {
         ["moe_shared_expert_intermediate_size 8", "Qwen2MoeConfig", "20"],
     ),
     "shared expert and ranks": (
-        lambda: require_shardable(with_shared_expert(mixtral_config(), 7, gate=False), 2),
+        lambda: require_shardable(model_spec(with_shared_expert(mixtral_config(), 7, gate=False)), 2),
         ["moe_shared_expert_intermediate_size 7", "tensor_model_parallel_size 2"],
     ),
     "jitter of a gated shared expert": (

@@ -65,6 +65,6 @@ def test_bit_equal(name, world_size):
                 got = step(model)
                 for key, value in want.items():
                     assert torch.equal(got[key], value), f"{key}, offloaded {offloaded}, {options}"
-                planned = offloaded_checkpoint_bytes(model.config, parallel, memory, **sizes, smallest_bytes=1)
+                planned = offloaded_checkpoint_bytes(model.spec, parallel, memory, **sizes, smallest_bytes=1)
                 expected = offloaded * planned
                 assert expected <= pool.allocated_bytes < expected + 512

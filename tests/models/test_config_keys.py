@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from nxd_memopt.architectures.config_options import reads
 from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.experts import options_of
-from nxd_memopt.architectures.parameters import attention_windows, moe_layers, parameters
+from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.checkpoint.huggingface.importing import load_sources
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
@@ -183,12 +184,13 @@ def test_the_planner_reads_a_file_as_transformers_reads_it(content, model_type, 
 
 
 def facts(config: Any) -> dict[str, Any]:
-    is_moe = moe_layers(config)
-    found: dict[str, Any] = {"windows": attention_windows(config), "experts": is_moe}
-    found["parameters"] = [(each.name, each.shape) for each in parameters(config)]
+    spec = model_spec(config)
+    is_moe = spec.moe_layers
+    found: dict[str, Any] = {"windows": spec.windows, "experts": is_moe}
+    found["parameters"] = [(each.name, each.shape) for each in parameters(spec)]
     if any(is_moe):
         found["options"] = options_of(config)
     if any(is_moe) == all(is_moe):
-        sizes = rank_sizes(config, ParallelConfig(), sequence_length=12, micro_batch_size=1, dtype="float32")
+        sizes = rank_sizes(spec, ParallelConfig(), sequence_length=12, micro_batch_size=1, dtype="float32")
         found["sizes"] = sizes
     return found

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nxd_memopt.architectures.parameters import attention_windows, parameters
+from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.models import model_class
@@ -39,7 +40,7 @@ def test_hugging_face_directories_both_ways(name, tmp_path):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.config.architectures == [type(again).__name__]
     assert torch.equal(again.eval()(ids).logits, reference(ids).logits)
-    names = {each.name: each.shape for each in parameters(config)}
+    names = {each.name: each.shape for each in parameters(model_spec(config))}
     assert names == {key: tuple(value.shape) for key, value in reference.named_parameters()}
 
 
@@ -51,7 +52,7 @@ def test_windows_of_a_file_are_those_of_transformers(name, tmp_path):
     config = type(FAMILY[name]()).from_dict(content)
     kinds = getattr(config, "layer_types", ["sliding_attention"] * config.num_hidden_layers)
     windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-    assert attention_windows(content) == attention_windows(config) == windows
+    assert model_spec(content).windows == model_spec(config).windows == windows
     expected = {"mistral": (5, 5), "qwen2": (None, 4), "qwen3": (None, None)}
     assert windows == expected[name]
 
@@ -59,7 +60,7 @@ def test_windows_of_a_file_are_those_of_transformers(name, tmp_path):
 def test_a_stored_window_that_is_off_limits_nothing():
     content = json.loads(qwen2_config().to_json_string()) | {"sliding_window": 4, "use_sliding_window": False}
     content.pop("layer_types")
-    assert attention_windows(content) == (None, None)
+    assert model_spec(content).windows == (None, None)
 
 
 def test_kept_attention_needs_a_kernel_with_windows():

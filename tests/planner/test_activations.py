@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.architectures.parameters import attention_windows, moe_layers
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
@@ -69,7 +69,7 @@ def check(config, dtype, attention, options, parallel=ONE_RANK, rows=ROWS):
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=rows, dtype=name)
+    sizes = rank_sizes(model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=rows, dtype=name)
     kernels = Kernels(False, "sdpa" if attention == "auto" else attention, masks_windows=attention == "sdpa")
     plan = activations(sizes, memory, kernels)
     assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
@@ -129,7 +129,7 @@ def test_storages_of_every_architecture(name):
     check(without_dense_layers(CONFIGS[name]()), torch.bfloat16, "auto", {})
 
 
-WINDOWED = [name for name, config in CONFIGS.items() if any(attention_windows(config()))]
+WINDOWED = [name for name, config in CONFIGS.items() if model_spec(config()).has_windows]
 
 
 @pytest.mark.parametrize("attention", ["auto", "math", "sdpa"])
@@ -137,7 +137,7 @@ WINDOWED = [name for name, config in CONFIGS.items() if any(attention_windows(co
 @pytest.mark.parametrize("name", WINDOWED)
 def test_storages_of_attention_windows(name, technique, attention):
     config = without_dense_layers(CONFIGS[name]())
-    if any(moe_layers(config)) and technique == "norm+mlp_act of 1":
+    if model_spec(config).has_experts and technique == "norm+mlp_act of 1":
         return  # no layer has such an activation
     # All layers of Mistral and Mixtral have a window, the last two of Qwen.
     config.num_hidden_layers = LAYERS
@@ -171,7 +171,7 @@ def test_dropout_in_plain_kernels_of_attention_is_not_planned():
     assert activations(sizes, MemoryConfig(), Kernels(fused=True, attention="cudnn")).device_bytes
 
 
-EXPERTS = [name for name, config in CONFIGS.items() if any(moe_layers(config())) and name not in WINDOWED]
+EXPERTS = [name for name, config in CONFIGS.items() if model_spec(config()).has_experts and name not in WINDOWED]
 MOE_TECHNIQUES = {
     **{name: TECHNIQUES[name] for name in ("none", "full", "uniform", "nested", "block", "all logits", "norm")},
     **{name: TECHNIQUES[name] for name in ("core_attn", "attn")},
@@ -208,7 +208,7 @@ def test_storages_of_experts_on_a_rank(world_size, sequence_parallel):
 
 
 def test_a_plan_cannot_be_changed_for_its_other_readers():
-    sizes = rank_sizes(llama_config(), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32")
+    sizes = rank_sizes(model_spec(llama_config()), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32")
     plan = activations(sizes, MemoryConfig(), Kernels(fused=False, attention="math"))
     for tensors in (*plan.layers, *plan.offloaded, plan.around):
         with pytest.raises(TypeError):

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
@@ -60,7 +61,9 @@ def check(config, dtype, attention, options, lora, parallel=ONE_RANK):
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, lora=lora)
+    sizes = rank_sizes(
+        model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, lora=lora
+    )
     plan = activations(sizes, memory, Kernels(fused=False, attention=attention))
     assert plan.device_bytes == counted, "\n".join([str(lora), str(memory), str(plan), *listed])
 
@@ -130,7 +133,7 @@ def test_states_of_adapters_at_every_stage():
             found["frozen"] = sum(weight.nbytes for weight in frozen)
             layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2)
             sizes = {"sequence_length": 12, "micro_batch_size": 2, "dtype": "bfloat16"}
-            share = rank_model(model.config, ONE_RANK, **sizes, lora=lora)
+            share = rank_model(model.spec, ONE_RANK, **sizes, lora=lora)
             plan = {
                 "gradients": share.total(gradient_bytes, layout),
                 "weights": share.total(weight_bytes, layout),
@@ -146,7 +149,7 @@ def test_states_of_adapters_at_every_stage():
 def test_adapters_that_are_not_planned():
     def refusal(config, targets):
         options = {"sequence_length": 8, "micro_batch_size": 1, "dtype": "float32", "lora": lora_of(targets)}
-        return error_message(lambda: rank_sizes(config, ONE_RANK, **options))
+        return error_message(lambda: rank_sizes(model_spec(config), ONE_RANK, **options))
 
     assert_says(refusal(llama_config(), ("layers.1.self_attn.q_proj",)), "layers.1.", "not planned", "q_proj")
     assert_says(refusal(llama_config(), ("lm_head",)), "'lm_head'", "q_proj")
@@ -163,7 +166,7 @@ def test_adapters_that_are_not_planned():
 def test_parts_of_names_choose_the_layers():
     config = llama_config()
     options = {"sequence_length": 8, "micro_batch_size": 1, "dtype": "float32"}
-    chosen = rank_sizes(config, ONE_RANK, **options, lora=lora_of(("mlp.up_proj", "o_proj"))).adapters
+    chosen = rank_sizes(model_spec(config), ONE_RANK, **options, lora=lora_of(("mlp.up_proj", "o_proj"))).adapters
     assert chosen is not None and chosen.layers == {"up_proj", "o_proj"}
 
 
@@ -191,7 +194,7 @@ def test_the_section_is_planned_and_written(tmp_path, capsys):
 def test_the_peak_is_never_in_forward():
     """Gate and up are kept under the adapters' names, and would count twice."""
     problem = Problem(
-        config=with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8}),
+        model=model_spec(with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8})),
         device=device_named("h200"),
         devices=1,
         sequence_length=65536,

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
+from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE, LAYERS
-from nxd_memopt.architectures.parameters import attention_windows, num_kv_heads, parameters, require_shardable
+from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.parameters import parameters, require_shardable
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import MODELS, model_class
-from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.parallel_layers import parallel_state
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
@@ -32,19 +33,20 @@ def test_the_table_is_what_the_models_have(name, size):
     with fake_world(size):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
         model = build(config, size)
-    replicas = 1 if config.model_type == "gpt_neox" else kv_size_multiplier(num_kv_heads(config), size)
+    spec = model_spec(config)
+    replicas = spec.kv_replicas(size)
     found = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    assert found == {parameter.name: parameter.local_shape(size, replicas) for parameter in parameters(config)}
+    assert found == {parameter.name: parameter.local_shape(size, replicas) for parameter in parameters(spec)}
     # The tag of gradients that are partial sums over a rank's tokens, which the models set themselves.
     tagged = {name for name, p in model.named_parameters() if getattr(p, "sequence_parallel_enabled", False)}
-    assert tagged == ({p.name for p in parameters(config) if p.is_sequence_partial} if size > 1 else set())
+    assert tagged == ({p.name for p in parameters(spec) if p.is_sequence_partial} if size > 1 else set())
 
 
 def test_a_config_file_and_a_config_object_give_the_same_table():
     for make in CONFIGS.values():
         config = make()
         content = {**config.to_dict(), "num_query_groups": getattr(config, "num_query_groups", None)}
-        assert list(parameters(content)) == list(parameters(config))
+        assert model_spec(content) == model_spec(config)
 
 
 def test_every_model_has_a_table():
@@ -54,7 +56,9 @@ def test_every_model_has_a_table():
 def test_llama_3_8b_has_its_published_number_of_parameters():
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, **sizes}
-    assert sum(math.prod(parameter.shape) for parameter in parameters(config)) == 8_030_261_248
+    assert (
+        sum(math.prod(parameter.shape) for parameter in parameters(model_spec(with_defaults(config)))) == 8_030_261_248
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_llama_3_8b_has_its_published_number_of_parameters():
 )
 def test_sizes_that_cannot_be_sharded_are_refused(name, changes, size, words):
     content = {**CONFIGS[name]().to_dict(), **changes}
-    assert_says(error_message(lambda: require_shardable(content, size)), *words)
+    assert_says(error_message(lambda: require_shardable(model_spec(content), size)), *words)
 
 
 def test_the_planner_imports_without_torch():
@@ -84,9 +88,9 @@ def test_the_planner_imports_without_torch():
 
 def test_types_of_another_number_of_layers_are_refused():
     config = CONFIGS["qwen2 tied, window in the second layer"]()
-    assert any(attention_windows(config))
+    assert model_spec(config).has_windows
     config.num_hidden_layers = 4
-    message = error_message(lambda: attention_windows(config))
+    message = error_message(lambda: model_spec(config))
     assert_says(message, "layer_types names 2 layers", "num_hidden_layers is 4")
 
 
@@ -100,8 +104,8 @@ def test_windows_of_qwens_are_those_of_transformers(config, depth: int, limit: i
         content["max_window_layers"] = limit
     theirs = config(**content)
     expected = tuple(7 if kind == "sliding_attention" else None for kind in theirs.layer_types)
-    assert attention_windows({"model_type": theirs.model_type, **content}) == expected
-    assert attention_windows(theirs) == expected
+    assert model_spec(with_defaults({"model_type": theirs.model_type, **content})).windows == expected
+    assert model_spec(theirs).windows == expected
 
 
 @pytest.mark.parametrize("config", [MistralConfig, MixtralConfig, Qwen3MoeConfig])
@@ -109,21 +113,24 @@ def test_a_window_is_in_every_layer_where_transformers_reads_no_types(config) ->
     """Config files of Qwen3-MoE have max_window_layers, which Qwen3MoeConfig has not."""
     content = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
     theirs = config(**content)
-    assert attention_windows(theirs) == (7, 7, 7)
-    assert attention_windows({"model_type": theirs.model_type, **content}) == (7, 7, 7)
+    assert model_spec(theirs).windows == (7, 7, 7)
+    assert model_spec(with_defaults({"model_type": theirs.model_type, **content})).windows == (7, 7, 7)
     # It stores the types of layers, and does not read them.
     content["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert attention_windows({"model_type": theirs.model_type, **content}) == (7, 7, 7)
+    assert model_spec(with_defaults({"model_type": theirs.model_type, **content})).windows == (7, 7, 7)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_a_window_without_the_switch_is_off(model_type):
-    assert attention_windows({"model_type": model_type, "num_hidden_layers": 3, "sliding_window": 7}) == (None,) * 3
+    assert (
+        model_spec(with_defaults({"model_type": model_type, "num_hidden_layers": 3, "sliding_window": 7})).windows
+        == (None,) * 3
+    )
 
 
 def test_a_window_below_one_is_refused():
     """Megatron's -1 is no bound; as a window it would let queries see later keys."""
     for window in (0, -1):
         config = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": window}
-        message = error_message(lambda config=config: attention_windows(config))
+        message = error_message(lambda config=config: model_spec(with_defaults(config)))
         assert_says(message, f"sliding_window {window} must be at least 1", "leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.backward import layer_moments
@@ -16,7 +17,7 @@ MIB = 1 << 20
 
 def rank(model: str, ranks: int, length: int) -> RankSizes:
     return rank_sizes(
-        with_defaults(NAMED_CONFIGS[model]),
+        model_spec(with_defaults(NAMED_CONFIGS[model])),
         ParallelConfig(ranks, sequence_parallel_enabled=True),
         sequence_length=length,
         micro_batch_size=1,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_memopt.architectures.parameters import moe_layers
+from nxd_memopt.architectures.model_spec import model_spec
 from tests.planner.test_activations import LAYERS, MOE_TECHNIQUES, TECHNIQUES, check, without_dense_layers
 from tests.reference_models import CONFIGS
 
-DENSE = [name for name, config in CONFIGS.items() if not any(moe_layers(config()))]
+DENSE = [name for name, config in CONFIGS.items() if not model_spec(config()).has_experts]
 EXPERTS = [name for name in CONFIGS if name not in DENSE]
 MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
 

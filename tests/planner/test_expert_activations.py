@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe import router
@@ -112,7 +113,7 @@ def check(options, dtype, parallel, memory, config=None):
     net(**inputs).loss.backward()
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, moe=moe)
+    sizes = rank_sizes(model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, moe=moe)
     plan = activations(sizes, memory, Kernels(fused=False, attention="sdpa"))
     assert plan.device_bytes == counted, "\n".join([str(options), str(plan), *listed])
 

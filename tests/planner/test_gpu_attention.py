@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -32,7 +33,7 @@ def problem(device="h200", model="llama-3-8b", length=8192, precision="bf16-true
     names = ("isolate_documents", "attention")
     given = {name: options.pop(name) for name in names if name in options}
     config = with_defaults({**NAMED_CONFIGS[model], **options})
-    return Problem(config, device_named(device), 8, length, precision=precision, **given)
+    return Problem(model_spec(config), device_named(device), 8, length, precision=precision, **given)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -103,7 +104,7 @@ def test_a_plan_says_which_temporary_tensors_it_does_not_count():
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_gradients_of_kv_heads_are_copied_for_every_query_head(name, monkeypatch):
     """In the backward of attention and at no other moment: 128 MiB of LLaMA-3-8B."""
-    llama = rank_sizes(problem().config, ParallelConfig(), sequence_length=8192, micro_batch_size=1, dtype="bfloat16")
+    llama = rank_sizes(problem().model, ParallelConfig(), sequence_length=8192, micro_batch_size=1, dtype="bfloat16")
     planned = layer_moments(llama, MemoryConfig(), Kernels(True, name))
     monkeypatch.setattr(backward, "COPIES_KV_GRADIENTS", ())
     without = layer_moments(llama, MemoryConfig(), Kernels(True, name))

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from nxd_memopt.architectures.configs import with_defaults
-from nxd_memopt.architectures.parameters import num_kv_heads
+from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.certify.command import read
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import HIDDEN_ACTS

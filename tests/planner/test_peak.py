@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.memory import backward_peak
@@ -19,7 +20,7 @@ from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-neox-20b"])
 def test_layers_that_are_left_out_do_not_have_the_peak(model, monkeypatch):
     """Of Mixtral the statistics of routers grow from layer to layer."""
-    asked = Problem(with_defaults(NAMED_CONFIGS[model]), device_named("a100-40gb"), 8, 32768)
+    asked = Problem(model_spec(with_defaults(NAMED_CONFIGS[model])), device_named("a100-40gb"), 8, 32768)
     tried = [each for each in settings(asked) if each.tensor_model_parallel_size in (1, 8) and not each.cuda_graph]
     found = [evaluate(asked, each).memory for each in tried]
     monkeypatch.setattr(backward_peak, "_decisive_layers", lambda sizes, *_: range(sizes.num_layers))
@@ -34,7 +35,7 @@ def test_wide_experts_copy_the_rows_of_their_matmuls(tensor_size, copies):
     """
     config = with_defaults(NAMED_CONFIGS["mixtral-8x7b"])
     parallel = ParallelConfig(tensor_size, sequence_parallel_enabled=tensor_size > 1)
-    sizes = rank_sizes(config, parallel, sequence_length=1000, micro_batch_size=3, dtype="bfloat16")
+    sizes = rank_sizes(model_spec(config), parallel, sequence_length=1000, micro_batch_size=3, dtype="bfloat16")
     moments = {each.name: each.temporary for each in layer_moments(sizes, MemoryConfig(), Kernels(True, "flash4"))}
     rows = 3000 * 2
     found = [moments[f"MLP, {name}"]["copied rows"] for name in ("last projection", "first projections")]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.cuda import backend as cuda
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.ops.cross_entropy import LossTerms
@@ -22,7 +23,7 @@ MIB = 2**20
 def sizes_of(tokens: int, ranks: int = 2, *, sequence_parallel: bool = True, **options: str) -> RankSizes:
     parallel = ParallelConfig(ranks, sequence_parallel_enabled=sequence_parallel, **options)
     share = rank_model(
-        with_defaults(NAMED_CONFIGS["llama-3-8b"]),
+        model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
         parallel,
         sequence_length=tokens,
         micro_batch_size=1,

@@ -15,6 +15,7 @@ import yaml
 
 from nxd_memopt.architectures.configs import DEFAULTS, NAMED_CONFIGS, with_defaults
 from nxd_memopt.architectures.experts import options_of
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.command_line import Parser, Run, read_run
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.commands.plan.yaml_writer import configuration
@@ -41,7 +42,7 @@ ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
 def problem(model="llama-3-8b", device="h200", devices=8, length=8192, **options) -> Problem:
-    return Problem(with_defaults(NAMED_CONFIGS[model]), device_named(device), devices, length, **options)
+    return Problem(model_spec(with_defaults(NAMED_CONFIGS[model])), device_named(device), devices, length, **options)
 
 
 def run_of(*arguments: str) -> Run:
@@ -198,7 +199,7 @@ def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
     chunk = 4736 * 128256 // 8 * 4  # bytes: the larger of the two chunks in the certified graph, f32[16032, 4736]
     plain = replace(kernels_of(asked, setting.memory), compiles_steps=False)
     share = rank_model(
-        asked.config,
+        asked.model,
         ParallelConfig(8, sequence_parallel_enabled=True),
         sequence_length=8192,
         micro_batch_size=1,
@@ -283,8 +284,8 @@ def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
 def test_what_is_shown_fits_and_is_sorted():
     for each in (problem(), problem("gpt-neox-20b", "h100", 8, 2048), problem(device="trn2", devices=64)):
         found = plans(each)
-        assert found and all(plan.memory.device_bytes <= each.usable_bytes for plan in found)
-        speeds = [plan.tokens_per_s for plan in found]
+        assert found and all(plan.memory.reserved_bytes <= plan.usable_bytes for plan in found)
+        speeds = [plan.least_tokens_per_s for plan in found]
         assert speeds == sorted(speeds, reverse=True)
 
 
@@ -335,7 +336,7 @@ def test_time_of_recompute_grows_with_the_layers(model):
         memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("attn", "mlp"), **options)
         return evaluate(asked, Setting(2, "none", 1, memory)).time.terms
 
-    depth = asked.config["num_hidden_layers"]
+    depth = asked.model.num_layers
     everything, none = seconds(), evaluate(asked, Setting(2)).time.terms
     for name in ("matmuls", "attention", "tensor-parallel collectives"):
         assert everything[name] > none[name]
@@ -361,7 +362,7 @@ def test_defaults_are_those_of_transformers(model_type):
         assert getattr(theirs, name) == value, name
     if model_type == "gpt_neox":
         ours = rank_model(
-            with_defaults({"model_type": "gpt_neox"}),
+            model_spec(with_defaults({"model_type": "gpt_neox"})),
             ParallelConfig(1),
             sequence_length=8,
             micro_batch_size=1,
@@ -419,7 +420,7 @@ def planned_peak(config, row) -> float:
     if "all-to-all" in row["variant"]:
         moe = replace(options_of(config), moe_token_dispatcher_type="alltoall")
     share = rank_model(
-        config,
+        model_spec(config),
         ParallelConfig(size, expert_model_parallel_size=experts, sequence_parallel_enabled=size > 1),
         sequence_length=int(row["tokens"]),
         micro_batch_size=1,
@@ -471,6 +472,8 @@ def test_the_plot_has_the_memory_of_the_shown_settings(tmp_path, monkeypatch, ca
     assert len(set(limits)) > 1  # two communicators need more memory than one
     for index, plan in enumerate(document["plans"]):
         drawn = {name: widths[index] * GIB for name, widths in bars.items() if widths[index]}
+        assert sum(drawn.values()) == pytest.approx(plan["with_margin_bytes"], abs=2 << 20)
+        drawn.pop("margin")
         assert drawn == pytest.approx({name: size for name, size in plan["device_bytes"].items() if size})
     # Where nothing fits, the smallest setting and the limit that it exceeds.
     code, bars, limits = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.plan import evaluate
@@ -13,7 +14,7 @@ from nxd_memopt.planner.search.problem import Problem, Setting
 
 def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
     problem = Problem(
-        config=with_defaults(NAMED_CONFIGS["smollm2-135m"]),
+        model=model_spec(with_defaults(NAMED_CONFIGS["smollm2-135m"])),
         device=device_named("h200"),
         devices=1,
         sequence_length=2048,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.models import model_class
@@ -74,7 +74,7 @@ def test_every_stage_in_every_dtype():
                 run = Run.of(model, stage)
                 run.backward([BATCH])
                 layout = StateLayout(dtype.itemsize, master_weights=True, sharding=stage, data_parallel_size=2)
-                shapes = local_shapes(model.config, 1)
+                shapes = local_shapes(model_spec(model.config), 1)
                 found = {"gradients": gradients(run, stage)}
                 run.optimizer.step()
                 found |= stored_bytes(run, stage)
@@ -98,7 +98,7 @@ def test_gradients_that_are_added_up_in_the_dtype_of_the_parameters():
         optimizer = NeuronZero1Optimizer(list(model.parameters()), AdamW, sharding_groups=groups, max_norm=1.0)
         model(BATCH, labels=BATCH).loss.backward()
         layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2, grad_reduce_in_fp32=False)
-        shapes = local_shapes(model.config, 1)
+        shapes = local_shapes(model_spec(model.config), 1)
         assert gradient_bytes(shapes, layout) == sum(parameter.grad.nbytes for parameter in model.parameters())
         optimizer.reduce_gradients()
         # All of them are cast before the first update: "reduced gradients" of the plan.
@@ -125,7 +125,7 @@ def test_streamed_states_of_a_model(fraction, remainders):
     model(BATCH, labels=BATCH).loss.backward()
     optimizer.reduce_gradients()
     assert all(each.shard.main_grad is each.param.grad for each in optimizer._sharded)
-    shapes = local_shapes(model.config, 1)
+    shapes = local_shapes(model_spec(model.config), 1)
     layout = StateLayout(
         2,
         master_weights=True,
@@ -138,7 +138,7 @@ def test_streamed_states_of_a_model(fraction, remainders):
     on_device = master_bytes(shapes, layout) + moment_bytes(shapes, layout) - on_host
     assert sum(buffer.nbytes for buffer in optimizer._states.device) == on_device
     share = rank_model(
-        with_defaults(model.config.to_dict()),
+        model.spec,
         ParallelConfig(),
         sequence_length=BATCH.size(1),
         micro_batch_size=BATCH.size(0),
@@ -158,7 +158,7 @@ def test_inputs_of_the_gather_of_streamed_shards():
     optimizer = OffloadedZero1Optimizer(model.parameters(), transfers=DeferredTransfers(), lr=1e-3)
     layout = StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=2, optimizer_offload_fraction=1.0)
     share = rank_model(
-        with_defaults(model.config.to_dict()),
+        model.spec,
         ParallelConfig(),
         sequence_length=12,
         micro_batch_size=2,
@@ -176,7 +176,7 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(world_size):
         parallel = ParallelConfig(1, expert_model_parallel_size=2)
         config = mixtral_config(vocab_size=33)
         model = model_class("mixtral")(config, parallel=parallel, dtype=torch.bfloat16)
-        shapes = local_shapes(config, 1, 2)
+        shapes = local_shapes(model_spec(config), 1, 2)
         assert shapes == [tuple(parameter.shape) for parameter in model.parameters()]
         run = Run.of(model, stage)
         run.backward([BATCH])
@@ -202,7 +202,7 @@ def test_hybrid_sharding_divides_by_the_ranks_of_an_instance():
     run = Run.of(model, "zero2", ranks_per_replica=2)
     run.backward([BATCH])
     layout = StateLayout(2, master_weights=True, sharding="zero2", data_parallel_size=2)
-    shapes = local_shapes(model.config, 1)
+    shapes = local_shapes(model_spec(model.config), 1)
     run.optimizer.step()
     found = stored_bytes(run, "zero2")
     assert found["masters"] == master_bytes(shapes, layout) and found["moments"] == moment_bytes(shapes, layout)
@@ -212,7 +212,7 @@ def test_hybrid_sharding_divides_by_the_ranks_of_an_instance():
 def test_weights_of_every_architecture(name):
     config = CONFIGS[name]()
     model = parallel_model(config)
-    shapes = local_shapes(config, 1)
+    shapes = local_shapes(model_spec(config), 1)
     assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
 
 
@@ -221,7 +221,7 @@ def test_weights_of_a_rank(world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     for config in (llama_config(), gpt_neox_config()):
         model = parallel_model(config, sequence_parallel=True)
-        shapes = local_shapes(config, world_size)
+        shapes = local_shapes(model_spec(config), world_size)
         assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.certify import worker
 from nxd_memopt.certify.report.judge import _shape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -62,7 +63,7 @@ def tensor_parallel_case(config: dict, memory: dict, *, sequence: bool, dtype: s
     # The sums of the gradients of norms, once a step.
     sent.subtract(_gradient_hook(_shape(plain, 6)))
     sizes = rank_sizes(
-        with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6}),
+        model_spec(with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6})),
         asked.parallel,
         sequence_length=32,
         micro_batch_size=1,
@@ -89,7 +90,7 @@ def test_reductions_in_fp32_send_twice_the_bytes(technique):
 
 def sizes_of(model: str, layers: int, *, expert_ranks: int = 1, size: int = 8) -> RankSizes:
     return rank_sizes(
-        with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers}),
+        model_spec(with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers})),
         ParallelConfig(size, sequence_parallel_enabled=size > 1, expert_model_parallel_size=expert_ranks),
         sequence_length=4096,
         micro_batch_size=1,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import yaml
 
-from nxd_memopt.architectures.configs import NAMED_CONFIGS
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.architectures.experts import options_of
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.planner.search.candidates import settings
@@ -41,7 +41,7 @@ def test_trainium_gets_a_static_form_of_experts(tmp_path, capsys):
 
 def test_blocks_of_experts_with_exchanges_are_planned_without_expert_parallelism():
     asked = problem("mixtral-8x7b")
-    moe = replace(options_of(asked.config), moe_expert_block_size=128)
+    moe = replace(options_of(with_defaults(NAMED_CONFIGS["mixtral-8x7b"])), moe_expert_block_size=128)
     for dispatcher, expected in (("alltoall", {1}), ("allgather", {1, 2, 4, 8})):
         with_blocks = replace(asked, moe=replace(moe, moe_token_dispatcher_type=dispatcher))
         assert {each.expert_model_parallel_size for each in settings(with_blocks)} == expected

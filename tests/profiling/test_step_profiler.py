@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.certify.measure.eager import _Recorder
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
@@ -82,7 +83,9 @@ def counted_peak(run: Run) -> int:
 def test_activations_are_the_planned_ones_layer_by_layer(config, options, tmp_path):
     run = Run(config, **options)
     run.profile(tmp_path, skip=1, steps=1)
-    sizes = rank_sizes(run.config, ParallelConfig(1), sequence_length=LENGTH, micro_batch_size=ROWS, dtype="float32")
+    sizes = rank_sizes(
+        model_spec(run.config), ParallelConfig(1), sequence_length=LENGTH, micro_batch_size=ROWS, dtype="float32"
+    )
     plan = activations(sizes, run.memory, Kernels(fused=False, attention="sdpa"))
     found = [each for each in blocks_of(tmp_path) if each["pass"] == "forward" and each["category"] != "temporary"]
     # A checkpoint saves the state of the CPU's random number generator, which no device has.

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFWriter
 from transformers import AutoConfig
 
-from nxd_memopt.architectures.parameters import rope_options
+from nxd_memopt.architectures.model_spec import rope_options
 from nxd_memopt.backends import backend
 from nxd_memopt.training.checks import require_applicable_memory
 from nxd_memopt.training.config.parsing import parse_config

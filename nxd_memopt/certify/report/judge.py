@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nxd_memopt._optional import require_transformers
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, OptimizerState, extrapolate, memory_terms
@@ -107,14 +108,13 @@ def _shape(request: Request, layers: int) -> StepShape:
 
     config: Any = config_of({**request.config, "num_hidden_layers": layers})
     return step_shape(
-        config,
+        model_spec(config),
         request.parallel,
         request.memory,
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
-        element_bytes=getattr(torch, request.dtype).itemsize,
         # Backend xla measures fp16 for bf16: the step that was measured is the one of the formulas.
-        loss_in_backward=request.dtype == "float16",
+        dtype=request.dtype,
         moe=request.moe,
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
-from nxd_memopt.architectures.parameters import num_kv_heads
+from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_own, write_safetensors

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
-from nxd_memopt.architectures.parameters import num_kv_heads, parameters, sizes
+from nxd_memopt.architectures.model_spec import model_spec, num_kv_heads
+from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import NAMES, StackedExperts, stack_experts, stack_named_experts
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
@@ -155,7 +156,7 @@ def _shared_experts(model: nn.Module, seed: int) -> Sources:
     """Return the shared experts of ``model`` by name: drawn, with zeros for down projection and biases."""
     config: Any = model.config
     shared: Sources = {}
-    for parameter in parameters(config):
+    for parameter in parameters(model_spec(config)):
         if ".mlp.shared_expert" not in parameter.name:
             continue
         is_zero = parameter.sharding == "row" or len(parameter.shape) == 1
@@ -204,7 +205,9 @@ def _drawn(shape: tuple[int, ...], std: float, seed: int) -> Tensor:
 def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
     """Return ``sources`` of a dense model with the names and shapes of ``model``."""
     config: Any = model.config
-    experts = sizes(config)["E"]
+    spec = model_spec(config)
+    assert spec.experts is not None, "experts were added to the config"
+    experts = spec.experts.num_experts
     is_neox = config.model_type == GPT_NEOX_MOE
     backbone = "gpt_neox" if is_neox else "model"
     experts_of_layer = _neox_experts if is_neox else _mixtral_experts

@@ -12,6 +12,7 @@ from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
@@ -21,7 +22,7 @@ from nxd_memopt.planner.search.explain import explanation
 from nxd_memopt.planner.search.plan import Plan, plans, remedies, smallest
 from nxd_memopt.planner.search.problem import Problem, attention_notes, require_memory
 from nxd_memopt.planner.sizes.states import STAGES
-from nxd_memopt.planner.timing.step_time import rates_of
+from nxd_memopt.planner.timing.step_time import StepTime, rates_of
 
 _EPILOG = f"""{OVERRIDES} Of a configuration, what the search chooses replaces its options: the micro-batch, the ZeRO
 stage, techniques of the memory section, optimizer states on the host and CUDA graphs. Other options are planned and
@@ -156,7 +157,7 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
     if length is None:
         raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
     return Problem(
-        config=config,
+        model=model_spec(config),
         device=device,
         devices=options.devices or ranks,
         sequence_length=length,
@@ -205,16 +206,18 @@ def _print(
     if not found:
         print(
             f"Nothing fits. The smallest setting, {best.setting.describe()}, needs "
-            f"{best.memory.device_bytes / GIB:.1f} GiB and {best.memory.host_bytes / GIB:.1f} GiB of host "
-            f"memory, of which a rank can use {problem.usable_host_bytes / GIB:.1f}."
+            f"{best.memory.reserved_bytes / GIB:.1f} GiB with margin and {best.memory.host_bytes / GIB:.1f} GiB of "
+            f"host memory, of which a rank can use {problem.usable_host_bytes / GIB:.1f}."
         )
         print("\n".join(["Change one:", *(f"  {text}" for text in changes)]) if changes else "Use a larger device.")
         return
-    print(f"{'tokens/s':>10}  {'step s':>7}  {'GiB':>6}  {'host':>5}  {'limit':<28} setting")
+    print(f"{'tokens/s':>10}  {'step s':>11}  {'GiB':>6}  {'with margin':>11}  {'host':>5}  {'limit':<28} setting")
     for plan in found[: options.show]:
+        memory = plan.memory
         print(
-            f"{plan.tokens_per_s:>10,.0f}  {plan.time.step_s:>7.2f}  {plan.memory.device_bytes / GIB:>6.1f}  "
-            f"{plan.memory.host_bytes / GIB:>5.1f}  {plan.time.limit:<28} {plan.setting.describe()}"
+            f"{plan.tokens_per_s:>10,.0f}  {_seconds(plan.time):>11}  {memory.device_bytes / GIB:>6.1f}  "
+            f"{memory.reserved_bytes / GIB:>11.1f}  {memory.host_bytes / GIB:>5.1f}  {plan.time.limit:<28} "
+            f"{plan.setting.describe()}"
         )
     if len(found) > options.show:
         print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
@@ -225,6 +228,13 @@ def _print(
         unit, name_of_unit = GIB >> 10, "MiB"
     terms = ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.device.items() if size >= unit // 100)
     print(f"Memory of the first, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
+
+
+def _seconds(time: StepTime) -> str:
+    """Return the time of a step, or its range if the step may wait for the host."""
+    if not time.uncertain_s:
+        return f"{time.step_s:.2f}"
+    return f"{time.step_s:.2f}-{time.most_s:.2f}"
 
 
 def _draw(options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan]) -> None:
@@ -257,11 +267,13 @@ def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -
                 "sequences_per_step": round(plan.tokens_per_s * plan.time.step_s / problem.sequence_length),
                 "tokens_per_s": plan.tokens_per_s,
                 "step_s": plan.time.step_s,
+                "most_step_s": plan.time.most_s,
                 "limit": plan.time.limit,
                 "seconds": plan.time.terms,
                 "peak": plan.memory.moment,
                 "usable_bytes": plan.usable_bytes,
                 "device_bytes": plan.memory.device,
+                "with_margin_bytes": plan.memory.reserved_bytes,
                 "host_bytes": plan.memory.host,
             }
             for plan in found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_memopt.architectures.parameters import moe_layers
+from nxd_memopt.architectures.model_spec import moe_layers
 from nxd_memopt.command_line import Run
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.moe_config import MoEConfig

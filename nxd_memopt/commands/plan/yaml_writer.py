@@ -52,7 +52,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     notes: list[str] = []
     if not problem.isolate_documents:
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
-    positions = problem.config.get("max_position_embeddings")
+    positions = problem.model.max_positions
     if positions is not None and problem.sequence_length > positions:
         notes.append(
             f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "

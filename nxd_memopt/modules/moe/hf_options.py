@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_memopt.architectures.experts import fixed_options, require_option_of
 from nxd_memopt.architectures.experts import options_of as options_of
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE, QWEN2_MOE
-from nxd_memopt.architectures.parameters import has_shared_expert_gate, moe_layers, shared_expert_width
+from nxd_memopt.architectures.model_spec import model_spec, shared_expert
 from nxd_memopt.moe_config import MoEConfig
 
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
     """
     if moe is None:
         return options_of(config)
-    fixed = fixed_options(config)
+    spec = model_spec(config)
+    fixed = fixed_options(spec)
     # What follows from the sizes of the config may be left out. A list of all layers is the same choice as a
     # frequency.
     for name in _OF_CONFIG:
         if getattr(moe, name) == _DEFAULTS[name]:
             moe = dataclasses.replace(moe, **{each: fixed[each] for each in (name, *_OF_CONFIG[name])})
-    if moe.is_moe_layer(config.num_hidden_layers) == moe_layers(config):
+    if moe.is_moe_layer(spec.num_layers) == spec.moe_layers:
         moe = dataclasses.replace(moe, moe_layer_freq=fixed["moe_layer_freq"])
     for name in fixed:
         remedy = "leave it out, or change the config"
@@ -73,13 +74,13 @@ def with_shared_expert(config: PretrainedConfig, width: int, *, gate: bool) -> P
     """
     if width < 1:
         raise ValueError(f"moe_shared_expert_intermediate_size must be at least 1, got {width}: leave it out for none")
-    found = shared_expert_width(config)
+    found, has_gate = shared_expert(config)
     if found is not None:
-        if (found, has_shared_expert_gate(config)) == (width, gate):
+        if (found, has_gate) == (width, gate):
             return config
         raise ValueError(
             f"moe_shared_expert_intermediate_size {width} with moe_shared_expert_gate {gate} contradicts "
-            f"{type(config).__name__}, which says {found} and {has_shared_expert_gate(config)}: leave them out"
+            f"{type(config).__name__}, which says {found} and {has_gate}: leave them out"
         )
     values = config.to_dict()
     for name in ("model_type", "transformers_version"):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
 
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
 from nxd_memopt.planner.memory.layer_tensors import (
@@ -91,21 +91,21 @@ def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int
 
 
 def offloaded_checkpoint_bytes(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     memory: MemoryConfig,
     *,
     sequence_length: int,
     micro_batch_size: int,
     dtype: str,
-    smallest_bytes: int | None = None,
+    smallest_bytes: int = OFFLOADED_STORAGE_BYTES,
 ) -> int:
     """Return the host memory in bytes of the checkpoints that ``cpu_offloading_activations`` moves.
 
     The same on every device: inputs of layers, and results of attention that are kept.
 
     Args:
-        config: Hugging Face's config; the other arguments as ``rank_sizes``.
+        spec: the model; the other arguments as ``rank_sizes``.
         parallel: T and sequence parallelism.
         memory: full recompute.
         sequence_length: S.
@@ -116,9 +116,7 @@ def offloaded_checkpoint_bytes(
     Raises:
         ValueError: see ``rank_sizes`` and ``activations``.
     """
-    sizes = rank_sizes(
-        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype
-    )
+    sizes = rank_sizes(spec, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype)
     # Every kernel that is one operator returns the same results, with dropout too.
     kernels = Kernels(fused=True, attention=SINGLE_KERNELS[0])
     return activations(sizes, memory, kernels, smallest_bytes=smallest_bytes).host_bytes
@@ -127,7 +125,7 @@ def offloaded_checkpoint_bytes(
 # A search plans the same activations with many ZeRO stages and fractions of offloaded states.
 @lru_cache(maxsize=512)
 def activations(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, smallest_bytes: int | None = None
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, smallest_bytes: int = OFFLOADED_STORAGE_BYTES
 ) -> Activations:
     """Return the storages that forward leaves for backward.
 
@@ -135,21 +133,19 @@ def activations(
         sizes: sizes of the rank.
         memory: recompute, offload and tiles.
         kernels: fused or plain operations, and the implementation of attention.
-        smallest_bytes: smaller storages stay on the device; default ``OFFLOADED_STORAGE_BYTES``.
+        smallest_bytes: smaller storages stay on the device: they are not worth a transfer each.
 
     Raises:
         ValueError: recompute does not fit the number of layers, or attention is not one operator
             whose result could be kept.
     """
-    smallest = OFFLOADED_STORAGE_BYTES if smallest_bytes is None else smallest_bytes
     # Read-only: all callers share the cached result.
     on_device: list[Mapping[str, int]] = []
     on_host: list[Mapping[str, int]] = []
     for kept, is_offloaded in _by_layer(sizes, memory, kernels):
-        # Small storages are not worth a transfer each.
         moved: Tensors = {}
         if is_offloaded:
-            moved = {name: size for name, size in kept.items() if size >= smallest}
+            moved = {name: size for name, size in kept.items() if size >= smallest_bytes}
         on_host.append(MappingProxyType(moved))
         on_device.append(MappingProxyType({name: size for name, size in kept.items() if name not in moved}))
     return Activations(tuple(on_device), tuple(on_host), MappingProxyType(_around(sizes, memory, kernels)))
@@ -255,7 +251,7 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
         return {"loss": FP32_BYTES, "head input": stream, "labels": _INT64_BYTES, "gradient of the logits": logits}
     if sizes.is_fp16:
         # Of one sequence they are a view of the padded labels, of several rows a copy.
-        labels = sizes.tokens + (1 if sizes.micro_batch_size == 1 else 0)
+        labels = sizes.tokens + int(sizes.micro_batch_size == 1)
         numbers = {"labels": labels * _INT64_BYTES, "scale of the losses": sizes.tokens * FP32_BYTES}
         return {"loss": FP32_BYTES, "head input": stream} | numbers
     tensors = {"loss": FP32_BYTES, "gradient of the head's input": stream}

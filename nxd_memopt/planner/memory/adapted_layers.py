@@ -63,10 +63,15 @@ class _AdaptedLayer:
         sizes = self.sizes
         layer_input = {"layer input": residual_bytes(sizes)}
         attention, attended = self._attention(has_grad=has_grad)
+        into_mlp = has_grad or attended
+        second = "mlp input"
         # GPT-NeoX's parallel branches have one input; else the MLP's depends on attention.
-        into_mlp = has_grad if sizes.parallel_residual else has_grad or attended
-        second = "layer input" if sizes.parallel_residual else "mlp input"
-        mlp, expanded = self._gated_mlp(has_grad=into_mlp) if sizes.is_gated else self._plain_mlp(has_grad=into_mlp)
+        if sizes.parallel_residual:
+            into_mlp, second = has_grad, "layer input"
+        of_mlp = self._plain_mlp
+        if sizes.is_gated:
+            of_mlp = self._gated_mlp
+        mlp, expanded = of_mlp(has_grad=into_mlp)
         masks: Tensors = {}
         if sizes.hidden_dropout:
             branches = {"dropout of attention": attended, "dropout of the mlp": expanded}
@@ -100,15 +105,18 @@ class _AdaptedLayer:
         result[f"{name} dropped input"] = size
         if has_grad:
             # PyTorch's CPU operators save factors, its CUDA kernel a boolean each.
-            result[f"{name} dropout"] = size // element if self.kernels.fused else size
+            result[f"{name} dropout"] = size
+            if self.kernels.fused:
+                result[f"{name} dropout"] = size // element
         return result
 
     def _attention(self, *, has_grad: bool) -> tuple[Part, bool]:
         """Return the parts of attention, and whether its output has a gradient."""
         sizes = self.sizes
-        names = ("q_proj", "k_proj", "v_proj") if sizes.is_gated else ("query_key_value",) * 3
+        names, output_name = ("query_key_value",) * 3, "dense"
+        if sizes.is_gated:
+            names, output_name = ("q_proj", "k_proj", "v_proj"), "o_proj"
         grads = tuple(has_grad or self.adapters.on(name) for name in names)
-        output_name = "o_proj" if sizes.is_gated else "dense"
         has_core = any(grads)
         if not has_core and not self.adapters.on(output_name):
             return Part("attn"), False
@@ -166,14 +174,18 @@ class _AdaptedLayer:
             saves |= inputs
         for name in ("gate_proj", "up_proj"):
             saves |= self._adapter(name, inputs, has_grad=has_grad)
-        act = self._fused_act() if self.kernels.fused else self._plain_act(gate=gate, up=up)
         has_act = gate or up
+        act = Part("mlp_act")
+        if has_act and self.kernels.fused:
+            act = self._fused_act()
+        elif has_act:
+            act = self._plain_act(gate=gate, up=up)
         # The kernel of the gated activation with its projection recomputes the result; an adapter on the
         # projection needs it.
         if has_act and (not self.kernels.fused or self.adapters.on("down_proj")):
             saves |= result
         saves |= self._adapter("down_proj", result, has_grad=has_act)
-        return Part("mlp", inputs, saves, (act if has_act else Part("mlp_act"),)), True
+        return Part("mlp", inputs, saves, (act,)), True
 
     def _fused_act(self) -> Part:
         """Return what the kernel of the gated activation saves: gate and up.
@@ -183,7 +195,10 @@ class _AdaptedLayer:
         width = column_bytes(self.sizes, self.sizes.width)
         both: Tensors = {}
         for name in ("gate_proj", "up_proj"):
-            both |= {f"adapted {name}": width} if self.adapters.on(name) else {"gate, up": 2 * width}
+            if self.adapters.on(name):
+                both[f"adapted {name}"] = width
+            else:
+                both["gate, up"] = 2 * width
         return Part("mlp_act", both, both)
 
     def _plain_act(self, *, gate: bool, up: bool) -> Part:
@@ -214,7 +229,10 @@ class _AdaptedLayer:
         saves |= self._adapter("dense_h_to_4h", inputs, has_grad=has_grad)
         act = Part("mlp_act")
         if has_act:
-            act = Part("mlp_act", expanded, result if sizes.hidden_act == "relu" else expanded)
+            act = Part("mlp_act", expanded, expanded)
+            # ReLU's gradient needs its result, not its input.
+            if sizes.hidden_act == "relu":
+                act = Part("mlp_act", expanded, result)
             saves |= result
         saves |= self._adapter("dense_4h_to_h", result, has_grad=has_act)
         return Part("mlp", inputs, saves, (act,)), True

@@ -38,6 +38,7 @@ ATTENTION_SAVED = frozenset(
 
 def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a decoder layer's backward at which most memory is in use."""
+    # Merged branches have other tensors than one after the other.
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_moments(sizes, kernels)
     return _sequential_moments(sizes, memory, kernels)
@@ -56,23 +57,27 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
     if kernels.attention != "flash4":
         copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
-        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes if copies_gradients else 0
+        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes * int(copies_gradients)
         return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
-    columns = sizes.query + 2 * sizes.heads + (2 * sizes.kv if sizes.kv < sizes.query else 0)
+    columns = sizes.query + 2 * sizes.heads
+    # Grouped heads have sums of their own.
+    if sizes.kv < sizes.query:
+        columns += 2 * sizes.kv
     return sizes.micro_batch_size * blocks * _FLASH4_BLOCK * columns * FP32_BYTES
 
 
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a layer whose MLP follows its attention."""
     b = LayerBytes(sizes)
-    columns = 2 if sizes.is_gated else 1
+    columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
     if sizes.moe is not None:
         mlp_saved |= expert_tensors(sizes, sizes.moe, fused=kernels.fused).keys()
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
     moments = [replace(each, before_attention=True) for each in mlp_moments(sizes, memory, kernels, b, columns)]
+    # One group exists at a time, with its tensors and their gradients.
     if isinstance(memory.attention_head_groups, int):
         return [*moments, _head_group_moment(sizes, kernels, b, memory.attention_head_groups, after_mlp)]
     moments.append(

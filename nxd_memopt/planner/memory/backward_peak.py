@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.memory.activations import SHARED_TENSORS, Activations, activations
+from nxd_memopt.planner.memory.activations import Activations, activations
 from nxd_memopt.planner.memory.adapted_layers import layer_parts
 from nxd_memopt.planner.memory.backward import ATTENTION_SAVED, layer_moments
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction
 from nxd_memopt.planner.memory.layer_moment import Moment, with_fp32_sums
 from nxd_memopt.planner.memory.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
-from nxd_memopt.planner.sizes.rank_model import RankModel
+from nxd_memopt.planner.memory.step import ABSENT, Step
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
-from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes
-from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
+from nxd_memopt.planner.sizes.states import StateLayout, elements, gradient_bytes
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
-ABSENT = "weights in host memory"
-"""Term of a moment that is subtracted from the weights."""
 
-
-def casts_gradients(layout: StateLayout) -> bool:
-    """Return whether each gradient is cast to an fp32 sum, which is created next to it."""
-    is_summed = layout.master_weights and layout.gradient_element_bytes > layout.element_bytes
-    return is_summed and not layout.in_backward and layout.sharding not in ("zero2", "zero3")
-
-
-def in_backward(
-    model: RankModel,
-    memory: MemoryConfig,
-    kernels: Kernels,
-    kept: Activations,
-    layout: StateLayout,
-    standing_gradients: int,
-    offloaded: OffloadedWeights,
-    *,
-    has_slots: bool,
-) -> tuple[str, dict[str, int]]:
-    """Return the terms at the highest moment of the layers' backwards, from the last layer to the first.
-
-    Args:
-        model: the rank's share of the model.
-        memory: memory techniques.
-        kernels: operations and attention.
-        kept: activations.
-        layout: weights, gradients and states.
-        standing_gradients: gradients of the micro-batches before.
-        offloaded: weights in host memory.
-        has_slots: gathered tensors lie in the slots of peer memory.
-    """
-    sizes = model.sizes
-    casts = not standing_gradients and casts_gradients(layout) and sizes.adapters is None
-    layers = _layer_backwards(sizes, memory, kernels, with_sums=casts)
+def in_backward(step: Step) -> tuple[str, dict[str, int]]:
+    """Return the terms at the highest moment of the layers' backwards, from the last layer to the first."""
+    model, layout, kept, sizes = step.model, step.layout, step.kept, step.sizes
+    standing = step.standing_gradients
+    has_adapters = sizes.adapters is not None
+    with_sums = step.casts_gradients and not standing and not has_adapters
+    layers = _layer_backwards(sizes, step.memory, step.kernels, with_sums=with_sums)
+    decisive = _decisive_layers(sizes, step.memory, step.kernels)
     per_layer = gradient_bytes(model.layer_shapes, layout)
-    # The head's gradient comes first. A tied one waits for the embedding's, in the dtype of the weights.
-    # Stage 3 reduces it with the embedding's, and those of a layer after its backward.
-    reduction = BackwardReduction.of(model, memory, layout, accumulates=standing_gradients > 0)
-    finished = 0 if reduction.reduces_units else gradient_bytes(model.other_shapes[-1:], layout)
-    waiting = math.prod(model.other_shapes[0]) * layout.element_bytes if model.is_tied else 0
-    # The loss and the final norm are done.
-    remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
-    found = _in_reduction_of_head(sizes, reduction, offloaded, standing_gradients or finished, remaining)
+    reduction = BackwardReduction.of(model, step.memory, layout, accumulates=standing > 0)
+    finished = waiting = 0
+    # The gradients of head and norm come first. Stage 3 reduces them with the embedding's.
+    if not reduction.reduces_units:
+        finished = gradient_bytes((*model.final_norm, *model.head), layout)
+    # That of a tied head waits for the embedding's, in the dtype of the weights.
+    if model.is_tied:
+        waiting = elements(model.embedding) * layout.element_bytes
+    remaining = step.kept_in_backward
+    found = _in_reduction_of_head(step, reduction, standing or finished)
     highest = sum(found[1].values())
-    decisive = _decisive_layers(sizes, memory, kernels)
     for index in reversed(range(sizes.num_layers)):
         remaining -= kept.layer_bytes[index]
         if index not in decisive and not reduction.is_an_end(index):
@@ -77,15 +49,17 @@ def in_backward(
         live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
         live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
         live += waiting + _prefetched(kept, reduction.recomputation, index)
-        absent = -offloaded.absent_bytes(sizes.num_layers, index)
+        absent = step.absent_weights(index)
         gathered = reduction.gathered_bytes(index)
         for moment, freed, temporary, in_slots in layer.moments:
-            gradients = standing_gradients or finished
-            if not standing_gradients and not reduction.reduces_units:
-                own_gradients = min(_finished_bytes(moment, layout, sizes.element_bytes), per_layer)
+            gradients = standing or finished
+            if not standing and not reduction.reduces_units:
+                own = _finished_bytes(moment, layout, sizes.element_bytes)
                 # Those of adapters are small: at each moment all of them count.
-                gradients = finished + (per_layer if sizes.adapters is not None else own_gradients)
-            if has_slots:
+                if has_adapters:
+                    own = per_layer
+                gradients += min(own, per_layer)
+            if step.has_slots:
                 temporary -= in_slots
             buckets = reduction.bucket_bytes(index, moment.finished_gradients)
             total = absent + gradients + live - freed + temporary + buckets + gathered
@@ -105,17 +79,15 @@ def in_backward(
     return found
 
 
-def _in_reduction_of_head(
-    sizes: RankSizes, reduction: BackwardReduction, offloaded: OffloadedWeights, gradients: int, activations: int
-) -> tuple[str, dict[str, int]]:
+def _in_reduction_of_head(step: Step, reduction: BackwardReduction, gradients: int) -> tuple[str, dict[str, int]]:
     """Return the terms while the head's gradient is reduced, before any layer's backward; none if it waits."""
     if not reduction.buckets.head:
         return "", {}
     return "reduction of the head's gradient", {
-        ABSENT: -offloaded.absent_bytes(sizes.num_layers),
+        ABSENT: step.absent_weights(),
         "gradients": gradients,
-        "activations": activations,
-        "temporary tensors": sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+        "activations": step.kept_in_backward,
+        "temporary tensors": step.stream_bytes,
         "gradient buckets": reduction.buckets.head,
     }
 
@@ -203,10 +175,9 @@ def _decisive_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -
 def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
     """Return whether the peak may be in this layer.
 
-    Between layers that keep the same, memory changes by the same bytes from one to the next: only
-    the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
-    The statistics of routers grow by the same bytes from layer to layer, and the memory before a layer
-    then is a convex function of its index, which is highest at an end too.
+    Within a run of identical layers memory is linear in the layer index, so only the run's ends can be the peak,
+    and with several layers per checkpoint the ends of chunks. The statistics of routers grow by the same bytes from
+    layer to layer: memory then is a convex function of the index, which is highest at an end too.
     """
     if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
         return True

@@ -93,7 +93,9 @@ def _router_input(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
     jitters = bool(moe.options.moe_input_jitter_eps)
     if jitters:
         tensors["jitter of the router"] = stream * sizes.element_bytes
-    name = "jittered router input" if jitters else _NORMED
+    name = _NORMED
+    if jitters:
+        name = "jittered router input"
     element = _ROUTER_BYTES.get(moe.options.moe_router_dtype or "", sizes.element_bytes)
     if element == sizes.element_bytes:
         return tensors | {name: stream * element}
@@ -180,9 +182,7 @@ def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
             "weighted outputs": 2 * rows * sizes.hidden * element,
         }
     # With sequence or expert parallelism the tokens are a gathered copy, otherwise the router's input.
-    name = _NORMED
-    if sizes.shards > 1 or moe.gathers_tokens:
-        name = "tokens of the experts"
+    name = "tokens of the experts" if sizes.shards > 1 or moe.gathers_tokens else _NORMED
     return tensors | {
         name: tokens * sizes.hidden * element,
         "rows of the choices": choices * _INT32_BYTES,

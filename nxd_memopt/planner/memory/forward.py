@@ -43,9 +43,7 @@ def forward_temporaries(
     else:
         return {}
     missing = {name: size for name, size in saved.items() if name not in kept}
-    if missing and memory.recompute_granularity == "full":
-        return {}
-    return tensors | missing
+    return {} if missing and memory.recompute_granularity == "full" else tensors | missing
 
 
 def _mlp(sizes: RankSizes, *, has_slots: bool) -> Tensors:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_model import RankModel
-from nxd_memopt.planner.sizes.states import StateLayout
+from nxd_memopt.planner.sizes.states import StateLayout, elements
 from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
@@ -74,7 +74,9 @@ class BackwardReduction:
             index: the layer whose backward runs.
             gradients: bytes of its gradients, in the dtype of the weights.
         """
-        buckets = self.buckets.last_layer if index in self.last_unit else self.buckets.layer
+        buckets = self.buckets.layer
+        if index in self.last_unit:
+            buckets = self.buckets.last_layer
         if not self.reduces_units:
             return buckets
         layers_after = self.recomputation.unit(index)[-1] - index
@@ -90,8 +92,10 @@ class BackwardReduction:
         unit = self.recomputation.unit(index)
         if self.layout.keeps_gathered:
             return gathered_bytes(self.model, self.layout, unit[-1] + 1)
-        before = self.recomputation.unit(unit[0] - 1) if unit[0] else ()
-        return gathered_bytes(self.model, self.layout, len(unit) + len(before))
+        layers = len(unit)
+        if unit[0]:
+            layers += len(self.recomputation.unit(unit[0] - 1))
+        return gathered_bytes(self.model, self.layout, layers)
 
     def is_an_end(self, index: int) -> bool:
         """Return whether the layer before or after layer ``index`` has other buckets or gathered weights."""
@@ -120,7 +124,8 @@ def reduction_bytes(
         unit_layers: decoder layers that stage 3 gathers and reduces together, those of a recompute chunk.
         accumulates: the rank's parts of the gradients exist already, and those of a bucket are added to them.
     """
-    if layout.data_parallel_size == 1 or not model.other_shapes:
+    # The gradients of adapters are too small to count.
+    if layout.data_parallel_size == 1 or not model.embedding:
         return ReductionBytes()
     if layout.sharding == "zero2":
         return _of_scattered_buckets(model, layout, accumulates=accumulates)
@@ -141,8 +146,9 @@ def _of_scattered_buckets(model: RankModel, layout: StateLayout, *, accumulates:
     reduced = _reduced_element_bytes(layout, accumulates=accumulates)
     # Vectors have buckets of their own, which come last and are small.
     layer = _buckets([shape for shape in model.layer_shapes if len(shape) > 1], layout)
-    head = _head_elements(model)
-    embedding = math.prod(model.other_shapes[0])
+    head = elements(model.head)
+    embedding = elements(model.embedding)
+    # One bucket is reduced, one copied, and one filled.
     # Three buckets after each other, also of two layers.
     triples = zip(layer, layer[1:] + layer[:1], (layer * 3)[2 : 2 + len(layer)], strict=True)
     in_layer = max(reduced * (before + copied) + own * (copied + after) for before, copied, after in triples)
@@ -162,18 +168,22 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
     """Return the bytes of a reduction without sharding: a flat copy of each bucket, and its sum over the ranks."""
     number = OVERLAPPED_BUCKETS
     layer = _buckets(model.layer_shapes, layout)
-    head = _head_elements(model)
+    head = elements(model.head)
     # Buckets of as many layers as are in progress at a time.
+    # Small layers have several of their buckets in progress.
     several = layer * (1 + number // len(layer))
     copies = 2 * layout.gradient_element_bytes
     in_layer = copies * max(sum(several[i : i + number]) for i in range(len(layer)))
-    with_head = copies * (head + sum(several[: number - 1]))
+    # The head's bucket is the first one of backward.
+    in_last_layer = in_layer
+    if head:
+        in_last_layer = max(in_layer, copies * (head + sum(several[: number - 1])))
     return ReductionBytes(
         head=copies * head,
-        last_layer=max(in_layer, with_head) if head else in_layer,
+        last_layer=in_last_layer,
         layer=in_layer,
         in_embedding=in_layer,
-        after_embedding=copies * (sum(several[1 - number :]) + math.prod(model.other_shapes[0])),
+        after_embedding=copies * (sum(several[1 - number :]) + elements(model.embedding)),
     )
 
 
@@ -186,16 +196,18 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
     own = layout.element_bytes
     copied = _reduced_element_bytes(layout, accumulates=False)
     reduced = _reduced_element_bytes(layout, accumulates=accumulates)
-    layer = sum(math.prod(shape) for shape in model.layer_shapes)
-    others = sum(math.prod(shape) for shape in model.other_shapes)
-    head = own * _head_elements(model)
+    layer = elements(model.layer_shapes)
+    others = elements(model.other_shapes)
+    head = own * elements(model.head)
     unit = min(unit_layers, model.sizes.num_layers) * layer
     only_one = unit_layers >= model.sizes.num_layers
     # While gradients are copied the rank's part of the result does not exist yet. FSDP2 keeps the last one, the head's.
-    in_copy = (own + copied) * others - (0 if accumulates else copied * others // layout.data_parallel_size)
+    in_copy = (own + copied) * others
+    if not accumulates:
+        in_copy -= copied * others // layout.data_parallel_size
     return ReductionBytes(
         head=head,
-        last_layer=head + (copied * unit if only_one else 0),
+        last_layer=head + copied * unit * int(only_one),
         layer=head + copied * unit,
         unit_layer=own * layer,
         in_embedding=own * others + copied * unit,
@@ -205,23 +217,20 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
 
 def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
     """Return the bytes of an element of a bucket in the dtype of the reduction, with the rank's part of its result."""
-    size = layout.optimizer_bytes if layout.grad_reduce_in_fp32 else layout.element_bytes
+    size = layout.reduced_element_bytes
     # Without gradients before it, the part is one of the gradients that stay.
-    return size + -(-size // layout.data_parallel_size) if accumulates else size
-
-
-def _head_elements(model: RankModel) -> int:
-    """Return the elements of the head; 0 if it is the embedding too, whose gradient comes last."""
-    return 0 if model.is_tied else math.prod(model.other_shapes[-1])
+    if accumulates:
+        size += -(-size // layout.data_parallel_size)
+    return size
 
 
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:
     """Return the elements of the buckets of a layer's parameters, in the order of backward."""
     buckets: list[int] = []
     for shape in reversed(shapes):
-        elements = math.prod(shape)
-        if buckets and (buckets[-1] + elements) * layout.element_bytes <= BUCKET_BYTES:
-            buckets[-1] += elements
+        count = math.prod(shape)
+        if buckets and (buckets[-1] + count) * layout.element_bytes <= BUCKET_BYTES:
+            buckets[-1] += count
         else:
-            buckets.append(elements)
+            buckets.append(count)
     return buckets

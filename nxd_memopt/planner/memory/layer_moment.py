@@ -58,14 +58,16 @@ _FREED_LATER = frozenset({"mlp input", "mlp input in fp32", "mlp input normalise
 def with_fp32_sums(moments: Sequence[Moment], *, routes: bool) -> list[Moment]:
     """Return ``moments``, each that computes weight gradients followed by their cast to fp32 sums.
 
-    The hooks that cast run as soon as the function has returned: its saved and temporary tensors are free by
-    then, what it returns is not.
+    The hooks that cast run as soon as the function has returned. By then its saved and temporary tensors are
+    freed; its outputs are still alive.
 
     Args:
         moments: the moments in their order.
         routes: a router, whose backward follows that of the experts, has the same input.
     """
-    freed_later = _FREED_LATER | {"normed mlp input"} if routes else _FREED_LATER
+    freed_later = _FREED_LATER
+    if routes:
+        freed_later |= {"normed mlp input"}
     found: list[Moment] = []
     for i, moment in enumerate(moments):
         found.append(moment)
@@ -92,10 +94,10 @@ class LayerBytes:
         self.stream = sizes.shard_tokens * sizes.hidden * element
         self.full = sizes.tokens * sizes.hidden * element
         # Sequence parallelism gathers a copy; without it every rank has all tokens.
-        self.gathered = self.full if sizes.shards > 1 else 0
+        self.gathered = self.full * int(sizes.shards > 1)
         # A reduction over ranks writes its result next to the partial sum; in fp32 both are copies,
         # of which the result is cast back.
-        self.reduced = self.stream if sizes.tensor_model_parallel_size > 1 else 0
+        self.reduced = self.stream * int(sizes.tensor_model_parallel_size > 1)
         if self.reduced and sizes.reduces_in_fp32 and element < FP32_BYTES:
             self.reduced += (self.stream + self.full) // element * FP32_BYTES
         self.query = sizes.tokens * sizes.query * element

@@ -121,6 +121,7 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
         none_keeps = replace(all_keep, recompute_keep_core_attn=False)
         runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
         return [run for run in runs if run[0]]
+    # All layers are alike.
     if memory.recompute_granularity != "selective":
         return [(num_layers, memory)]
     selective = replace(memory, recompute_method=None, recompute_num_layers=None)
@@ -164,6 +165,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
+    # A layer whose queries see all keys runs the implementation that was chosen.
     if sizes.window(index) is None:
         return replace(kernels, masks_windows=False)
     if kernels.masks_windows or kernels.attention in WINDOWED_KERNELS:
@@ -221,6 +223,7 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
         value: storage of the values.
     """
     inputs = query | key | value
+    # S x S scores, which every other implementation avoids.
     if kernels.attention == "math":
         return Part("core_attn", inputs, _math_attention(sizes))
     # Kernels of GPUs draw the same numbers again in backward.
@@ -248,8 +251,10 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     if kernels.masks_windows:
         # PyTorch adds the mask to the scores, and so keeps it in their dtype.
         saved |= {"window": sizes.sequence_length**2 * sizes.element_bytes}
-    kept_results = results if kernels.attention in SINGLE_KERNELS else {}
-    return Part("core_attn", inputs, saved, results=kept_results)
+    # A checkpoint keeps the results of one operator only.
+    if kernels.attention not in SINGLE_KERNELS:
+        results = {}
+    return Part("core_attn", inputs, saved, results=results)
 
 
 def repeats_kv_heads(sizes: RankSizes, kernels: Kernels) -> bool:
@@ -347,7 +352,10 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
     width = column_bytes(sizes, sizes.width)
     expanded = {"expanded": width}
     result = {"mlp activation": width}
-    saves = result if sizes.hidden_act == "relu" else expanded
+    saves = expanded
+    # ReLU's gradient needs its result, not its input.
+    if sizes.hidden_act == "relu":
+        saves = result
     return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
 
 
@@ -369,9 +377,7 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
 
 def _statistics(sizes: RankSizes, index: int) -> Tensors:
     """Return the statistics of the routers before layer ``index``, an input of the layer."""
-    if sizes.moe is None or index == 0:
-        return {}
-    return {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
+    return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
 def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
@@ -416,4 +422,6 @@ def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
 
     PyTorch's CPU operators save factors in the dtype of their input, its CUDA kernel a boolean each.
     """
-    return residual_bytes(sizes) if not kernels.fused else sizes.shard_tokens * sizes.hidden
+    if kernels.fused:
+        return sizes.shard_tokens * sizes.hidden
+    return residual_bytes(sizes)

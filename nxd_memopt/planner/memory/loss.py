@@ -20,15 +20,17 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
     if not fused:
         # The logits, and their fp32 copy, which becomes the gradient in place.
         logits = sizes.tokens * sizes.vocab
-        gathered = sizes.tokens * sizes.hidden * sizes.element_bytes if sizes.shards > 1 else 0
+        gathered = sizes.tokens * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
         return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": gathered}
     longest = longest_loss_chunk(sizes)
     hidden = longest * sizes.hidden * sizes.element_bytes
     # dX of all tokens, into which a chunk without collectives writes its rows, counts with what is kept.
     chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes}
     if not kernels.fused:
+        count = 4
         # Compiled, one of them: the exponentials, of which the sum and the gradient are computed.
-        count = 1 if kernels.compiles_steps else 4
+        if kernels.compiles_steps:
+            count = 1
         chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
         # The next chunk's input arrives in a slot of peer memory or in a tensor.

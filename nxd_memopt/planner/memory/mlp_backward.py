@@ -14,7 +14,7 @@ from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES, auto_tile_tokens, mlp_tile_bytes
 
 _ROWS_OF_ONE_EXPERT = 3
-"""An expert may have so many times the mean of rows (twice measured, in random routers of eight experts)."""
+"""Upper bound on an expert's load relative to the mean (2 observed, in random routers of eight experts)."""
 _RETURNED = frozenset({"dA", "gradients of the columns"})
 """What the backward of a last projection returns."""
 
@@ -22,30 +22,7 @@ _RETURNED = frozenset({"dA", "gradients of the columns"})
 def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: LayerBytes, columns: int) -> list[Moment]:
     """Return the moments of the MLP's backward."""
     if memory.mlp_tile_tokens is not None:
-        tile = memory.mlp_tile_tokens
-        per_token = mlp_tile_bytes(
-            1,
-            hidden_size=sizes.hidden,
-            columns_per_partition=columns * sizes.width,
-            width_per_partition=sizes.width,
-            element_bytes=sizes.element_bytes,
-            gathers=sizes.tensor_model_parallel_size > 1,
-            overwrites=kernels.fused and columns == 2,
-        )
-        tokens = auto_tile_tokens(None, per_token) if isinstance(tile, str) else tile
-        # The tiles' weight gradients are summed in fp32 and rounded once.
-        sums = (columns + 1) * sizes.width * sizes.hidden * FP32_BYTES
-        rounded = 0
-        if sizes.element_bytes != FP32_BYTES:
-            rounded = (columns + 1) * b.width_weight
-        stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
-        rows = min(tokens, sizes.tokens)
-        # Of the two gathered tensors the input is copied out of its slot of peer memory.
-        gathered = rows * sizes.hidden * sizes.element_bytes if sizes.shards > 1 else 0
-        return [
-            Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
-            Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
-        ]
+        return _tile_moments(sizes, memory.mlp_tile_tokens, kernels, b)
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
         return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     if sizes.moe is not None and kernels.fused and sizes.moe.options.moe_expert_block_size is None:
@@ -86,6 +63,35 @@ def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: Lay
     ]
 
 
+def _tile_moments(sizes: RankSizes, tile: int | str, kernels: Kernels, b: LayerBytes) -> list[Moment]:
+    """Return the moments of an MLP by tiles of tokens, whose weight gradients are summed in fp32."""
+    per_token = mlp_tile_bytes(
+        1,
+        hidden_size=sizes.hidden,
+        columns_per_partition=sizes.mlp_inputs * sizes.width,
+        width_per_partition=sizes.width,
+        element_bytes=sizes.element_bytes,
+        gathers=sizes.tensor_model_parallel_size > 1,
+        overwrites=kernels.fused and sizes.is_gated,
+    )
+    # "auto" depends on the free memory of the first step; without it the largest tile is planned.
+    if isinstance(tile, str):
+        tile = auto_tile_tokens(None, per_token)
+    # The tiles' weight gradients are summed in fp32 and rounded once.
+    sums = (sizes.mlp_inputs + 1) * sizes.width * sizes.hidden * FP32_BYTES
+    rounded = 0
+    if sizes.element_bytes != FP32_BYTES:
+        rounded = (sizes.mlp_inputs + 1) * b.width_weight
+    stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
+    rows = min(tile, sizes.tokens)
+    # Of the two gathered tensors the input is copied out of its slot of peer memory.
+    gathered = rows * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
+    return [
+        Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
+        Moment("rounding of the MLP's gradients", {**stream, "dW": rounded}),
+    ]
+
+
 def _activation_moments(b: LayerBytes) -> list[Moment]:
     """Return the moments of an MLP without a gate, whose activation is a kernel of its own."""
     down = {
@@ -113,8 +119,8 @@ def _activation_moments(b: LayerBytes) -> list[Moment]:
 def _expert_kernel_moments(b: LayerBytes, hidden: int, moe: MoESizes) -> list[Moment]:
     """Return the moments of ``ops/cuda/experts.py``, whose gradient of gate and up overwrites them."""
     # The copies of rows that wide matmuls read: of the output's gradient, and of a part of the tokens.
-    copied_gradients = b.rows if copies_rows(moe.width) else 0
-    copied_tokens = b.rows // hidden * copied_columns(hidden) if copies_rows(2 * moe.width) else 0
+    copied_gradients = b.rows * int(copies_rows(moe.width))
+    copied_tokens = b.rows // hidden * copied_columns(hidden) * int(copies_rows(2 * moe.width))
     # Three numbers for each token and expert, of the router: scores, and the gradients of scores and logits.
     stream = {"gradients of the stream": b.stream, "gradients of the router": b.router}
     gradients = stream | {"gradient of the tokens": b.expert_tokens}

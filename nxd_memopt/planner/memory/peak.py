@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.memory.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
-from nxd_memopt.planner.memory.allocator import (
-    CUBLAS_WORKSPACE_BYTES,
-    fragment_bytes,
-    fragment_bytes_with_graph,
-    graph_pool_bytes,
-    unplaced_bytes,
-)
-from nxd_memopt.planner.memory.backward_peak import ABSENT, casts_gradients, in_backward
+from nxd_memopt.planner.memory.activations import SHARED_TENSORS, host_pool_bytes
+from nxd_memopt.planner.memory.allocator import CUBLAS_WORKSPACE_BYTES, graph_pool_bytes, margin_bytes
+from nxd_memopt.planner.memory.backward_peak import in_backward
 from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.loss import loss_temporaries
+from nxd_memopt.planner.memory.step import ABSENT, Step
 from nxd_memopt.planner.sizes.rank_model import RankModel
-from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES
 from nxd_memopt.planner.sizes.states import (
     ADAM_MOMENTS,
     CHUNK_ELEMENTS,
     StateLayout,
+    elements,
     gradient_bytes,
     master_bytes,
     moment_bytes,
@@ -38,20 +33,20 @@ from nxd_memopt.planner.sizes.states import (
 )
 from nxd_memopt.planner.techniques import peer_slots
 from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
-from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 SMALL_TENSORS_BYTES = 8 << 20
 """Tensors below 1 MiB that no term counts: sums over tokens, parts of sums, statistics. At most 3 MiB measured."""
 SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
-GRAPH_POOL = "CUDA graph's pool"
-"""Term of the pool of a CUDA graph, besides its gradients."""
 _STAGE1_BUCKET_BYTES = 128 << 20
 _UNSORTED_TOKENS = 3072
 """PyTorch's embedding on a GPU sorts more tokens than these, to add up the gradients of each row in fp32."""
 _ROWS_PER_PARTIAL_SUM = 10
 """Gradients that it adds up to one partial sum."""
+
+Moment = tuple[str, dict[str, int]]
+"""Name of a moment, and the bytes of its terms."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +58,27 @@ class StepMemory:
         device: purpose -> bytes on the device.
         host: purpose -> bytes of host memory for offloading.
         forward_backward_bytes: bytes on the device at the peak of forward and backward, without the update.
-        fragment_bytes: what PyTorch's caching allocator needs besides, of a GPU.
+        margin_bytes: what PyTorch's caching allocator may need besides, of a GPU.
     """
 
     moment: str
     device: dict[str, int]
     host: dict[str, int]
     forward_backward_bytes: int
-    fragment_bytes: int = 0
+    margin_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """Sum of the device's terms."""
+        """Expected bytes on the device, the sum of its terms."""
         return sum(self.device.values())
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's caching allocator needs of a GPU: also parts of its segments that no tensor uses.
+        """Bytes on the device with margin: with as much to allocate from, the step runs.
 
-        While memory is left it takes more, up to a tenth (measured), and returns that before it fails.
+        While memory is left the allocator takes more, up to a tenth (measured), and returns that before it fails.
         """
-        reserved = self.device_bytes + self.fragment_bytes
-        return -(-reserved // SEGMENT_BYTES) * SEGMENT_BYTES
+        return -(-(self.device_bytes + self.margin_bytes) // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property
     def host_bytes(self) -> int:
@@ -111,189 +105,97 @@ def step_memory(
         accumulation_steps: micro-batches per step; from the second on, gradients stand in forward.
         cuda_graph: forward and backward are one CUDA graph.
     """
-    kept = activations(model.sizes, memory, kernels)
+    gradients = model.total(gradient_bytes, layout)
+    standing_gradients = 0
+    # A compiled program has the memory of its results, the gradients, from its first operation on.
+    if accumulation_steps > 1 or kernels.compiles_steps:
+        standing_gradients = gradients
+    step = Step.of(model, memory, kernels, layout, standing_gradients=standing_gradients, cuda_graph=cuda_graph)
+    update = _in_update(model, layout, gradients)
+    if cuda_graph:
+        moment, transient = _with_graph(step, update)
+        before_update = 0
+    else:
+        candidates = [*_before_update(step, gradients), update]
+        moment, transient = max(candidates, key=_total)
+        before_update = _total(max(candidates[:-1], key=_total)) - sum(transient.values())
     on_host = _offloaded_states(model, layout)
     standing = _standing(model, layout, on_host)
-    gradients = model.total(gradient_bytes, layout)
-    # A compiled program has the memory of its results, the gradients, from its first operation on.
-    start = gradients if accumulation_steps > 1 or kernels.compiles_steps else 0
-    offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
-    buffers = _library_buffers(model.sizes, memory, kernels, cuda_graph=cuda_graph)
-    has_slots = kernels.fused and peer_slots.holds_layers(model.sizes, cuda_graph=cuda_graph)
-    candidates = [
-        _in_forward(model, memory, kernels, kept, start, offloaded, has_slots=has_slots),
-        _in_loss(model, memory, kernels, kept, layout, start, offloaded),
-        in_backward(model, memory, kernels, kept, layout, start, offloaded, has_slots=has_slots),
-        *_in_embedding(model, memory, kernels, layout, gradients, start),
-        ("update", _in_update(model, layout, gradients)),
-    ]
-    _add_gathered_weights(candidates, model, memory, layout)
-    moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
-    before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
-    # Of the weights, which a moment has without those that wait in host memory.
-    absent = -transient.pop(ABSENT, 0)
-    standing["weights"] -= absent
-    if cuda_graph:
-        moment, before_update = "update", 0
-        transient = _with_graph(model, memory, kernels, kept, layout, candidates[-1][1], accumulation_steps)
+    # Weights that are offloaded at the peak do not count.
+    standing["weights"] += transient.pop(ABSENT, 0)
     host = {
         "optimizer states": on_host,
-        "activations": host_pool_bytes(kept, memory),
-        "weights": offloaded.host_bytes(model.sizes.num_layers),
+        "activations": host_pool_bytes(step.kept, memory),
+        "weights": step.offloaded.host_bytes(model.sizes.num_layers),
     }
-    device = {**standing, **buffers, **transient}
-    fragments = _fragment_bytes(model, memory, layout, device, cuda_graph=cuda_graph, streams_states=on_host > 0)
-    return StepMemory(moment, device, host, sum(device.values()) + before_update, fragments)
-
-
-def _fragment_bytes(
-    model: RankModel,
-    memory: MemoryConfig,
-    layout: StateLayout,
-    device: Mapping[str, int],
-    *,
-    cuda_graph: bool,
-    streams_states: bool,
-) -> int:
-    """Return what a GPU's allocator needs besides the terms of ``device``; other arguments as ``step_memory``."""
-    sizes = model.sizes
+    device = {**standing, **_library_buffers(step, cuda_graph=cuda_graph), **transient}
     total = sum(device.values())
-    if cuda_graph:
-        # The pool, with most of the gradients, counts with its fragments.
-        return fragment_bytes_with_graph(
-            total,
-            total - device[GRAPH_POOL] - device["gradients"],
-            has_masters=layout.master_weights,
-            layers=sizes.num_layers,
-            layer_weight_bytes=weight_bytes(model.layer_shapes, layout),
-        )
-    return fragment_bytes(
-        total,
-        memory,
-        layers=sizes.num_layers,
-        stream_bytes=sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
-        layer_gradient_bytes=gradient_bytes(model.layer_shapes, layout),
-        streams_states=streams_states,
-    )
+    margin = 0
+    if kernels.fused:
+        margin = margin_bytes(total, cuda_graph=cuda_graph)
+    return StepMemory(moment, device, host, total + before_update, margin)
 
 
-def _with_graph(
-    model: RankModel,
-    memory: MemoryConfig,
-    kernels: Kernels,
-    kept: Activations,
-    layout: StateLayout,
-    update: Mapping[str, int],
-    accumulation_steps: int,
-) -> dict[str, int]:
+def _total(moment: Moment) -> int:
+    return sum(moment[1].values())
+
+
+def _before_update(step: Step, gradients: int) -> list[Moment]:
+    """Return the moments of forward and backward, of which one has the most memory."""
+    forward, loss = _in_forward(step), _in_loss(step)
+    embedding, reduction = _in_embedding(step, gradients)
+    layout = step.layout
+    if layout.sharding == "zero3" and layout.shards > 1:
+        # The last unit of layers is gathered in forward and loss, unless all of them stay gathered.
+        depth = step.sizes.num_layers
+        layers = len(Recomputation.of(step.memory, depth).unit(depth - 1))
+        if layout.keeps_gathered:
+            layers = depth
+        for _, terms in (forward, loss):
+            terms["gathered weights"] = gathered_bytes(step.model, layout, layers)
+        embedding[1]["gathered weights"] = gathered_bytes(step.model, layout, 0)
+    return [forward, loss, in_backward(step), embedding, reduction]
+
+
+def _with_graph(step: Step, update: Moment) -> Moment:
     """Return the terms in the update after a CUDA graph of forward and backward, whose pool no other tensor uses.
 
     The graph has gradients in the dtype of the weights in its pool; sums in fp32 exist besides it.
-
-    Args:
-        model: the rank's share of the model; the next arguments as ``step_memory``.
-        memory: memory techniques.
-        kernels: operations and attention.
-        kept: activations.
-        layout: weights, gradients and states.
-        update: terms of the update without a graph.
-        accumulation_steps: micro-batches per step.
     """
-    in_graph = replace(layout, grad_reduce_in_fp32=False)
-    offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
-    has_slots = peer_slots.holds_layers(model.sizes, cuda_graph=True)
-    gradients = model.total(gradient_bytes, in_graph)
-    sums = model.total(gradient_bytes, layout) if casts_gradients(layout) else 0
+    model = step.model
+    layout = replace(step.layout, grad_reduce_in_fp32=False)
+    gradients = model.total(gradient_bytes, layout)
+    sums = 0
+    if step.casts_gradients:
+        sums = model.total(gradient_bytes, step.layout)
     # From the second micro-batch on, the graph adds to the gradients in its pool, unless hooks have moved them
     # to sums besides it.
-    standing = gradients if accumulation_steps > 1 and not sums else 0
-    forward = _in_forward(model, memory, kernels, kept, standing, offloaded, has_slots=has_slots)
-    loss = _in_loss(model, memory, kernels, kept, in_graph, standing, offloaded)
-    backward = in_backward(model, memory, kernels, kept, in_graph, standing, offloaded, has_slots=has_slots)
-    in_embedding = gradients + _embedding_temporaries(model, memory, kernels, in_graph)
-    peak = max(in_embedding, *(sum(terms.values()) for _, terms in (forward, loss, backward)))
-    # The gradients of a large model leave room for it elsewhere.
-    is_wide = peak - standing > 2 * gradients
-    is_last = backward[0].startswith(f"backward of layer {model.sizes.num_layers - 1}:")
-    width = _recomputed_width_bytes(model.sizes, memory) if is_wide else 0
-    if not is_last:
-        # Of a chunk of layers, which exist again at the same time, half of it (the only one measured).
-        width = width // 2 if memory.recompute_method == "uniform" else 0
-    pool = graph_pool_bytes(
-        peak,
-        gradients,
-        largest=max((gradient_bytes([shape], in_graph) for shape in model.other_shapes), default=0),
-        layer=gradient_bytes(model.layer_shapes, in_graph) * model.sizes.tensor_model_parallel_size,
-        recomputed_width_bytes=width,
-        captures=2 if standing else 1,
-        micro_batches=accumulation_steps,
-        recomputes=_recomputes_all_layers(model.sizes, memory),
-        tensor_model_parallel_size=model.sizes.tensor_model_parallel_size,
-    )
-    if model.sizes.is_fp16:
-        # 23 and 37 MiB more were measured: a workspace for the head's gradients, which backward computes.
-        pool += CUBLAS_WORKSPACE_BYTES // 2
-    if not standing:
-        pool = max(pool, _grown_pool(model, memory, kernels, kept, in_graph, offloaded))
-        if not model.sizes.is_gated and memory.recompute_granularity != "full":
-            before = sum(loss[1].values())
-            layer = gradient_bytes(model.layer_shapes, in_graph)
-            pool = max(pool, before + sum(unplaced_bytes(layer, sum(own.values())) for own in kept.layers))
-    buffers = {name: size for name, size in update.items() if name not in ("gradients", "temporary tensors")}
-    return {"gradients": gradients + sums, **buffers, GRAPH_POOL: pool - gradients}
+    standing = 0
+    if step.standing_gradients and not sums:
+        standing = gradients
+    graph = replace(step, layout=layout, standing_gradients=standing)
+    embedding = gradients + _embedding_temporaries(graph)
+    peak = max(embedding, *(_total(moment) for moment in (_in_forward(graph), _in_loss(graph), in_backward(graph))))
+    captures = 1
+    if standing:
+        captures = 2
+    largest = max((gradient_bytes([shape], layout) for shape in model.other_shapes), default=0)
+    pool = graph_pool_bytes(peak, gradients, largest=largest, captures=captures)
+    name, terms = update
+    buffers = {name: size for name, size in terms.items() if name not in ("gradients", "temporary tensors")}
+    return name, {"gradients": gradients + sums, **buffers, "CUDA graph's pool": pool - gradients}
 
 
-def _grown_pool(
-    model: RankModel,
-    memory: MemoryConfig,
-    kernels: Kernels,
-    kept: Activations,
-    layout: StateLayout,
-    offloaded: OffloadedWeights,
-) -> int:
-    """Return the pool of a graph that recomputes all layers, if gradients are larger than what these keep.
-
-    The tensors of every layer lie where those of the layer before were. A gradient of a weight finds room in the
-    checkpoints that are free by then only if it is not larger than one; the pool grows by all others.
-    """
-    sizes = model.sizes
-    if not _recomputes_all_layers(sizes, memory):
-        return 0
-    checkpoint = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
-    grown = [size for shape in model.layer_shapes if (size := gradient_bytes([shape], layout)) > checkpoint]
-    if not grown:
-        return 0
-    without_gradients = replace(layout, in_backward=True)
-    _, last_layer = in_backward(model, memory, kernels, kept, without_gradients, 0, offloaded, has_slots=False)
-    # The largest gradient of the last layer counts among its temporary tensors.
-    layers = sizes.num_layers * sum(grown) - max(grown)
-    others = gradient_bytes(model.other_shapes, layout)
-    return sum(last_layer.values()) + layers + others + CUBLAS_WORKSPACE_BYTES
-
-
-def _recomputes_all_layers(sizes: RankSizes, memory: MemoryConfig) -> bool:
-    """Return whether full recompute covers every layer; ``block`` may cover the first ones only."""
-    if memory.recompute_granularity != "full":
-        return False
-    return memory.recompute_method != "block" or (memory.recompute_num_layers or 0) >= sizes.num_layers
-
-
-def _recomputed_width_bytes(sizes: RankSizes, memory: MemoryConfig) -> int:
-    """Return the bytes of the MLP's activation if the last layer computes it again, for all tokens at once."""
-    if not _recomputes_all_layers(sizes, memory) or memory.mlp_tile_tokens is not None:
-        return 0
-    if sizes.moe is not None:
-        return sizes.moe.rows(sizes.tokens) * sizes.moe.width * sizes.element_bytes
-    return sizes.tokens * sizes.width * sizes.element_bytes
-
-
-def _library_buffers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, cuda_graph: bool) -> dict[str, int]:
+def _library_buffers(step: Step, *, cuda_graph: bool) -> dict[str, int]:
     """Return what libraries and peer memory allocate on GPUs, next to tensors."""
-    if not kernels.fused:
+    if not step.kernels.fused:
         return {}
     buffers = {"cuBLAS workspaces": CUBLAS_WORKSPACE_BYTES, "small tensors": SMALL_TENSORS_BYTES}
-    slots = peer_slots.slot_bytes(sizes, fused_loss=memory.fused_linear_cross_entropy, cuda_graph=cuda_graph)
-    return buffers | ({"peer memory": slots} if slots else {})
+    fused_loss = step.memory.fused_linear_cross_entropy
+    slots = peer_slots.slot_bytes(step.sizes, fused_loss=fused_loss, cuda_graph=cuda_graph)
+    if slots:
+        buffers["peer memory"] = slots
+    return buffers
 
 
 def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
@@ -305,12 +207,13 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     }
     # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8.
     element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
-    elements = on_host // element_bytes
-    states["master weights"] -= elements * layout.master_element_bytes
-    states["optimizer moments"] -= elements * ADAM_MOMENTS * layout.optimizer_bytes
+    count = on_host // element_bytes
+    states["master weights"] -= count * layout.master_element_bytes
+    states["optimizer moments"] -= count * ADAM_MOMENTS * layout.optimizer_bytes
+    # A ring of chunks on their way, whose size the user limits.
     if on_host:
         states["staging of optimizer states"] = stream_bytes(
-            elements,
+            count,
             chunk_elements=CHUNK_ELEMENTS,
             staging_bytes=layout.staging_bytes,
             element_bytes=element_bytes,
@@ -332,70 +235,61 @@ def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
     return offloaded_state_bytes(model.shapes, layout)
 
 
-def _in_forward(
-    model: RankModel,
-    memory: MemoryConfig,
-    kernels: Kernels,
-    kept: Activations,
-    gradients: int,
-    offloaded: OffloadedWeights,
-    *,
-    has_slots: bool,
-) -> tuple[str, dict[str, int]]:
+def _in_forward(step: Step) -> Moment:
     """Return the terms at the end of the last layer's MLP in forward; no terms if another moment always has more."""
+    kept = step.kept
     own = {**kept.layers[-1], **kept.offloaded[-1]}
-    temporaries = forward_temporaries(model.sizes, memory, kernels, own, has_slots=has_slots)
+    temporaries = forward_temporaries(step.sizes, step.memory, step.kernels, own, has_slots=step.has_slots)
     if not temporaries:
         return "forward", {}
+    # RoPE's tables and the embedding's ids outlive the layers.
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {
-        ABSENT: -offloaded.absent_bytes(model.sizes.num_layers, model.sizes.num_layers - 1),
-        "gradients": gradients,
+        ABSENT: step.absent_weights(step.sizes.num_layers - 1),
+        "gradients": step.standing_gradients,
         "activations": sum(kept.layer_bytes) + sum(kept.offloaded[-1].values()) + shared,
         "temporary tensors": sum(temporaries.values()),
     }
 
 
-def _in_loss(
-    model: RankModel,
-    memory: MemoryConfig,
-    kernels: Kernels,
-    kept: Activations,
-    layout: StateLayout,
-    gradients: int,
-    offloaded: OffloadedWeights,
-) -> tuple[str, dict[str, int]]:
+def _in_loss(step: Step) -> Moment:
     """Return the terms while the loss is computed: all activations exist."""
-    temporaries = sum(loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy).values())
+    sizes, is_fused = step.sizes, step.memory.fused_linear_cross_entropy
+    temporaries = sum(loss_temporaries(sizes, step.kernels, fused=is_fused).values())
     # In fp16 the gradient of the head is computed in backward, and so does not count as kept.
-    if model.sizes.is_fp16 and memory.fused_linear_cross_entropy and model.sizes.adapters is None:
-        temporaries += model.sizes.vocab * model.sizes.hidden * model.sizes.element_bytes
+    if sizes.is_fp16 and is_fused and sizes.adapters is None:
+        temporaries += sizes.vocab * sizes.hidden * sizes.element_bytes
+    in_flight = 0
     # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
-    in_flight = sum(kept.offloaded[-1].values()) if kernels.fused and memory.cpu_offloading_activations else 0
+    if step.kernels.fused and step.memory.cpu_offloading_activations:
+        in_flight = sum(step.kept.offloaded[-1].values())
     # The head's gradient is cast before that of any layer.
-    if not gradients and casts_gradients(layout) and not model.is_tied:
-        temporaries = max(temporaries, gradient_bytes(model.other_shapes[-1:], layout))
+    if not step.standing_gradients and step.casts_gradients:
+        temporaries = max(temporaries, gradient_bytes(step.model.head, step.layout))
     return "loss", {
-        ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
-        "gradients": gradients,
-        "activations": kept.device_bytes + in_flight,
+        ABSENT: step.absent_weights(),
+        "gradients": step.standing_gradients,
+        "activations": step.kept.device_bytes + in_flight,
         "temporary tensors": temporaries,
     }
 
 
-def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[str, int]:
+def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> Moment:
     """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
     update = {"gradients": gradients, "temporary tensors": 0}
-    elements = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
-    largest = max(elements) * layout.gradient_element_bytes
+    counts = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
+    largest = max(counts) * layout.gradient_element_bytes
     if layout.sharding == "zero1" and layout.shards > 1:
         # This rank's reduced shards, and a copy of a bucket's gradients; a second, padded one of gradients
         # that do not divide.
-        copies = 2 if any(count % layout.shards for count in elements) else 1
+        copies = 1
+        if any(count % layout.shards for count in counts):
+            copies = 2
+        # The reduced shards are what the optimizer reads.
         update["reduced gradients"] = model.total(shard_bytes, layout)
         # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
         weights = model.total(weight_bytes, layout)
-        gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(elements) * layout.element_bytes)
+        gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(counts) * layout.element_bytes)
         gathered += 2 * gathered // layout.shards
         bucket = max(min(_STAGE1_BUCKET_BYTES, gradients), largest)
         update["gradient buckets"] = max(copies * bucket, gathered)
@@ -407,48 +301,40 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> dict[st
         # All gradients are cast before the first update, because the norm is of all of them. The
         # optimizer with states on the host casts those of a chunk at a time instead.
         update["reduced gradients"] = model.total(shard_bytes, layout)
-    return update
+    return "update", update
 
 
-def _add_gathered_weights(
-    candidates: Sequence[tuple[str, dict[str, int]]], model: RankModel, memory: MemoryConfig, layout: StateLayout
-) -> None:
-    """Add the weights that stage 3 has gathered to the terms of forward, loss and the embedding's backward."""
-    if layout.sharding != "zero3" or layout.shards == 1:
-        return
-    forward, loss, _, embedding, *_ = candidates
-    depth = model.sizes.num_layers
-    unit = Recomputation.of(memory, depth).unit(depth - 1)
-    for _, terms in (forward, loss):
-        terms["gathered weights"] = gathered_bytes(model, layout, depth if layout.keeps_gathered else len(unit))
-    embedding[1]["gathered weights"] = gathered_bytes(model, layout, 0)
-
-
-def _in_embedding(
-    model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout, gradients: int, start: int
-) -> list[tuple[str, dict[str, int]]]:
+def _in_embedding(step: Step, gradients: int) -> list[Moment]:
     """Return the terms in the embedding's backward, which computes the last gradient, and while this is reduced."""
-    reduction = BackwardReduction.of(model, memory, layout, accumulates=start > 0).buckets
-    temporary = _embedding_temporaries(model, memory, kernels, layout)
-    backward = {"gradients": gradients, "temporary tensors": temporary, "gradient buckets": reduction.in_embedding}
+    accumulates = step.standing_gradients > 0
+    reduction = BackwardReduction.of(step.model, step.memory, step.layout, accumulates=accumulates).buckets
+    backward = {
+        "gradients": gradients,
+        "temporary tensors": _embedding_temporaries(step),
+        "gradient buckets": reduction.in_embedding,
+    }
     reduced = {"gradients": gradients, "gradient buckets": reduction.after_embedding}
     return [("backward of the embedding", backward), ("reduction of the embedding's gradient", reduced)]
 
 
-def _embedding_temporaries(model: RankModel, memory: MemoryConfig, kernels: Kernels, layout: StateLayout) -> int:
+def _embedding_temporaries(step: Step) -> int:
     """Return the bytes of the embedding's backward besides all gradients."""
-    sizes = model.sizes
+    sizes, model, layout = step.sizes, step.model, step.layout
     # The gradient of its output, and with sequence parallelism that of all tokens.
-    temporary = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    temporary = step.stream_bytes
     if sizes.shards > 1:
         temporary += sizes.tokens * sizes.hidden * sizes.element_bytes
-    if kernels.fused and sizes.tokens > _UNSORTED_TOKENS:
+    if step.kernels.fused and sizes.tokens > _UNSORTED_TOKENS:
         rows = sizes.tokens // _ROWS_PER_PARTIAL_SUM + min(sizes.tokens, sizes.vocab)
         temporary += rows * sizes.hidden * FP32_BYTES
-    shapes = model.other_shapes[:1]
-    if casts_gradients(layout) and shapes:
-        # Its gradient exists before its fp32 sum, and next to it.
-        own = math.prod(shapes[0]) * layout.element_bytes
-        return max(own, temporary + own * (2 if model.is_tied else 1) - gradient_bytes(shapes, layout))
+    if step.casts_gradients and model.embedding:
+        # Its gradient exists before its fp32 sum, and next to it; so does that of a tied head.
+        own = elements(model.embedding) * layout.element_bytes
+        existing = temporary + own
+        if model.is_tied:
+            existing += own
+        return max(own, existing - gradient_bytes(model.embedding, layout))
     # Weights return from host memory after backward: the update has more of them.
-    return 0 if memory.cpu_offloading_weights else temporary
+    if step.memory.cpu_offloading_weights:
+        return 0
+    return temporary

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.parameters import attention_windows, moe_layers, require_shardable, sizes
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
@@ -17,7 +16,6 @@ from nxd_memopt.planner.techniques.tiling import head_group_counts
 TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32), "trn1-2xlarge": (1, 2)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
 MICRO_BATCHES = (1, 2, 4, 8)
-_DROPOUTS = ("attention_dropout", "hidden_dropout")
 _HEAD_GROUPS = 4
 NOTHING_FIXED = FixedOptions()
 """The search chooses every option that it can."""
@@ -69,7 +67,9 @@ def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> N
 
 def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
     """Return the ZeRO stages that are tried with D data-parallel ranks."""
-    tried = problem.stages if replicas > 1 else ("none",)
+    tried = problem.stages
+    if replicas == 1:
+        tried = ("none",)
     if problem.device.kind != "cuda":
         tried = tuple(stage for stage in tried if stage in ("none", "zero1"))
     return tuple(stage for stage in tried if stage in fixed.stages)
@@ -85,12 +85,13 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     found: list[int] = []
     reason = f"devices {problem.devices} has no divisor that the model can be split by"
     for size in range(1, problem.devices + 1):
+        # A tensor-parallel group is on one host: its collectives are in every layer.
         if problem.devices % size or size > problem.device.ranks_per_host:
             continue
         if allowed is not None and size not in allowed:
             continue
         try:
-            require_shardable(problem.config, size)
+            require_shardable(problem.model, size)
             found.append(size)
         except ValueError as error:
             reason = str(error)
@@ -113,13 +114,14 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
 
 def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
     """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
-    if not any(moe_layers(problem.config)):
+    spec = problem.model
+    if spec.experts is None or not spec.has_experts:
         return [1]
     moe = problem.moe
     # The static bound of an exchange is every token to every rank, which is an all-gather.
     if moe is not None and moe.moe_expert_block_size is not None and moe.moe_token_dispatcher_type != "allgather":
         return [1]
-    experts = sizes(problem.config)["E"]
+    experts = spec.experts.num_experts
     return [size for size in range(1, replicas + 1) if replicas % size == 0 and experts % size == 0]
 
 
@@ -135,12 +137,14 @@ def require_batch(problem: Problem) -> None:
 
 def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING_FIXED) -> list[int]:
     """Return the micro-batch sizes that divide the global batch over the replicas."""
+    # One sequence per rank, so that a step of every setting has the same kind of batch.
     if problem.global_batch_size is None:
         return [1]
     # Updates in backward need all sequences of a step in one micro-batch.
     if fixed.setting.optimizer_in_backward:
-        size, rest = divmod(problem.global_batch_size, replicas)
-        return [] if rest else [size]
+        if problem.global_batch_size % replicas:
+            return []
+        return [problem.global_batch_size // replicas]
     return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
 
 
@@ -153,7 +157,8 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
     # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
     # adapters are not supported (``training/config/train_config.py``).
-    is_fixed = not any(moe_layers(problem.config)) and not any(option(problem.config, name) for name in _DROPOUTS)
+    spec = problem.model
+    is_fixed = not (spec.has_experts or spec.attention_dropout or spec.hidden_dropout)
     is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs
     if not offloads and is_supported and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
@@ -180,22 +185,25 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     same = MemoryConfig(
         attention_backend=given.attention_backend, fused_linear_cross_entropy=given.fused_linear_cross_entropy
     )
-    depth = problem.config["num_hidden_layers"]
+    spec = problem.model
+    depth = spec.num_layers
     is_gpu = problem.device.kind == "cuda"
     full: dict[str, Any] = {"recompute_granularity": "full"}
     yield same
-    has_experts = any(moe_layers(problem.config))
-    modules = ("norm", "moe") if has_experts else ("norm", "mlp")
+    modules = ("norm", "mlp")
+    if spec.has_experts:
+        modules = ("norm", "moe")
     selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
+    # All layers, and the first quarter, half and three quarters.
     for granularity in (selective, full):
         yield replace(same, **granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
             yield replace(same, **granularity, recompute_method="block", recompute_num_layers=layers)
     # A model with windows is built with tiles, also if the sequence fits its windows.
-    is_windowed = any(attention_windows(problem.config))
-    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not is_windowed
-    if is_kernel and is_gpu and not option(problem.config, "attention_dropout"):
+    is_kernel = kernels_of(problem, same).attention in SINGLE_KERNELS and not spec.has_windows
+    if is_kernel and is_gpu and not spec.attention_dropout:
         yield replace(same, **full, recompute_keep_core_attn=True)
+    # Chunks of fewer layers keep as many inputs as without chunks.
     if depth > 3:
         yield replace(same, **full, recompute_method="nested")
     if not is_gpu:
@@ -205,7 +213,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     yield replace(same, **full, cpu_offloading_activations=True)
     # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
     # Tiles compute layers without their adapters.
-    if problem.sequence_length > 32768 and not has_experts and problem.lora is None:
+    if problem.sequence_length > 32768 and not spec.has_experts and problem.lora is None:
         yield replace(same, **full, mlp_tile_tokens="auto")
         yield replace(same, **full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
         if _has_head_groups(problem):
@@ -220,8 +228,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
 
 def _has_head_groups(problem: Problem) -> bool:
     """Return whether the heads of every tensor-parallel size can be computed in groups."""
-    letters = sizes(problem.config)
     ranks = tensor_parallel_sizes(problem)[-1]
-    queries = letters["h"] // ranks
-    groups = max(1, letters["g"] // ranks)
+    queries = problem.model.num_heads // ranks
+    groups = max(1, problem.model.num_kv_heads // ranks)
     return _HEAD_GROUPS in head_group_counts((queries, groups))

@@ -27,9 +27,10 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
         offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
         as_graph = setting.cuda_graph and not offloads
         chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph), models))
+    # A range of seconds counts by its slow end.
     fitting = [plan for plan in chosen if plan.fits]
     if fitting:
-        return max(fitting, key=lambda plan: plan.tokens_per_s)
+        return max(fitting, key=lambda plan: plan.least_tokens_per_s)
     smallest = min(chosen, key=lambda plan: plan.excess_bytes)
     needs = " and ".join(each.describe() for each in smallest.shortages)
     raise ValueError(

@@ -11,48 +11,27 @@ MEMORY_TERMS = {
     "master weights": ("shard of the rank, ceil(n / D), x bytes of a master or its remainder", "states.master_bytes"),
     "optimizer moments": ("2 x shard x bytes of the optimizer's dtype (arXiv:1910.02054)", "states.moment_bytes"),
     "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "states.stream_bytes"),
-    "inputs of the all-gather": (
-        "zero1 with offloaded states: updated shards, in the weights' dtype",
-        "peak.step_memory",
-    ),
-    "gathered weights": (
-        "zero3: full weights of the layers that are gathered at the same time, embedding, norm and head",
-        "peak.step_memory",
-    ),
-    "cuBLAS workspaces": ("2 threads x 32 MiB", "fragments.CUBLAS_WORKSPACE_BYTES"),
+    "inputs of the all-gather": ("zero1 with offloaded states: updated shards", "peak.step_memory"),
+    "gathered weights": ("zero3: layers that are gathered at the same time, embedding, norm, head", "peak.step_memory"),
+    "cuBLAS workspaces": ("2 threads x 32 MiB", "allocator.CUBLAS_WORKSPACE_BYTES"),
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
-    "gradients": (
-        "that exist at the peak, or their shards, in the dtype of their sums (data_parallel.grad_reduce_in_fp32)",
-        "states.gradient_bytes",
-    ),
+    "gradients": ("those at the peak, as data_parallel.grad_reduce_in_fp32 says", "states.gradient_bytes"),
     "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
     "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
-    "CUDA graph's pool": ("its peak without the gradients, with fitted fragments", "fragments.graph_pool_bytes"),
+    "CUDA graph's pool": ("its peak without the gradients", "allocator.graph_pool_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {
     "matmuls": ("6 FLOPs a weight and token, 2 more where recomputed, at the reached rate", "step_work.matmul_flops"),
     "attention": ("2 S^2 columns forward, 2.5 times that backward", "step_work.attention_flops"),
     "elementwise": ("bytes of norms, RoPE and activations over the bandwidth", "step_work.elementwise_bytes"),
-    "tensor-parallel collectives": (
-        "bytes over the link, the part that nothing hides",
-        "step_work.tensor_parallel_bytes",
-    ),
-    "expert-parallel collectives": (
-        "tokens or rows to the experts and back, of a balanced routing",
-        "step_work.expert_parallel_bytes",
-    ),
-    "copies to and from the host": (
-        "of activations and weights, over the host link, beyond the computation",
-        "step_time.step_time",
-    ),
-    "waiting for the host": (
-        "launches of kernels beyond the computation, and between two steps",
-        "step_time.HostRates",
-    ),
+    "tensor-parallel collectives": ("bytes over the link that nothing hides", "step_work.tensor_parallel_bytes"),
+    "expert-parallel collectives": ("rows of a balanced routing, there and back", "step_work.expert_parallel_bytes"),
+    "copies to and from the host": ("activations and weights, beyond the computation", "step_time.step_time"),
+    "waiting for the host": ("launches beyond the computation, and between two steps", "step_time.launches"),
     "data-parallel collectives": ("gradients and parameters over the link", "step_time.step_time"),
     "optimizer": ("clipping and AdamW, and copies of states that nothing hides", "step_work.update_bytes"),
 }
@@ -65,9 +44,17 @@ def explanation(memory: StepMemory, time: StepTime) -> list[str]:
     for name, size in memory.device.items():
         formula, source = MEMORY_TERMS[name]
         lines.append(f"  {size / GIB:9.3f} GiB  {name}: {formula} [{source}]")
+    if memory.margin_bytes:
+        lines.append(
+            f"  {memory.margin_bytes / GIB:9.3f} GiB  besides, the margin with which it fits: free parts of the "
+            "allocator's pages [allocator.margin_bytes]"
+        )
     lines.append(f"Host memory: {memory.host_bytes / GIB:.3f} GiB")
     lines += [f"  {size / GIB:9.3f} GiB  {name}" for name, size in memory.host.items() if size]
-    lines.append(f"Step: {time.step_s * 1e3:.1f} ms")
+    most = ""
+    if time.uncertain_s:
+        most = f" to {time.most_s * 1e3:.1f}"
+    lines.append(f"Step: {time.step_s * 1e3:.1f}{most} ms")
     for name, seconds in time.terms.items():
         formula, source = TIME_TERMS[name]
         lines.append(f"  {seconds * 1e3:9.1f} ms   {name}: {formula} [{source}]")

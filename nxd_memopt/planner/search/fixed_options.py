@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.parameters import moe_layers, sizes
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
@@ -50,10 +48,13 @@ class FixedOptions:
     def stages(self) -> tuple[str, ...]:
         """ZeRO stages with which the training program has the options."""
         allowed = STAGES
+        # Both work on full gradients.
         if self.setting.overlap_grad_reduce or self.setting.optimizer_in_backward:
             allowed = ("none",)
+        # Stage 1 shards over all data-parallel ranks.
         if self.optimizer_instances != 1:
             allowed = tuple(stage for stage in allowed if stage in ("zero2", "zero3"))
+        # Stage 3 alone gathers weights.
         if not self.setting.reshard_after_forward:
             allowed = tuple(stage for stage in allowed if stage == "zero3")
         return allowed
@@ -79,6 +80,7 @@ class FixedOptions:
     def at(self, problem: Problem, tensor_model_parallel_size: int) -> Setting | None:
         """Return ``setting`` with T, sequence parallelism and the ranks of a shard; None if T excludes the options."""
         setting = replace(self.setting, tensor_model_parallel_size=tensor_model_parallel_size)
+        # One rank has all tokens already.
         if tensor_model_parallel_size == 1:
             setting = replace(setting, sequence_parallel_enabled=None)
         elif setting.sequence_parallel_enabled and problem.sequence_length % tensor_model_parallel_size:
@@ -93,6 +95,7 @@ class FixedOptions:
             if problem.devices % host or host % tensor_model_parallel_size:
                 return None
             instances = problem.devices // host
+        # An instance has several ranks, and all instances equally many.
         if replicas % instances or (instances > 1 and replicas == instances):
             return None
         return replace(setting, shard_ranks=replicas // instances)
@@ -128,7 +131,7 @@ def require_possible(problem: Problem, fixed: FixedOptions) -> None:
         raise ValueError(
             f"trainer.compile is not supported on {problem.device.name}, which compiles full steps: set it to null"
         )
-    if fixed.compiles_layers and any(moe_layers(problem.config)):
+    if fixed.compiles_layers and problem.model.has_experts:
         raise ValueError(
             "trainer.compile compiles layers of static shapes, and an expert's rows depend on the routing: set it to "
             "null"
@@ -139,17 +142,17 @@ def _require_attention(problem: Problem, name: str) -> None:
     """Raise ``ValueError`` if the device has no attention ``name``, or none for the model and the precision."""
     device = problem.device
     if device.kind != "cuda":
-        known = ("nki", "tiled", "math") if device.name.startswith("trn1") else ("sdpa", "tiled", "math")
-        require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))
+        kernel = "nki" if device.name.startswith("trn1") else "sdpa"
+        require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", kernel, "tiled", "math"))
         return
     known = implementations(int(device.compute_capability))
     require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", *known))
     refusal = limit_refusal(
         name,
         dtype=PRECISIONS[problem.precision][0],
-        head_dim=sizes(problem.config)["d"],
+        head_dim=problem.model.head_dim,
         packed=problem.isolate_documents,
-        dropout_p=option(problem.config, "attention_dropout") or 0.0,
+        dropout_p=problem.model.attention_dropout,
     )
     if refusal is not None:
         raise ValueError(f"memory.attention_backend {name!r} cannot be met: {refusal}; or use 'auto'")

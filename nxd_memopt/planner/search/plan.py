@@ -4,41 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
-from nxd_memopt.planner.memory.allocator import fragment_bytes
 from nxd_memopt.planner.memory.peak import StepMemory, step_memory
 from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings, settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
 from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
-from nxd_memopt.planner.sizes.states import StateLayout, kv_replicas, master_bytes, moment_bytes, weight_bytes
+from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class SizedSetting:
-    """A setting with its predicted memory.
+class Plan:
+    """A setting with its predicted memory and time.
 
     Args:
         setting: options.
         memory: bytes by term, at the peak.
-        usable_bytes: bytes of a device that tensors can use.
+        usable_bytes: bytes of a device that tensors and the allocator's margin can use.
         usable_host_bytes: bytes of host memory that a rank can use.
+        time: seconds by term.
+        tokens_per_s: over all devices.
     """
 
     setting: Setting
     memory: StepMemory
     usable_bytes: int
     usable_host_bytes: int
+    time: StepTime
+    tokens_per_s: float
+
+    @property
+    def least_tokens_per_s(self) -> float:
+        """Tokens per second of a step that takes as long as it may."""
+        return self.tokens_per_s * self.time.step_s / self.time.most_s
 
     @property
     def shortages(self) -> list[Shortage]:
-        """Where the memory of device or host is exceeded; an empty list if the setting fits."""
-        memory = self.memory
-        device = Shortage("device", memory.device_bytes, self.usable_bytes)
-        host = Shortage("host", memory.host_bytes, self.usable_host_bytes)
+        """Where the memory of device, with margin, or host is exceeded; an empty list if the setting fits."""
+        device = Shortage("device", self.memory.reserved_bytes, self.usable_bytes)
+        host = Shortage("host", self.memory.host_bytes, self.usable_host_bytes)
         return [each for each in (device, host) if each.missing_bytes > 0]
 
     @property
@@ -52,29 +59,14 @@ class SizedSetting:
         return sum(each.missing_bytes for each in self.shortages)
 
 
-@dataclass(frozen=True)
-class Plan(SizedSetting):
-    """A setting with its predicted memory and time.
-
-    Args:
-        setting: options.
-        memory: bytes by term, at the peak.
-        usable_bytes: bytes of a device that tensors can use.
-        usable_host_bytes: bytes of host memory that a rank can use.
-        time: seconds by term.
-        tokens_per_s: over all devices.
-    """
-
-    time: StepTime
-    tokens_per_s: float
-
-
 Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
 """Shares of one rank by tensor- and expert-parallel size, micro-batch size, sequence parallelism and dtype of sums."""
 
 
 def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
-    """Return the settings that fit, the fastest one first; with equal speed the smallest one.
+    """Return the settings that fit with margin, the fastest one first; with equal speed the smallest one.
+
+    Of a step whose time is a range, the slow end counts.
 
     Args:
         problem: model, device and batch.
@@ -87,57 +79,15 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
     models: Models = {}
     found: list[Plan] = []
     resident: set[Setting] = set()
-    too_large: set[Setting] = set()
-    exceeds: dict[tuple[int, int, str], bool] = {}
     for setting in settings(problem, fixed):
-        smallest_batch = replace(setting, micro_batch_size=1)
-        is_comparable = _grows_with_micro_batches(problem, setting)
-        if is_comparable and smallest_batch in too_large:
-            continue
-        if not setting.optimizer_offload_fraction and _states_exceed(problem, setting, models, exceeds):
-            continue
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in resident:
             continue
-        sized = _sized(problem, setting, models)
-        # The time of what does not fit is not asked for, and takes as long as its memory.
-        if sized.fits:
-            found.append(_timed(problem, sized, models))
+        plan = evaluate(problem, setting, models)
+        if plan.fits:
+            found.append(plan)
             resident.add(replace(setting, cuda_graph=False))
-        elif is_comparable:
-            too_large.add(smallest_batch)
-    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.memory.device_bytes))
-
-
-def _grows_with_micro_batches(problem: Problem, setting: Setting) -> bool:
-    """Return whether no larger micro-batch needs less memory than this one.
-
-    Micro-batches come in ascending order. A step of several ones has their gradients during forward, a step of a
-    single larger one does not. The pool of a CUDA graph may be smaller for a larger one, by its fitted fragments.
-    """
-    if setting.cuda_graph or problem.global_batch_size is None:
-        return False
-    replicas = problem.devices // setting.tensor_model_parallel_size
-    return setting.micro_batch_size * replicas < problem.global_batch_size
-
-
-def _states_exceed(problem: Problem, setting: Setting, models: Models, known: dict[tuple[int, int, str], bool]) -> bool:
-    """Return whether weights and optimizer states on the device alone are too large.
-
-    They are a part of every step's memory and the same with all memory techniques that are tried, and micro-batches.
-
-    Args:
-        problem: model, device and batch.
-        setting: options, without offloaded states.
-        models: shares of the model that other settings have computed.
-        known: results by T, EP and ZeRO stage, to which this one is added.
-    """
-    key = (setting.tensor_model_parallel_size, setting.expert_model_parallel_size, setting.sharding)
-    if key not in known:
-        model, layout = _model(problem, setting, models), _layout(problem, setting)
-        states = sum(model.total(function, layout) for function in (weight_bytes, master_bytes, moment_bytes))
-        known[key] = states > problem.usable_bytes
-    return known[key]
+    return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
 
 def _without_offload(setting: Setting) -> Setting:
@@ -158,41 +108,33 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
     Raises:
         ValueError: the setting does not fit the model or the number of devices.
     """
-    models = {} if models is None else models
-    return _timed(problem, _sized(problem, setting, models), models)
-
-
-def _sized(problem: Problem, setting: Setting, models: Models) -> SizedSetting:
-    """Return the memory of a setting; arguments and errors as ``evaluate``."""
-    used = step_memory(
-        _model(problem, setting, models),
+    if models is None:
+        models = {}
+    model, layout = _model(problem, setting, models), _layout(problem, setting)
+    accumulation = _accumulation_steps(problem, setting)
+    memory = step_memory(
+        model,
         setting.memory,
         kernels_of(problem, setting.memory),
-        _layout(problem, setting),
-        accumulation_steps=_accumulation_steps(problem, setting),
+        layout,
+        accumulation_steps=accumulation,
         cuda_graph=setting.cuda_graph,
     )
-    return SizedSetting(setting, used, _usable_bytes(problem, setting, used), problem.usable_host_bytes)
-
-
-def _timed(problem: Problem, sized: SizedSetting, models: Models) -> Plan:
-    """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
-    setting = sized.setting
-    accumulation = _accumulation_steps(problem, setting)
     time = step_time(
-        _model(problem, setting, models),
+        model,
         setting.memory,
-        _layout(problem, setting),
-        sized.memory,
+        layout,
+        memory,
         problem.placed_device,
         dtype=PRECISIONS[problem.precision][0],
         accumulation_steps=accumulation,
         ranks=problem.devices,
         cuda_graph=setting.cuda_graph,
     )
+    usable = problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
     sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
-    return Plan(setting, sized.memory, sized.usable_bytes, sized.usable_host_bytes, time, tokens_per_s)
+    return Plan(setting, memory, usable, problem.usable_host_bytes, time, tokens_per_s)
 
 
 def _replicas(problem: Problem, setting: Setting) -> int:
@@ -203,6 +145,7 @@ def _replicas(problem: Problem, setting: Setting) -> int:
 
 def _accumulation_steps(problem: Problem, setting: Setting) -> int:
     """Return the micro-batches of a rank in an optimizer step."""
+    # Without a global batch a step has one micro-batch.
     if problem.global_batch_size is None:
         return 1
     sequences = setting.micro_batch_size * _replicas(problem, setting)
@@ -229,26 +172,19 @@ def _layout(problem: Problem, setting: Setting) -> StateLayout:
     )
 
 
-def _usable_bytes(problem: Problem, setting: Setting, used: StepMemory) -> int:
-    """Return the bytes that tensors can use: fewer where the allocator's pages have more holes than usual."""
-    device = problem.placed_device
-    usable = device.usable_bytes(communicators=_communicators(problem, setting))
-    # What does not fit anyway is compared with what others can use.
-    if device.kind != "cuda" or used.device_bytes > usable:
-        return usable
-    usual = fragment_bytes(device.memory_bytes, MemoryConfig())
-    return usable - max(0, used.fragment_bytes - usual)
-
-
 def _communicators(problem: Problem, setting: Setting) -> int:
     """Return the number of process groups of several ranks that a rank uses; ``parallel_state`` shares equal ones."""
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
     replicas = _replicas(problem, setting)
+    # Groups of the same ranks share a communicator.
     sizes = [tensor, replicas]
-    if kv_replicas(problem.config, tensor) < tensor:
-        sizes.append(kv_replicas(problem.config, tensor))
+    kv_replicas = problem.model.kv_replicas(tensor)
+    if kv_replicas < tensor:
+        sizes.append(kv_replicas)
+    # Experts are divided over one group, and reduced over another.
     if experts > 1:
         sizes += [experts, replicas // experts]
+    # Hybrid sharding: shards within an instance, reductions across instances.
     if setting.shard_ranks is not None and setting.shard_ranks < replicas:
         sizes += [setting.shard_ranks, replicas // setting.shard_ranks]
     return sum(size > 1 for size in sizes)
@@ -267,6 +203,7 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
     """Return the share of one rank, from ``models`` or computed and put there."""
     size = setting.tensor_model_parallel_size
     experts = setting.expert_model_parallel_size
+    # Memory techniques and ZeRO stages do not change the shapes.
     key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype)
     if key not in models:
         parallel = ParallelConfig(
@@ -276,7 +213,7 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
             expert_model_parallel_size=experts,
         )
         models[key] = rank_model(
-            problem.config,
+            problem.model,
             parallel,
             sequence_length=problem.sequence_length,
             micro_batch_size=setting.micro_batch_size,
@@ -290,8 +227,10 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
 def smallest(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
     """Return the setting that exceeds the memory of device and host by the fewest bytes."""
     models: Models = {}
-    sized = (_sized(problem, setting, models) for setting in settings(problem, fixed))
-    return _timed(problem, min(sized, key=lambda each: each.excess_bytes), models)
+    return min(
+        (evaluate(problem, setting, models) for setting in settings(problem, fixed)),
+        key=lambda plan: plan.excess_bytes,
+    )
 
 
 def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
@@ -301,10 +240,9 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
     for setting in settings(problem, fixed):
         is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
         if is_lean and not setting.cuda_graph:
-            sized = _sized(problem, setting, models)
-            if sized.fits:
-                found.append(_timed(problem, sized, models))
-    return max(found, key=lambda plan: plan.tokens_per_s, default=None)
+            found.append(evaluate(problem, setting, models))
+    fitting = [plan for plan in found if plan.fits]
+    return max(fitting, key=lambda plan: plan.least_tokens_per_s, default=None)
 
 
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:

@@ -11,7 +11,7 @@ from nxd_memopt.planner.search.plan import Plan
 
 
 def draw_plans(plans: Sequence[Plan], title: str, path: Path) -> None:
-    """Draw a stacked bar for each setting, device memory by term, and the memory that tensors can use.
+    """Draw a stacked bar for each setting, device memory by term with its margin, and the memory that there is.
 
     Host memory is part of the label of a setting.
 
@@ -27,12 +27,13 @@ def draw_plans(plans: Sequence[Plan], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     labels = [_label(plan) for plan in plans]
     left = [0.0] * len(plans)
-    for name in dict.fromkeys(name for plan in plans for name in plan.memory.device):
-        values = [plan.memory.device.get(name, 0) / GIB for plan in plans]
+    terms = [{**plan.memory.device, "margin": plan.memory.margin_bytes} for plan in plans]
+    for name in dict.fromkeys(name for each in terms for name in each):
+        values = [each.get(name, 0) / GIB for each in terms]
         if any(values):
             axes.barh(labels, values, left=left, label=name)
             left = [start + value for start, value in zip(left, values, strict=True)]
-    # Of each setting, because communicators and the allocator's holes take different parts of the memory.
+    # Of each setting, because communicators take different parts of the memory.
     limits = [plan.usable_bytes / GIB for plan in plans]
     axes.scatter(limits, labels, marker="|", color="black", s=120, label="tensors can use")
     axes.invert_yaxis()
@@ -46,5 +47,7 @@ def draw_plans(plans: Sequence[Plan], title: str, path: Path) -> None:
 
 def _label(plan: Plan) -> str:
     """Return a setting in words, with its speed and what it needs on the host."""
-    host = f", {plan.memory.host_bytes / GIB:.1f} GiB on the host" if plan.memory.host_bytes else ""
+    host = ""
+    if plan.memory.host_bytes:
+        host = f", {plan.memory.host_bytes / GIB:.1f} GiB on the host"
     return f"{plan.setting.describe()}{host}: {plan.tokens_per_s:,.0f} tokens/s"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from nxd_memopt.architectures.parameters import attention_windows, sizes
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
@@ -28,7 +28,9 @@ _LARGEST_FLASH_HEAD = 128
 
 def require_size(name: str, value: int | None, *, is_length: bool = False) -> None:
     """Raise ``ValueError`` if a number is below 1, or a sequence length below 2."""
-    least, reason = (2, ": labels are next tokens") if is_length else (1, "")
+    least, reason = 1, ""
+    if is_length:
+        least, reason = 2, ": labels are next tokens"
     if value is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}{reason}")
 
@@ -47,7 +49,7 @@ class Problem:
     """What is to be trained, and where.
 
     Args:
-        config: the model's config, complete (``model_configs.with_defaults``).
+        model: the model.
         device: one rank's device.
         devices: number of ranks.
         sequence_length: S.
@@ -59,7 +61,7 @@ class Problem:
         grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
-        moe: options of experts; None: those of ``config``.
+        moe: options of experts; None: those of the model's config.
         lora: options of adapters, which are trained instead of the weights; None trains the weights.
         tensor_model_parallel_size: T of all settings; None tries every size.
         attention: implementation that ``attention_backend: auto`` takes in this process; None: the first of the
@@ -69,7 +71,7 @@ class Problem:
         ValueError: a number is below 1, or the precision is unknown.
     """
 
-    config: dict[str, Any]
+    model: ModelSpec
     device: Device
     devices: int
     sequence_length: int
@@ -97,14 +99,10 @@ class Problem:
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
 
     @property
-    def attention_dropout(self) -> float:
-        """Probability of dropping an attention weight."""
-        return float(self.config.get("attention_dropout") or 0.0)
-
-    @property
     def placed_device(self) -> Device:
         """The device, with the memory that was given."""
         device = self.device
+        # What the user states replaces the table.
         if self.device_gib is not None:
             device = replace(device, memory_gib=self.device_gib)
         if self.host_gib is not None:
@@ -177,9 +175,11 @@ class Setting:
         if self.memory.attention_head_groups is not None:
             parts.append(f"{self.memory.attention_head_groups} groups of heads")
         if self.optimizer_offload_fraction:
-            where = ", updated in forward" if self.optimizer_update_in_forward else ""
-            what = ", remainders" if self.store_param_remainders else ""
-            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}{what}")
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}")
+            if self.optimizer_update_in_forward:
+                parts.append("updated in forward")
+            if self.store_param_remainders:
+                parts.append("remainders")
         if self.optimizer_in_backward:
             parts.append("optimizer in backward")
         if self.cuda_graph:
@@ -204,6 +204,7 @@ def _describe_recompute(memory: MemoryConfig) -> str:
         parts.append("attention kept" if number == "all" else f"attention of {number} layers kept")
     if memory.cpu_offloading_weights:
         parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
+    # Weights in host memory have a part of their own.
     if memory.cpu_offloading_activations:
         parts.append("checkpoints on the host")
     elif memory.cpu_offloading_num_layers and not memory.cpu_offloading_weights:
@@ -226,7 +227,7 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     masks_windows = kind == "cpu" and name == "sdpa"
     if name != "auto":
         # Models refuse it when they are built, whatever the length is.
-        if any(attention_windows(problem.config)) and name not in WINDOWED_KERNELS and not masks_windows:
+        if problem.model.has_windows and name not in WINDOWED_KERNELS and not masks_windows:
             raise ValueError(
                 f"attention_backend {name!r} has no attention windows, and the model has some: use one of "
                 f"{['auto', *WINDOWED_KERNELS]}, or set sliding_window to null"
@@ -239,10 +240,11 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
         name = "sdpa"
     else:
         name = _neuron_kernel(problem)
-    if kind == "cuda" and name != "math" and has_windows(problem) and problem.attention_dropout > 0:
+    # Tiles have windows and no dropout, kernels dropout and no windows.
+    if kind == "cuda" and name != "math" and has_windows(problem) and problem.model.attention_dropout > 0:
         raise ValueError(
-            f"attention_dropout {problem.attention_dropout} with attention windows is planned with attention_backend "
-            "'math' only, the one implementation of both: name it, or set attention_dropout to 0"
+            f"attention_dropout {problem.model.attention_dropout} with attention windows is planned with "
+            "attention_backend 'math' only, the one implementation of both: name it, or set attention_dropout to 0"
         )
     # On TorchNeuron too: with compiled layers, and because no device was there to measure.
     return Kernels(kind == "cuda", name, compiles_steps=kind == "neuron", masks_windows=masks_windows)
@@ -253,17 +255,22 @@ def _gpu_kernels(problem: Problem) -> list[str]:
     return supported(
         int(problem.device.compute_capability),
         dtype=PRECISIONS[problem.precision][0],
-        head_dim=sizes(problem.config)["d"],
+        head_dim=problem.model.head_dim,
         packed=problem.isolate_documents,
-        dropout_p=problem.attention_dropout,
+        dropout_p=problem.model.attention_dropout,
     )
 
 
 def _neuron_kernel(problem: Problem) -> str:
     """Return the attention implementation of a NeuronCore."""
-    name, multiple = ("nki", NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", SDPA_MULTIPLE)
-    suits = problem.sequence_length % multiple == 0 and sizes(problem.config)["d"] <= _LARGEST_FLASH_HEAD
-    return name if suits and not problem.isolate_documents else "tiled"
+    name, multiple = "sdpa", SDPA_MULTIPLE
+    if problem.device.name.startswith("trn1"):
+        name, multiple = "nki", NKI_MULTIPLE
+    suits = problem.sequence_length % multiple == 0 and problem.model.head_dim <= _LARGEST_FLASH_HEAD
+    # The flash kernels take no bounds of documents.
+    if not suits or problem.isolate_documents:
+        return "tiled"
+    return name
 
 
 def attention_notes(problem: Problem, setting: Setting) -> list[str]:
@@ -285,7 +292,7 @@ def attention_notes(problem: Problem, setting: Setting) -> list[str]:
 
 def has_windows(problem: Problem) -> bool:
     """Return whether a query of some layer sees fewer keys than the sequence has."""
-    return any(each is not None and each < problem.sequence_length for each in attention_windows(problem.config))
+    return any(each is not None and each < problem.sequence_length for each in problem.model.windows)
 
 
 @dataclass(frozen=True)
@@ -309,5 +316,7 @@ class Shortage:
 
     def describe(self) -> str:
         """Return both figures in words."""
-        what = "that tensors can use on each device" if self.place == "device" else "of host memory for each rank"
+        what = "of host memory for each rank"
+        if self.place == "device":
+            what = "that tensors can use on each device"
         return f"{self.planned_bytes / GIB:.2f} GiB of {self.usable_bytes / GIB:.2f} GiB {what}"

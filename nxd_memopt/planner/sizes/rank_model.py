@@ -2,65 +2,79 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_memopt.architectures.adapters import adapter_shapes
+from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
-from nxd_memopt.planner.sizes.states import StateLayout, frozen_weight_bytes, kv_replicas
+from nxd_memopt.planner.sizes.states import StateLayout, elements, frozen_weight_bytes
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 """Function of ``states.py`` that counts bytes of parameters of given shapes."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of some parameters on one rank."""
 
 
 @dataclass(frozen=True)
 class RankModel:
     """A model's share of one rank.
 
+    With adapters, which alone are trained, embedding, final norm and head have no shapes.
+
     Args:
         sizes: sizes of its activations.
         layer_shapes: shapes of the trained parameters of one decoder layer.
-        other_shapes: shapes of embedding, final norm and head; none with adapters, which alone are trained.
+        embedding: shape of the embedding's table.
+        final_norm: shapes of the final norm's weight and bias.
+        head: shape of the head's weight; empty if the head shares the embedding's.
         frozen_layer_shapes: shapes of the parameters of one decoder layer that are not trained.
         frozen_other_shapes: shapes of embedding, final norm and head that are not trained.
     """
 
     sizes: RankSizes
-    layer_shapes: tuple[tuple[int, ...], ...]
-    other_shapes: tuple[tuple[int, ...], ...]
-    frozen_layer_shapes: tuple[tuple[int, ...], ...] = ()
-    frozen_other_shapes: tuple[tuple[int, ...], ...] = ()
+    layer_shapes: Shapes
+    embedding: Shapes = ()
+    final_norm: Shapes = ()
+    head: Shapes = ()
+    frozen_layer_shapes: Shapes = ()
+    frozen_other_shapes: Shapes = ()
 
     @property
     def is_tied(self) -> bool:
-        """Whether the embedding is the head too: the last trained parameter is the final norm's."""
-        return bool(self.other_shapes) and len(self.other_shapes[-1]) == 1
+        """Whether the trained embedding is the head too."""
+        return bool(self.embedding) and not self.head
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
+    def other_shapes(self) -> Shapes:
+        """Shapes of the trained parameters outside of the decoder layers."""
+        return (*self.embedding, *self.final_norm, *self.head)
+
+    @property
+    def shapes(self) -> Shapes:
         """Shapes of all trained parameters, in the model's order."""
-        return [*self.other_shapes[:1], *(self.layer_shapes * self.sizes.num_layers), *self.other_shapes[1:]]
+        return (*self.embedding, *(self.layer_shapes * self.sizes.num_layers), *self.final_norm, *self.head)
 
     @property
     def num_parameters(self) -> int:
         """Trained parameters of the rank."""
-        return self.sizes.num_layers * _elements(self.layer_shapes) + _elements(self.other_shapes)
+        return self.sizes.num_layers * elements(self.layer_shapes) + elements(self.other_shapes)
 
     @property
     def num_frozen(self) -> int:
         """Parameters of the rank that are not trained."""
-        return self.sizes.num_layers * _elements(self.frozen_layer_shapes) + _elements(self.frozen_other_shapes)
+        return self.sizes.num_layers * elements(self.frozen_layer_shapes) + elements(self.frozen_other_shapes)
 
     def gathered_elements(self, num_layers: int) -> int:
         """Return the elements of all parameters of ``num_layers`` layers, embedding, final norm and head."""
-        layer = _elements(self.layer_shapes) + _elements(self.frozen_layer_shapes)
-        return num_layers * layer + _elements(self.other_shapes) + _elements(self.frozen_other_shapes)
+        layer = elements(self.layer_shapes) + elements(self.frozen_layer_shapes)
+        return num_layers * layer + elements(self.other_shapes) + elements(self.frozen_other_shapes)
 
     def total(self, function: ByteFunction, layout: StateLayout) -> int:
         """Return the bytes that ``function`` counts for all trained parameters."""
@@ -73,12 +87,8 @@ class RankModel:
         return layers + frozen_weight_bytes(self.frozen_other_shapes, layout)
 
 
-def _elements(shapes: Sequence[Sequence[int]]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
 def rank_model(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     *,
     sequence_length: int,
@@ -89,7 +99,7 @@ def rank_model(
 ) -> RankModel:
     """Return the share of one rank; arguments and errors as ``rank_sizes``."""
     sizes = rank_sizes(
-        config,
+        spec,
         parallel,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
@@ -98,20 +108,22 @@ def rank_model(
         lora=lora,
     )
     size = parallel.tensor_model_parallel_size
-    replicas = kv_replicas(config, size)
-    layer: list[tuple[int, ...]] = []
-    others: list[tuple[int, ...]] = []
+    replicas = spec.kv_replicas(size)
     # Layer 0 stands for every layer: their parameters have equal shapes.
-    shallow = config
-    if isinstance(config, Mapping):
-        shallow = {**config, "num_hidden_layers": 1}
-    for parameter in parameters(shallow):
-        shape = parameter.local_shape(size, replicas, parallel.expert_model_parallel_size)
+    found: dict[str, list[tuple[int, ...]]] = {"layer": [], "embedding": [], "final norm": [], "head": []}
+    for parameter in parameters(spec.with_layers(1)):
         if ".layers.0." in parameter.name:
-            layer.append(shape)
-        elif ".layers." not in parameter.name:
-            others.append(shape)
+            place = "layer"
+        elif parameter.name == "lm_head.weight":
+            place = "head"
+        elif parameter.sharding == "vocab":
+            place = "embedding"
+        else:
+            place = "final norm"
+        found[place].append(parameter.local_shape(size, replicas, parallel.expert_model_parallel_size))
+    layer, *others = (tuple(shapes) for shapes in found.values())
     if sizes.adapters is None:
-        return RankModel(sizes, tuple(layer), tuple(others))
-    trained = adapter_shapes(config, sizes.adapters, size, replicas)
-    return RankModel(sizes, tuple(trained), (), tuple(layer), tuple(others))
+        return RankModel(sizes, layer, *others)
+    frozen = tuple(shape for shapes in others for shape in shapes)
+    trained = tuple(adapter_shapes(spec, sizes.adapters, size))
+    return RankModel(sizes, trained, frozen_layer_shapes=layer, frozen_other_shapes=frozen)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_memopt.architectures.adapters import Adapters, adapters_of
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, option
+from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.experts import FP32_BYTES as FP32_BYTES
 from nxd_memopt.architectures.experts import MoESizes, moe_sizes
-from nxd_memopt.architectures.parameters import attention_windows, require_shardable, rotary_dim, sizes
+from nxd_memopt.architectures.model_spec import ModelSpec
+from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
@@ -81,7 +81,9 @@ class RankSizes:
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
-        return self.windows[index] if self.windows else None
+        if not self.windows:
+            return None
+        return self.windows[index]
 
     @property
     def tokens(self) -> int:
@@ -92,6 +94,16 @@ class RankSizes:
     def is_gated(self) -> bool:
         """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX's."""
         return self.model_type not in GPT_NEOX_TYPES
+
+    @property
+    def mlp_inputs(self) -> int:
+        """First projections of the MLP: gate and up, or one."""
+        return 1 + int(self.is_gated)
+
+    @property
+    def reduced_element_bytes(self) -> int:
+        """Bytes of an element of partial sums when they are sent."""
+        return FP32_BYTES if self.reduces_in_fp32 else self.element_bytes
 
     @property
     def mergeable(self) -> bool:
@@ -115,7 +127,7 @@ class RankSizes:
 
 
 def rank_sizes(
-    config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     *,
     sequence_length: int,
@@ -127,13 +139,12 @@ def rank_sizes(
     """Return the sizes of one rank's tensors.
 
     Args:
-        config: Hugging Face's config, as an object or as a complete mapping
-            (``model_configs.with_defaults``).
+        spec: the model.
         parallel: T, EP and sequence parallelism.
         sequence_length: S.
         micro_batch_size: B.
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
-        moe: options of experts; None: those of ``config``.
+        moe: options of experts; None: those of the model's config.
         lora: options of adapters; None without adapters.
 
     Raises:
@@ -141,40 +152,45 @@ def rank_sizes(
             has dense layers and layers with experts, or its adapters are not planned.
     """
     size = parallel.tensor_model_parallel_size
-    require_shardable(config, size)
+    require_shardable(spec, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
+    shards = size if parallel.sequence_parallel_enabled else 1
     # A sequence that fits its window runs like one without.
-    windows = tuple(None if each is None or each >= sequence_length else each for each in attention_windows(config))
-    letters = sizes(config)
-    rotated = rotary_dim(config)
-    is_llama = option(config, "model_type") not in GPT_NEOX_TYPES
+    windows = tuple(None if each is None or each >= sequence_length else each for each in spec.windows)
+    if not any(windows):
+        windows = ()
+    model_type = "llama" if spec.model_type in _AS_LLAMA else spec.model_type
+    experts = moe_sizes(spec, parallel, moe)
+    adapters = None
+    if lora is not None:
+        adapters = adapters_of(spec, lora)
     return RankSizes(
-        model_type="llama" if option(config, "model_type") in _AS_LLAMA else option(config, "model_type"),
-        num_layers=option(config, "num_hidden_layers"),
+        model_type=model_type,
+        num_layers=spec.num_layers,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
-        shards=size if parallel.sequence_parallel_enabled else 1,
+        shards=shards,
         tensor_model_parallel_size=size,
-        hidden=letters["H"],
-        heads=letters["h"] // size,
+        hidden=spec.hidden_size,
+        heads=spec.num_heads // size,
         # With T above g each rank has one KV head, a replica.
-        kv_heads=max(1, letters["g"] // size),
-        head_dim=letters["d"],
+        kv_heads=max(1, spec.num_kv_heads // size),
+        head_dim=spec.head_dim,
         # Dimensions are rotated in pairs: of an odd number there is one more.
-        rotary_dim=rotated + rotated % 2,
-        width=letters["F"] // size,
-        vocab=-(-letters["V"] // size),
+        rotary_dim=spec.rotary_dim + spec.rotary_dim % 2,
+        width=spec.intermediate_size // size,
+        vocab=-(-spec.vocab_size // size),
         element_bytes=DTYPE_BYTES[dtype],
         is_fp16=dtype == "float16",
-        hidden_act=option(config, "hidden_act"),
-        tied=bool(option(config, "tie_word_embeddings")),
-        pads=is_llama and option(config, "pad_token_id") is not None,
-        parallel_residual=bool(option(config, "use_parallel_residual")),
-        moe=moe_sizes(config, parallel, moe),
-        attention_dropout=bool(option(config, "attention_dropout")),
-        hidden_dropout=bool(option(config, "hidden_dropout")),
-        windows=windows if any(windows) else (),
+        hidden_act=spec.hidden_act,
+        tied=spec.is_tied,
+        pads=not spec.is_gpt_neox and spec.pad_token_id is not None,
+        parallel_residual=spec.has_parallel_residual,
+        moe=experts,
+        attention_dropout=spec.attention_dropout > 0,
+        hidden_dropout=spec.hidden_dropout > 0,
+        windows=windows,
         reduces_in_fp32=parallel.reduce_dtype == "float32",
-        adapters=None if lora is None else adapters_of(config, lora),
+        adapters=adapters,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, option
-from nxd_memopt.architectures.parameters import ExpertShape, Parameter, num_kv_heads, parameters
+from nxd_memopt.architectures.model_spec import ModelSpec
+from nxd_memopt.architectures.parameters import ExpertShape, parameters
 from nxd_memopt.config import require_divisible, require_one_of
 
 FP32_BYTES = 4
@@ -79,6 +78,7 @@ class StateLayout:
 
     def shards_of(self, shape: Sequence[int]) -> int:
         """Return ``shards`` of a parameter of ``shape``, an ``ExpertShape`` for experts."""
+        # Ranks with other experts have nothing of these to share.
         if self.shards == 1 or not isinstance(shape, ExpertShape):
             return self.shards
         return self.shards // self.expert_ranks
@@ -86,8 +86,13 @@ class StateLayout:
     @property
     def gradient_element_bytes(self) -> int:
         """Bytes of an element of the gradients that backward leaves."""
-        rounds = not self.grad_reduce_in_fp32 and self.sharding in ("none", "zero1")
-        return self.element_bytes if rounds else self.optimizer_bytes
+        # Stages 2 and 3 add up the shards of micro-batches in the optimizer's dtype.
+        return self.reduced_element_bytes if self.sharding in ("none", "zero1") else self.optimizer_bytes
+
+    @property
+    def reduced_element_bytes(self) -> int:
+        """Bytes of an element of gradients that ranks reduce."""
+        return self.optimizer_bytes if self.grad_reduce_in_fp32 else self.element_bytes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -100,27 +105,24 @@ class StateLayout:
         return REMAINDER_BYTES if self.param_remainders else self.optimizer_bytes
 
 
+def elements(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the elements of parameters of ``shapes``."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def optimizer_element_bytes(*, param_remainders: bool) -> int:
     """Return the bytes of an element's states: fp32 master, or its remainder, and AdamW's two fp32 moments."""
-    return ADAM_MOMENTS * FP32_BYTES + (REMAINDER_BYTES if param_remainders else FP32_BYTES)
+    moments = ADAM_MOMENTS * FP32_BYTES
+    return moments + REMAINDER_BYTES if param_remainders else moments + FP32_BYTES
 
 
 def local_shapes(
-    config: Any, tensor_model_parallel_size: int, expert_model_parallel_size: int = 1
+    spec: ModelSpec, tensor_model_parallel_size: int, expert_model_parallel_size: int = 1
 ) -> list[tuple[int, ...]]:
     """Return the shape of each parameter on one rank, in the model's order."""
-    replicas = kv_replicas(config, tensor_model_parallel_size)
-    found: list[Parameter] = list(parameters(config))
+    replicas = spec.kv_replicas(tensor_model_parallel_size)
     sizes = (tensor_model_parallel_size, replicas, expert_model_parallel_size)
-    return [parameter.local_shape(*sizes) for parameter in found]
-
-
-def kv_replicas(config: Any, tensor_model_parallel_size: int) -> int:
-    """Return r, the ranks that share a KV head: T/g with more ranks than KV heads, else 1."""
-    # GPT-NeoX has as many KV heads as query heads.
-    if option(config, "model_type") in GPT_NEOX_TYPES:
-        return 1
-    return max(1, tensor_model_parallel_size // num_kv_heads(config))
+    return [parameter.local_shape(*sizes) for parameter in parameters(spec)]
 
 
 def shard_elements(shape: Sequence[int], layout: StateLayout) -> int:
@@ -144,23 +146,25 @@ def shard_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
 
 def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes of the weights between steps; with stage 3 the masters are the weights."""
+    # The optimizer's shards are gathered where they are used.
     if layout.sharding == "zero3" and layout.shards > 1:
         return 0
-    return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
+    return elements(shapes) * layout.element_bytes
 
 
 def frozen_weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes between steps of weights that are not trained; stage 3 shards them in their own dtype."""
-    is_sharded = layout.sharding == "zero3" and layout.shards > 1
-    elements = sum(shard_elements(shape, layout) if is_sharded else math.prod(shape) for shape in shapes)
-    return elements * layout.element_bytes
+    # FSDP2 shards all parameters of a unit, trained or not.
+    if layout.sharding == "zero3":
+        return sum(shard_elements(shape, layout) for shape in shapes) * layout.element_bytes
+    return elements(shapes) * layout.element_bytes
 
 
 def initialization_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the host memory in which a rank initializes or loads its weights at stage 3, before they are sharded."""
     if layout.sharding != "zero3":
         return 0
-    return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
+    return elements(shapes) * layout.element_bytes
 
 
 def gradient_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
@@ -170,11 +174,12 @@ def gradient_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     ``grad_reduce_in_fp32`` is False. Stages 2 and 3
     keep this rank's shards only, and an optimizer in backward keeps none.
     """
+    # Each gradient is used up by its update before the next one exists.
     if layout.in_backward:
         return 0
     if layout.sharding in ("zero2", "zero3"):
         return shard_bytes(shapes, layout)
-    return sum(math.prod(shape) for shape in shapes) * layout.gradient_element_bytes
+    return elements(shapes) * layout.gradient_element_bytes
 
 
 def master_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
@@ -212,20 +217,22 @@ def parameters_on_host(
     if not 0 <= fraction <= 1:
         raise ValueError(f"optimizer_offload_fraction must be between 0 and 1, got {fraction}")
     chosen: set[int] = set()
-    elements = 0
+    on_host = 0
     total = 0
     for index, size in enumerate(sizes):
         if size < resident_elements:
             continue
         total += size
-        if elements < fraction * total:
+        # As many elements of those so far as the fraction says.
+        if on_host < fraction * total:
             chosen.add(index)
-            elements += size
+            on_host += size
     return chosen
 
 
 def offloaded_state_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes of masters and moments in host memory: 12 for each element, 10 with remainders."""
+    # The updates are ordered so: AdamW has a group with weight decay, and one of vectors without.
     matrices = [shape for shape in shapes if len(shape) >= 2]
     vectors = [shape for shape in shapes if len(shape) < 2]
     sizes = [shard_elements(shape, layout) for shape in (*matrices, *vectors)]
@@ -257,6 +264,7 @@ def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int,
     """
     if not host_elements:
         return 0
+    # A ring of chunks, of which no more are allocated than there are.
     chunk_elements = min(chunk_elements, host_elements)
     num_chunks = -(-host_elements // chunk_elements)
     slots = min(stream_slots(chunk_elements, staging_bytes, element_bytes=element_bytes), num_chunks)

@@ -98,9 +98,14 @@ def limit_refusal(
         return f"{implementation} attention takes no mask"
     if packed and not limits.packed:
         return f"{implementation} attention takes no packed documents"
-    if dropout_p > 0 and not (limits.packed_dropout if packed else limits.dropout):
+    has_dropout = limits.dropout
+    if packed:
+        has_dropout = limits.packed_dropout
+    if dropout_p > 0 and not has_dropout:
+        where = ""
         # A kernel that has dropout refuses it only together with packed documents.
-        where = " for packed documents" if limits.dropout else ""
+        if limits.dropout:
+            where = " for packed documents"
         return f"{implementation} attention is used without dropout{where}, got {dropout_p}"
     if head_dim > limits.max_head_dim or head_dim % limits.head_dim_multiple:
         wanted = f"a multiple of {limits.head_dim_multiple} up to {limits.max_head_dim}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
 MIN_BYTES = 20 << 20
@@ -19,16 +19,23 @@ _SLOTS = 2
 @lru_cache(maxsize=512)
 def longest_loss_chunk(sizes: RankSizes) -> int:
     """Return the tokens of the fused loss's longest chunk, of all ranks whose tokens are gathered."""
-    ranges = chunk_ranges(
+    return max(stop - start for start, stop in loss_chunks(sizes)) * sizes.shards
+
+
+def loss_chunks(sizes: RankSizes) -> list[tuple[int, int]]:
+    """Return the ranges of local rows of the fused loss's chunks, as the loss itself computes them."""
+    exchanged = 0
+    # Per token of a chunk: gathered input, partial dX and reduced dX.
+    if sizes.tensor_model_parallel_size > 1:
+        exchanged = 3 * sizes.hidden
+    return chunk_ranges(
         sizes.shard_tokens,
         gathered=sizes.shards,
         vocab=sizes.vocab,
-        # Per token of a chunk: gathered input, partial dX and reduced dX.
-        exchanged=3 * sizes.hidden if sizes.tensor_model_parallel_size > 1 else 0,
+        exchanged=exchanged,
         logits_bytes=DEFAULT_LOGITS_BYTES,
         element_bytes=sizes.element_bytes,
     )
-    return max(stop - start for start, stop in ranges) * sizes.shards
 
 
 def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | None = None) -> bool:
@@ -61,7 +68,7 @@ def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
     """
     total = 0
     # Of gathers and of reductions, which the backend decides by their own bytes.
-    for element_bytes in (sizes.element_bytes, FP32_BYTES if sizes.reduces_in_fp32 else sizes.element_bytes):
+    for element_bytes in (sizes.element_bytes, sizes.reduced_element_bytes):
         tokens = 0
         if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=element_bytes):
             tokens = sizes.tokens

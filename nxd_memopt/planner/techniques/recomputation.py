@@ -41,9 +41,7 @@ class Recomputation:
         if memory.recompute_granularity != "full":
             return cls()
         # Layers in host memory are not recomputed as well, unless it is their checkpoints that are there.
-        first = 0
-        if not memory.cpu_offloading_activations:
-            first = memory.num_offloaded_layers(num_layers)
+        first = memory.num_offloaded_layers(num_layers) if not memory.cpu_offloading_activations else 0
         depth = num_layers - first
         if depth < 1:
             raise ValueError(
@@ -53,6 +51,7 @@ class Recomputation:
         if (number or 1) > depth:
             of = f"{depth} layers that do not offload" if first else f"model's {depth} layers"
             raise ValueError(f"recompute_num_layers {number} exceeds the {of}: lower it")
+        # The first layers only; each is a chunk.
         if memory.recompute_method == "block":
             return cls(first, number or depth)
         if memory.recompute_method == "nested":

@@ -36,7 +36,8 @@ def mlp_tile_bytes(
         overwrites: whether the recomputed value overwrites the activation's gradient, and is free
             before the gradient of the input exists, as with the gated kernel.
     """
-    gathered = 2 * hidden_size if gathers else 0
+    gathered = 2 * hidden_size * int(gathers)
+    # The gated kernel writes the gradients of gate and up over them.
     if overwrites:
         return num_tokens * (gathered + columns_per_partition + max(hidden_size, width_per_partition)) * element_bytes
     columns = columns_per_partition + 2 * width_per_partition

@@ -51,14 +51,14 @@ the reductions of linear layers, not the all-gathers, and not those of experts.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nxd_memopt.architectures.experts import expert_capacity
+from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
-_FP32_BYTES = 4
 _INT32_BYTES = 4
 _INT64_BYTES = 8
 
@@ -81,81 +81,31 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class RouterShape:
-    """Sizes of a router that determine the collectives of its layer.
-
-    Args:
-        num_experts: E.
-        top_k: k.
-        score_bytes: bytes per element of scores and weights: 4, or 8 for a router in fp64.
-        gathers_logits: Sinkhorn balances the tokens of all tensor-parallel ranks together.
-        shared_blocks: 1 with a shared expert, which is one more dense block.
-        saves_shared_output: a gate scales the output of the shared expert, and saves it.
-        expert_ranks: EP, ranks over which the experts are divided.
-        sends_rows: rows are sent to the ranks of their experts, instead of all tokens to all ranks.
-        capacity_factor: rows of an expert, if they are padded to its capacity; None for blocks.
-        sent_rows: rows that a rank sends, if they are not those of all experts' capacities.
-        counted_bytes: numbers of choices that the ranks add up for ``global_aux_loss``; 0 for other losses.
-    """
-
-    num_experts: int
-    top_k: int
-    score_bytes: int = _FP32_BYTES
-    gathers_logits: bool = False
-    shared_blocks: int = 0
-    saves_shared_output: bool = False
-    expert_ranks: int = 1
-    sends_rows: bool = False
-    capacity_factor: float | None = None
-    counted_bytes: int = 0
-    sent_rows: int | None = None
-
-
-@dataclass(frozen=True)
 class StepShape:
     """Sizes that determine the collectives of a step.
 
     Args:
+        sizes: sizes of the rank's tensors.
         blocks: for each decoder layer, its blocks with one column input and one row output: 2, or 1
-            if attention and MLP of the layer are merged; each group of heads is a block.
-        hidden_size: H.
-        sequence_length: S.
-        micro_batch_size: B.
-        element_bytes: bytes per element of activations and parameters.
-        tensor_model_parallel_size: T.
-        sequence_parallel_enabled: SP.
-        reduce_dtype_bytes: bytes per element in reductions of linear layers.
+            if attention and MLP of the layer are merged; each group of heads is a block. The last block
+            of a layer with experts is the mixture of experts.
+        head_groups: groups of heads of a layer, which are recomputed one by one; 0 without groups.
+        tiles_mlp: the MLP is computed by tiles. It saves its input before the all-gather, at which a
+            recomputation that stops early then stops.
         kv_replicas: r; 1 without replicas.
         kv_gradient_bytes: bytes of each K and V parameter's gradient of a layer on one rank.
         tagged_gradient_bytes: bytes of the gradients that the hook sums, in the model's order.
         head_chunks: tokens of each chunk of the fused loss.
-        row_output_dropout: whether dropout follows the last row output of a layer; its mask is
-            saved.
-        loss_in_backward: the fused loss runs again in backward, where its gradients are computed: in
-            fp16, whose loss scale must enter before rounding.
-        router: of every layer, whose last block is then a mixture of experts; None for dense layers.
-        head_groups: groups of heads of a layer, which are recomputed one by one; 0 without groups.
-        tiles_mlp: the MLP is computed by tiles. It saves its input before the all-gather, at which a
-            recomputation that stops early then stops.
     """
 
+    sizes: RankSizes
     blocks: tuple[int, ...]
-    hidden_size: int
-    sequence_length: int
-    micro_batch_size: int
-    element_bytes: int
-    tensor_model_parallel_size: int
-    sequence_parallel_enabled: bool
-    reduce_dtype_bytes: int
-    kv_replicas: int
-    kv_gradient_bytes: tuple[int, ...]
-    tagged_gradient_bytes: tuple[int, ...]
-    head_chunks: tuple[int, ...]
-    row_output_dropout: bool
-    loss_in_backward: bool = False
-    router: RouterShape | None = None
     head_groups: int = 0
     tiles_mlp: bool = False
+    kv_replicas: int = 1
+    kv_gradient_bytes: tuple[int, ...] = ()
+    tagged_gradient_bytes: tuple[int, ...] = ()
+    head_chunks: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -167,66 +117,53 @@ class StepShape:
         """Bytes of a layer's input on one rank, which full recomputation keeps of each layer."""
         # Between the blocks SP shards the activations over the T ranks along the sequence; without
         # SP every rank has all tokens.
-        full_bytes = self.tokens * self.hidden_size * self.element_bytes
-        if self.sequence_parallel_enabled:
-            return full_bytes // self.tensor_model_parallel_size
-        return full_bytes
+        return self.activation_bytes(self.sizes.shard_tokens)
+
+    @property
+    def sequence_length(self) -> int:
+        """S."""
+        return self.sizes.sequence_length
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch, S * B."""
-        return self.sequence_length * self.micro_batch_size
+        return self.sizes.tokens
 
-    def gather(self) -> Counter[Collective]:
-        """Return the all-gather of one activation."""
-        return self._one("all_gather", self.tokens * self.hidden_size * self.element_bytes)
+    def activation_bytes(self, tokens: int) -> int:
+        """Return the bytes of the hidden states of ``tokens``."""
+        return tokens * self.sizes.hidden * self.sizes.element_bytes
 
-    def reduction(self, *, wide: bool = True) -> Counter[Collective]:
+    def gather(self, tokens: int | None = None) -> Counter[Collective]:
+        """Return the all-gather of the activation of ``tokens``, by default all, with SP.
+
+        With SP a column-parallel input is gathered in forward and, for the weight gradient, in backward, and so is
+        the gradient of a row-parallel output. Without SP every rank has all tokens already.
+        """
+        if self.sizes.shards == 1:
+            return Counter()
+        return self._one("all_gather", self.activation_bytes(tokens or self.tokens))
+
+    def reduction(self, tokens: int | None = None, *, wide: bool = True) -> Counter[Collective]:
         """Return the reduction of partial sums: a reduce-scatter with SP, else an all-reduce.
 
         Args:
+            tokens: of which tokens; by default all.
             wide: reduce in ``reduce_dtype`` instead of the dtype of activations.
         """
         kind = "all_reduce"
-        if self.sequence_parallel_enabled:
+        if self.sizes.shards > 1:
             kind = "reduce_scatter"
         # The partial sums are cast to reduce_dtype before they are sent, so that fp32 doubles the
         # bytes of a bf16 reduction. Only sums of matmuls need it: in the embedding's output each
         # row has one non-zero summand.
-        element_bytes = self.element_bytes
+        element_bytes = self.sizes.element_bytes
         if wide:
-            element_bytes = self.reduce_dtype_bytes
-        return self._one(kind, self.tokens * self.hidden_size * element_bytes)
+            element_bytes = self.sizes.reduced_element_bytes
+        return self._one(kind, (tokens or self.tokens) * self.sizes.hidden * element_bytes)
 
-    def column_forward(self) -> Counter[Collective]:
-        """Return the forward collectives of a column-parallel input: with SP X is gathered."""
-        return self._gather_with_sequence_parallel()
-
-    def column_backward(self) -> Counter[Collective]:
-        """Return the backward collectives of a column-parallel input.
-
-        With SP the input is gathered again for the weight gradient; dX is reduced.
-        """
-        return self.column_forward() + self.reduction()
-
-    def row_backward(self) -> Counter[Collective]:
-        """Return the backward collectives of a row-parallel output: with SP dY is gathered."""
-        return self._gather_with_sequence_parallel()
-
-    def _gather_with_sequence_parallel(self) -> Counter[Collective]:
-        # Without SP every rank already has all tokens of the activation.
-        if self.sequence_parallel_enabled:
-            return self.gather()
-        return Counter()
-
-    def _one(
-        self,
-        kind: str,
-        full_bytes: int,
-        group_size: int | None = None,
-    ) -> Counter[Collective]:
+    def _one(self, kind: str, full_bytes: int, group_size: int | None = None) -> Counter[Collective]:
         """Return one collective of the tensor-parallel group, or of a group of ``group_size``."""
-        return Counter({Collective(kind, full_bytes, group_size or self.tensor_model_parallel_size): 1})
+        return Counter({Collective(kind, full_bytes, group_size or self.sizes.tensor_model_parallel_size): 1})
 
 
 def expected_collectives(
@@ -295,19 +232,20 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     """Return the collectives of forward and backward, without recomputation, of a layer of ``blocks`` blocks."""
     total: Counter[Collective] = Counter()
     dense = blocks
-    if shape.router is not None:
-        dense += shape.router.shared_blocks - 1
-        total += _experts_forward(shape, shape.router) + _experts_output(shape, shape.router)
-        total += _experts_backward(shape, shape.router)
+    moe = shape.sizes.moe
+    if moe is not None:
+        # A shared expert is one more dense block.
+        dense += int(moe.shared_width > 0) - 1
+        total += _experts_forward(shape, moe) + _experts_output(shape, moe) + _experts_backward(shape, moe)
     for _ in range(dense):
-        total += shape.column_forward() + shape.reduction()
-        total += shape.column_backward() + shape.row_backward()
+        total += shape.gather() + shape.reduction()
+        total += shape.gather() + shape.reduction() + shape.gather()
     # The backward of each group of heads runs the group again up to its output projection.
-    total += _times(shape.column_forward(), shape.head_groups)
+    total += _times(shape.gather(), shape.head_groups)
     # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
     # partial sums on each rank, all-reduced as one tensor of 2 * 2 * H * 4 bytes.
-    if blocks == 1 and not shape.sequence_parallel_enabled:
-        total += shape._one("all_reduce", 2 * 2 * shape.hidden_size * _FP32_BYTES)
+    if blocks == 1 and shape.sizes.shards == 1:
+        total += shape._one("all_reduce", 2 * 2 * shape.sizes.hidden * FP32_BYTES)
     # The r replicas of a KV head serve different query heads, so that each has a part of the sum
     # that is the gradient of K and V: all-reduced over these r ranks only.
     if shape.kv_replicas > 1:
@@ -316,98 +254,93 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     return _issued(total)
 
 
-def _experts_forward(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+def _experts_forward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     """Return the forward collectives of a mixture of experts before those of its output."""
-    total = _dispatch(shape, router)
-    if router.counted_bytes:
-        total += shape._one("all_reduce", router.counted_bytes, router.expert_ranks)
+    total = _dispatch(shape, moe)
+    options = moe.options
+    # global_aux_loss adds up the numbers of choices of all ranks.
+    if options.moe_router_load_balancing_type == "global_aux_loss" and options.has_aux_loss:
+        total += shape._one("all_reduce", (1 + moe.num_experts) * moe.number_bytes, moe.expert_ranks)
     # Without SP every rank has all tokens, and routes them.
-    if not shape.sequence_parallel_enabled:
+    if shape.sizes.shards == 1:
         return total
-    choices = shape.tokens * router.top_k
-    sums = shape.micro_batch_size * (2 + 3 * router.num_experts)
+    choices = shape.tokens * moe.top_k
+    sums = shape.sizes.micro_batch_size * (2 + 3 * moe.num_experts)
     total += shape.gather()
-    total += shape._one("all_gather", choices * router.score_bytes)
+    total += shape._one("all_gather", choices * moe.number_bytes)
     total += shape._one("all_gather", choices * _INT64_BYTES)
-    total += shape._one("all_reduce", sums * router.score_bytes)
-    if router.gathers_logits:
-        total += shape._one("all_gather", shape.tokens * router.num_experts * router.score_bytes)
+    total += shape._one("all_reduce", sums * moe.number_bytes)
+    # Sinkhorn balances the tokens of all tensor-parallel ranks together.
+    if options.moe_router_load_balancing_type == "sinkhorn":
+        total += shape._one("all_gather", shape.tokens * moe.num_experts * moe.number_bytes)
     return total
 
 
-def _dispatch(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+def _dispatch(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     """Return what expert-parallel ranks exchange in forward, without the reduction of gathered tokens."""
-    ranks = router.expert_ranks
+    ranks = moe.expert_ranks
     if ranks == 1:
         return Counter()
-    if router.sends_rows:
-        sent = shape._one("all_to_all", _sent_bytes(shape, router), ranks)
+    if moe.sends_rows:
+        sent = shape._one("all_to_all", _sent_bytes(shape, moe), ranks)
         return sent + sent
-    choices = ranks * shape.tokens * router.top_k
-    total = shape._one("all_gather", _gathered_bytes(shape, router), ranks)
-    total += shape._one("all_gather", choices * router.score_bytes, ranks)
+    choices = ranks * shape.tokens * moe.top_k
+    total = shape._one("all_gather", shape.activation_bytes(ranks * shape.tokens), ranks)
+    total += shape._one("all_gather", choices * moe.number_bytes, ranks)
     total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
-    if router.capacity_factor is not None:
+    if moe.options.moe_expert_capacity_factor is not None:
         # The place of each choice in the queue of its expert.
         total += shape._one("all_gather", choices * _INT32_BYTES, ranks)
     return total
 
 
-def _sent_bytes(shape: StepShape, router: RouterShape) -> int:
-    """Return the bytes of the rows of all experts, each padded to its capacity."""
-    if router.sent_rows is not None:
-        return router.sent_rows * shape.hidden_size * shape.element_bytes
-    assert router.capacity_factor is not None, "rows are sent in the padded form alone"
-    capacity = expert_capacity(shape.tokens, router.top_k, router.num_experts, router.capacity_factor)
-    return router.num_experts * capacity * shape.hidden_size * shape.element_bytes
+def _sent_bytes(shape: StepShape, moe: MoESizes) -> int:
+    """Return the bytes of the rows of all experts: each padded to its capacity, or of a balanced routing."""
+    return shape.activation_bytes(moe.rows(shape.tokens))
 
 
-def _gathered_bytes(shape: StepShape, router: RouterShape) -> int:
-    """Return the bytes of the tokens of all expert-parallel ranks."""
-    return router.expert_ranks * shape.tokens * shape.hidden_size * shape.element_bytes
-
-
-def _experts_output(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+def _experts_output(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     """Return the reductions of the experts' outputs, which a recomputation that stops early omits."""
     total = shape.reduction(wide=False)
-    if router.expert_ranks > 1 and not router.sends_rows:
-        total += shape._one("reduce_scatter", _gathered_bytes(shape, router), router.expert_ranks)
+    if moe.gathers_tokens:
+        gathered = shape.activation_bytes(moe.expert_ranks * shape.tokens)
+        total += shape._one("reduce_scatter", gathered, moe.expert_ranks)
     return total
 
 
-def _experts_backward(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+def _experts_backward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     """Return the backward collectives of a mixture of experts.
 
     With SP dY is gathered. The gradients of tokens and of the choices' weights are partial sums of
     the ranks, which have other columns of the experts. X is not gathered again: the experts save it.
     """
-    kind = "reduce_scatter" if shape.sequence_parallel_enabled else "all_reduce"
-    weights = shape._one(kind, shape.tokens * router.top_k * router.score_bytes)
-    total = shape.row_backward() + shape.reduction(wide=False) + weights
-    ranks = router.expert_ranks
-    if ranks > 1 and router.sends_rows:
-        sent = shape._one("all_to_all", _sent_bytes(shape, router), ranks)
+    kind = "all_reduce"
+    if shape.sizes.shards > 1:
+        kind = "reduce_scatter"
+    weights = shape._one(kind, shape.tokens * moe.top_k * moe.number_bytes)
+    total = shape.gather() + shape.reduction(wide=False) + weights
+    ranks = moe.expert_ranks
+    if moe.sends_rows:
+        sent = shape._one("all_to_all", _sent_bytes(shape, moe), ranks)
         total += sent + sent
-    elif ranks > 1:
-        gathered = _gathered_bytes(shape, router)
+    elif moe.gathers_tokens:
+        gathered = shape.activation_bytes(ranks * shape.tokens)
         total += shape._one("all_gather", gathered, ranks) + shape._one("reduce_scatter", gathered, ranks)
-        choices = ranks * shape.tokens * router.top_k
-        total += shape._one("reduce_scatter", choices * router.score_bytes, ranks)
+        total += shape._one("reduce_scatter", ranks * shape.tokens * moe.top_k * moe.number_bytes, ranks)
     return total
 
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
     """Return the collectives of the embedding and of the head with its loss."""
+    total = shape.reduction(wide=False) + shape.gather()
     # Each chunk of the fused loss is a column-parallel input whose gradient is computed in forward.
     # Its all-gather carries two fp32 numbers per token from each of T ranks.
-    embedding = shape.reduction(wide=False) + shape.row_backward()
-    total = embedding
     for tokens in shape.head_chunks:
-        chunk = replace(shape, sequence_length=tokens, micro_batch_size=1)
-        sums_bytes = 2 * _FP32_BYTES * tokens * shape.tensor_model_parallel_size
-        forward = chunk.column_forward() + shape._one("all_gather", sums_bytes)
-        total += forward + chunk.reduction()
-        if shape.loss_in_backward:
+        sums_bytes = 2 * FP32_BYTES * tokens * shape.sizes.tensor_model_parallel_size
+        forward = shape.gather(tokens) + shape._one("all_gather", sums_bytes)
+        total += forward + shape.reduction(tokens)
+        # In fp16 the loss runs again in backward: its scale must enter before rounding.
+        if shape.sizes.is_fp16:
             total += forward
     return total
 
@@ -437,10 +370,10 @@ def _recomputed(
     """Return the collectives that recomputation issues again."""
     # A recomputed block issues its forward collectives again: one column input and one row output.
     dense, experts = _recomputed_parts(shape, memory, stops_early=stops_early)
-    parts = [(shape.column_forward(), dense[0]), (shape.reduction(), dense[1])]
-    if shape.router is not None:
-        output = _experts_output(shape, shape.router)
-        parts += [(_experts_forward(shape, shape.router), experts[0]), (output, experts[1])]
+    parts = [(shape.gather(), dense[0]), (shape.reduction(), dense[1])]
+    moe = shape.sizes.moe
+    if moe is not None:
+        parts += [(_experts_forward(shape, moe), experts[0]), (_experts_output(shape, moe), experts[1])]
     total: Counter[Collective] = Counter()
     for part, count in parts:
         total += _times(part, count)
@@ -465,13 +398,19 @@ def _recomputed_parts(
     layers = memory.num_selective_layers(shape.num_layers)
     # Each region has one column input and ends in its row output, the part that a recomputation
     # which stops early omits. Layers with experts have no dense MLP.
-    regions = layers * len(named & ({"attn", "mlp"} if shape.router is None else {"attn"}))
-    expert_regions = layers if shape.router is not None and "moe" in named else 0
-    if shape.router is not None and shape.router.shared_blocks:
+    moe = shape.sizes.moe
+    regions = layers * len(named & {"attn", "mlp"})
+    expert_regions = 0
+    if moe is not None:
+        regions = layers * len(named & {"attn"})
+        expert_regions = layers * len(named & {"moe"})
+    if moe is not None and moe.shared_width:
         # The shared expert is the last part of its region, so that the reduction of the others comes before it.
-        gathered = regions + expert_regions
-        reduced = expert_regions if shape.router.saves_shared_output else 0
-        return (gathered, reduced if stops_early else gathered), (expert_regions, expert_regions)
+        # A gate saves its output.
+        gathered = reduced = regions + expert_regions
+        if stops_early:
+            reduced = expert_regions * int(moe.options.moe_shared_expert_gate)
+        return (gathered, reduced), (expert_regions, expert_regions)
     if stops_early:
         return (regions, 0), (expert_regions, 0)
     return (regions, regions), (expert_regions, expert_regions)
@@ -496,17 +435,16 @@ def _fully_recomputed_parts(
         forwards += runs
         blocks += runs * shape.blocks[index]
     omitted = 0
-    if stops_early and not shape.row_output_dropout:
+    if stops_early and not shape.sizes.hidden_dropout:
         omitted = recomputation.stopped
-    if shape.router is None:
+    moe = shape.sizes.moe
+    if moe is None:
         # A tiled MLP needs no collective at all to restore what it saves, which is its input.
-        omitted_inputs = omitted if shape.tiles_mlp else 0
-        return (blocks - omitted_inputs, blocks - omitted), (0, 0)
+        return (blocks - omitted * int(shape.tiles_mlp), blocks - omitted), (0, 0)
     dense = blocks - forwards
-    shared = shape.router.shared_blocks * forwards
-    if not shared:
+    if not moe.shared_width:
         return (dense, dense), (forwards, forwards - omitted)
     # The shared expert comes last. A gate saves its output.
-    if shape.router.saves_shared_output:
+    if moe.options.moe_shared_expert_gate:
         omitted = 0
-    return (dense + shared, dense + shared - omitted), (forwards, forwards)
+    return (dense + forwards, dense + forwards - omitted), (forwards, forwards)

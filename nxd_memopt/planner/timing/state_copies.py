@@ -17,8 +17,10 @@ def host_copy_rate(device: Device, ranks: int) -> float:
 
     Measured rates are those of all ranks at the same time, and those of Trainium a core's part already.
     """
-    is_shared = ranks > 1 and device.kind == "cuda" and not device.measured
-    return device.host_copy_bytes_per_s * (_SHARED_COPIES if is_shared else 1.0)
+    rate = device.host_copy_bytes_per_s
+    if ranks > 1 and device.kind == "cuda" and not device.measured:
+        rate *= _SHARED_COPIES
+    return rate
 
 
 def state_copies_s(
@@ -56,7 +58,9 @@ def state_copies_s(
     layers = model.sizes.num_layers
     per_layer = len(model.layer_shapes)
     for layer in range(layers):
-        last = len(sizes) if layer == layers - 1 else 1 + (layer + 1) * per_layer
+        last = 1 + (layer + 1) * per_layer
+        if layer == layers - 1:
+            last = len(sizes)
         arrived = sum(sizes[index] for index in on_host if index < last) * element_bytes
         late_s = max(late_s, arrived / copy_rate - staged_s - forward_s * layer / layers)
     return late_s

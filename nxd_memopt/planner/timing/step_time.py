@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.hardware import LAUNCH_S, Device
+from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.memory.peak import StepMemory
 from nxd_memopt.planner.sizes.rank_model import RankModel
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
@@ -94,41 +94,16 @@ RATES = {
 }
 """Rates by kind of device."""
 MEASURED = {"matmul": 708 / 989, "matmul_fp32": 51.1 / 67, "memory": 4.208 / 4.8, "link": 0.68}
-"""Parts of H200's published rates that ``plan --calibrate`` measures: what it measures elsewhere stands for them."""
+"""Parts of H200's published rates that ``plan --calibrate`` measures. Elsewhere its measurements replace them."""
 
 
-@dataclass(frozen=True)
-class HostRates:
-    """Seconds in which the host launches the kernels of a step without a graph, if an operation takes ``LAUNCH_S``.
-
-    On the same host they differ by up to 20 % between runs.
-
-    Args:
-        layer: forward and backward of a layer.
-        collectives: besides, of a layer with tensor parallelism.
-        recomputed: besides, of a recomputed layer.
-        kept: besides, of a recomputed layer that keeps the results of its attention.
-        selective: besides, of a layer that recomputes some of its modules.
-        offloaded: besides, of a layer with activations in host memory.
-        group: besides, for each group of heads.
-        experts: besides, of a layer with experts.
-        parameter: hooks and update of a parameter, once a step.
-    """
-
-    layer: float = 3.6e-3
-    collectives: float = 2.6e-3
-    recomputed: float = 2.35e-3
-    kept: float = 1.7e-3
-    selective: float = 3.2e-3
-    offloaded: float = 1.4e-3
-    group: float = 5.9e-3
-    experts: float = 5.5e-3
-    parameter: float = 2.4e-6
-
-
-HOST = HostRates()
-OVERLAP = 6.3
-"""Exponent of the norm of the device's and the host's time: the larger one decides, and near each other both do."""
+# Fitted once to the 128 rows of docs/benchmarks/planned_memory.csv whose steps launches may limit, so that the steps
+# lie between these launches and twice as many: 110 do, 12 are faster, and 6 slower (groups of heads, small tiles).
+LAUNCHES = 60
+"""Small operations, of ``Device.launch_s`` each, that a host launches for a pass of a decoder layer: forward, backward
+or recomputed forward. Tensor parallelism launches as many again, and experts twice as many."""
+LAUNCH_RANGE = 2
+"""Times these launches that a step may take: hosts, their load, and memory techniques differ."""
 COPY_INTERFERENCE = 0.06
 """Part of the copies' time by which they slow the computation that hides them (fitted: LLaMA-3-8B,
 32,768 tokens, 12 layers offloaded)."""
@@ -140,6 +115,7 @@ def rates_of(device: Device) -> Rates:
     What a step reaches of measured rates is known of GPUs alone. On other devices the GPUs' parts stand for
     theirs, which orders the settings, and the rates are not calibrated.
     """
+    # Published rates are peaks; measured ones are what a kernel alone reaches.
     rates = RATES[device.kind]
     if not device.measured:
         return rates
@@ -163,14 +139,22 @@ class StepTime:
 
     Args:
         terms: term -> seconds.
+        uncertain_s: seconds that the step may take besides: launches of a step that may wait for the host, and copies
+            of offloaded activations, which stay on the device while memory is left.
     """
 
     terms: dict[str, float]
+    uncertain_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
+        """Expected seconds of the step."""
         return sum(self.terms.values())
+
+    @property
+    def most_s(self) -> float:
+        """Seconds that the step may take."""
+        return self.step_s + self.uncertain_s
 
     @property
     def limit(self) -> str:
@@ -207,44 +191,68 @@ def step_time(
     sizes = model.sizes
     compute = _compute_terms(sizes, memory, device, rates, dtype)
     compute_s = sum(compute.values())
-    link_s = device.link_bytes_per_s
-    if sizes.tensor_model_parallel_size > device.ranks_per_host:
-        link_s = device.host_link_bytes_per_s
+    link = _link_of(device, sizes.tensor_model_parallel_size)
     # On XLA a recomputation runs to its end.
     stops_early = device.kind != "neuron"
     tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
-    tensor_s = tensor_bytes / (link_s * rates.link) * rates.exposed
+    tensor_s = tensor_bytes / (link * rates.link) * rates.exposed
     # The experts wait for their rows, and the next layer for theirs.
-    across_hosts = ranks > device.ranks_per_host
-    expert_link_s = device.host_link_bytes_per_s if across_hosts else device.link_bytes_per_s
-    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link_s * rates.link)
+    expert_link = _link_of(device, ranks)
+    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link * rates.link)
     # Offloaded activations go out and come back while the layers compute.
     copy_rate = host_copy_rate(device, ranks)
-    host_copy_s = 2 * used.host["activations"] / copy_rate
+    activations_s = 2 * used.host["activations"] / copy_rate
     # Weights arrive twice and leave once; the two directions do not wait for each other.
-    host_copy_s += 2 * used.host["weights"] / copy_rate
+    weights_s = 2 * used.host["weights"] / copy_rate
+    copies_s = activations_s + weights_s
+    late_s = max(0.0, copies_s * (1 - COPY_INTERFERENCE) - compute_s)
+    uncertain_s = 0.0
+    # Without recompute of them, activations stay on the device while memory is left, so that nothing waits.
+    if used.host["activations"] and not memory.cpu_offloading_activations:
+        uncertain_s = late_s
+        late_s = 0.0
     terms = {
         **compute,
         "tensor-parallel collectives": tensor_s,
         "expert-parallel collectives": experts_s,
-        "copies to and from the host": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
+        "copies to and from the host": COPY_INTERFERENCE * copies_s + late_s,
     }
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
+    uncertain_s *= accumulation_steps
     # All weights are on the device for the update, and nothing hides that copy.
     terms["copies to and from the host"] += used.host["weights"] / copy_rate
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
+    # Only the forward hides the copies of states that are updated in it.
     forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
     on_device_s = update_bytes(model, layout, accumulation_steps) / (device.memory_bytes_per_s * rates.update)
+    # Copies of activations and weights have the link first; the rest of the computation hides those of states.
+    free = max(0.0, 1 - copies_s / compute_s)
     terms["optimizer"] = on_device_s + state_copies_s(
-        model, layout, used, copy_rate, compute_s=accumulation_steps * compute_s, forward_s=forward_s
+        model, layout, used, copy_rate, compute_s=accumulation_steps * compute_s * free, forward_s=forward_s * free
     )
     if device.kind == "cuda":
-        device_s = accumulation_steps * (compute_s + tensor_s) + on_device_s
-        host_s = _launching_s(model, memory, accumulation_steps, cuda_graph=cuda_graph) * device.launch_s / LAUNCH_S
-        # The launches of the update follow the graph, while the device has no other work.
-        waiting_s = host_s if cuda_graph else (device_s**OVERLAP + host_s**OVERLAP) ** (1 / OVERLAP) - device_s
-        terms["waiting for the host"] = waiting_s + rates.step_s
-    return StepTime(terms)
+        device_s = sum(terms.values()) + rates.step_s
+        # One launch starts the kernels of a graph.
+        host_s = 0.0
+        if not cuda_graph:
+            host_s = accumulation_steps * launches(sizes, memory) * device.launch_s
+        terms["waiting for the host"] = rates.step_s + max(0.0, host_s - device_s)
+        uncertain_s += max(0.0, LAUNCH_RANGE * host_s - max(host_s, device_s))
+    return StepTime(terms, uncertain_s)
+
+
+def launches(sizes: RankSizes, memory: MemoryConfig) -> int:
+    """Return the small operations that the host launches for the decoder layers of a micro-batch."""
+    passes = 2 * sizes.num_layers + recomputed_layers(sizes, memory)
+    if memory.recompute_granularity == "selective":
+        passes += memory.num_selective_layers(sizes.num_layers)
+    # Attention and MLP; collectives; router, dispatch and experts.
+    parts = 1
+    if sizes.tensor_model_parallel_size > 1:
+        parts += 1
+    if sizes.moe is not None:
+        parts += 2
+    return LAUNCHES * parts * passes
 
 
 def _compute_terms(
@@ -252,17 +260,20 @@ def _compute_terms(
 ) -> dict[str, float]:
     """Return the seconds of a micro-batch's kernels by term."""
     peak = device.matmul_flops[dtype]
-    is_fp32 = dtype == "float32"
-    matmul_s = matmul_flops(sizes, memory) / (peak * (rates.matmul_fp32 if is_fp32 else rates.matmul))
     length = sizes.sequence_length
+    matmul_rate = rates.matmul
+    # Short sequences reach a smaller part of the rate.
     attention_rate = rates.attention * length / (length + rates.half_length)
     # From heads of 64 to heads of 128, which fill the kernels' tiles.
     attention_rate *= rates.short_heads + (1 - rates.short_heads) * min(1.0, max(0.0, sizes.head_dim / 64 - 1))
-    if is_fp32:
+    if dtype == "float32":
+        matmul_rate = rates.matmul_fp32
         attention_rate *= rates.attention_fp32
+    matmul_s = matmul_flops(sizes, memory) / (peak * matmul_rate)
     attention_s = attention_flops(sizes, memory) / (peak * attention_rate)
     elementwise_s = elementwise_bytes(sizes, memory) / (device.memory_bytes_per_s * rates.memory)
     elementwise_s += sizes.num_layers * rates.latency_s
+    # Router and dispatch are many small kernels, whatever their bytes.
     if sizes.moe is not None:
         elementwise_s += expert_passes(sizes, memory) * rates.routing_s
     # Power limits the clock of matmuls and attention.
@@ -274,46 +285,9 @@ def _compute_terms(
     }
 
 
-def _launching_s(model: RankModel, memory: MemoryConfig, accumulation_steps: int, *, cuda_graph: bool) -> float:
-    """Return the seconds in which a host of ``LAUNCH_S`` launches the kernels of a step.
-
-    Args:
-        model: the rank's share of the model.
-        memory: techniques, of which several launch more kernels.
-        accumulation_steps: micro-batches per step.
-        cuda_graph: of forward and backward, so that the update alone is launched kernel by kernel.
-    """
-    sizes = model.sizes
-    layers = sizes.num_layers
-    num_parameters = layers * len(model.layer_shapes) + len(model.other_shapes)
-    update_s = num_parameters * HOST.parameter
-    if cuda_graph:
-        return update_s
-    passes_s = layers * HOST.layer
-    if sizes.tensor_model_parallel_size > 1:
-        passes_s += layers * HOST.collectives
-    if memory.recompute_granularity == "full":
-        recomputed = recomputed_layers(sizes, memory)
-        # Forward's part of the launches of collectives and experts, taken as a half.
-        again_s = HOST.recomputed
-        if sizes.tensor_model_parallel_size > 1:
-            again_s += HOST.collectives / 2
-        if sizes.moe is not None:
-            again_s += HOST.experts / 2
-        passes_s += recomputed * again_s
-        if memory.recompute_keep_core_attn:
-            passes_s += len(memory.layers_keeping_attention(layers)) * HOST.kept
-    elif memory.recompute_granularity == "selective":
-        passes_s += memory.num_selective_layers(layers) * HOST.selective
-        if "moe" in (memory.recompute_modules or ()):
-            passes_s += memory.num_selective_layers(layers) * HOST.experts / 2
-    if memory.cpu_offloading_activations or memory.cpu_offloading_num_layers:
-        passes_s += layers * HOST.offloaded
-    if isinstance(memory.attention_head_groups, int):
-        passes_s += layers * memory.attention_head_groups * HOST.group
-    if sizes.moe is not None:
-        passes_s += layers * HOST.experts
-    return accumulation_steps * passes_s + update_s
+def _link_of(device: Device, ranks: int) -> float:
+    """Return the bytes per second that a rank sends in a group of ``ranks`` consecutive ranks."""
+    return device.host_link_bytes_per_s if ranks > device.ranks_per_host else device.link_bytes_per_s
 
 
 def _data_parallel_s(
@@ -330,11 +304,11 @@ def _data_parallel_s(
     """
     rates = rates_of(device)
     tensor_ranks = model.sizes.tensor_model_parallel_size
+    # Hybrid sharding has several groups of shards.
     instances = max(1, ranks // tensor_ranks // layout.data_parallel_size)
     sent = data_parallel_bytes(model, layout, accumulation_steps, instances=instances)
     # The instances of hybrid sharding are runs of consecutive ranks, such as those of a host.
-    across_link = device.link_bytes_per_s if ranks <= device.ranks_per_host else device.host_link_bytes_per_s
-    link = across_link
+    link = across_link = _link_of(device, ranks)
     if instances > 1 and tensor_ranks * layout.data_parallel_size <= device.ranks_per_host:
         link = device.link_bytes_per_s
     seconds = (sent.after + rates.exposed * sent.during) / link

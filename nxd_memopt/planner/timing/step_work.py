@@ -25,11 +25,10 @@ _NORM_ROW = 1024
 
 def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
     """Return the elements of each weight of a layer on this rank that a token uses, by projection."""
-    columns = 2 if sizes.is_gated else 1
     return {
         "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
         "attention output": sizes.query * sizes.hidden,
-        "mlp in": columns * _active_width(sizes) * sizes.hidden,
+        "mlp in": sizes.mlp_inputs * _active_width(sizes) * sizes.hidden,
         "mlp out": _active_width(sizes) * sizes.hidden,
     }
 
@@ -48,11 +47,13 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     weights = layer_matmul_elements(sizes)
     layer = sum(weights.values())
     head = sizes.vocab * sizes.hidden
-    factor = 6 if not sizes.is_fp16 else 8
-    per_weight = 6.0
+    factor = per_weight = 6
+    # In fp16 backward computes the logits again.
+    if sizes.is_fp16:
+        factor = 8
     # Frozen weights have no gradient; the adapters' own matmuls are r / H of the layers'.
     if sizes.adapters is not None:
-        per_weight = 4.0
+        per_weight = 4
         factor -= 2
     flops = per_weight * layer * sizes.num_layers + factor * head
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
@@ -69,21 +70,27 @@ def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
         attention: whether the products of queries, keys and values count.
     """
     weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + sizes.vocab * sizes.hidden
-    pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers)) if attention else 0.0
+    pairs = 0.0
+    if attention:
+        pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers))
     return 6.0 * sizes.tokens * weights + 3 * 4.0 * sizes.micro_batch_size * pairs * sizes.query
 
 
 def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product is computed again, over all layers."""
+    elements = _recomputed_by_technique(sizes, memory, weights)
     # A group of heads runs its projection again, whatever else is recomputed.
-    again = weights["qkv"] if memory.attention_head_groups is not None else 0
-    return again * sizes.num_layers + _recomputed_by_technique(sizes, memory, weights)
+    if memory.attention_head_groups is not None:
+        elements += weights["qkv"] * sizes.num_layers
+    return elements
 
 
 def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product recompute and tiles compute again, over all layers."""
+    tiles = 0
     # The backward of tiles recomputes the first projections of all layers.
-    tiles = 0 if memory.mlp_tile_tokens is None else sizes.num_layers * weights["mlp in"]
+    if memory.mlp_tile_tokens is not None:
+        tiles = sizes.num_layers * weights["mlp in"]
     if memory.recompute_granularity == "full":
         last = weights["mlp out"]
         if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
@@ -98,6 +105,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
     again = 0
     if "attn" in modules:
         again += recomputed * weights["qkv"]
+    # The last projection is not run again: nothing in backward needs its output.
     if modules & {"mlp", "moe"}:
         again += recomputed * weights["mlp in"]
     return again + tiles
@@ -112,6 +120,7 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     forward = 4.0 * sizes.micro_batch_size * sum(pairs) / sizes.num_layers * sizes.query
     again = 0.0
     modules = set(memory.recompute_modules or ())
+    # Kept results of attention are not computed again.
     if memory.recompute_granularity == "full":
         again = recomputed_layers(sizes, memory) - len(memory.layers_keeping_attention(sizes.num_layers))
     elif modules & {"core_attn", "attn"}:
@@ -178,6 +187,7 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
     writes weight and moments. With masters the weights are rounded from them, and each micro-batch's gradients
     are cast, which moves 6 bytes at half the bandwidth, or added to the fp32 sums.
     """
+    # Sharded states are updated by the rank that stores them.
     elements = model.num_parameters / layout.shards
     resident = elements * (1 - layout.optimizer_offload_fraction)
     size = layout.optimizer_bytes
@@ -207,10 +217,9 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
     """
     if sizes.tensor_model_parallel_size == 1:
         return 0.0
-    shape = micro_batch_shape(sizes, memory)
-    if shape.router is not None:
-        shape = replace(shape, router=replace(shape.router, expert_ranks=1))
-    return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
+    if sizes.moe is not None:
+        sizes = replace(sizes, moe=replace(sizes.moe, expert_ranks=1))
+    return sent_bytes(micro_batch_collectives(micro_batch_shape(sizes, memory), memory, stops_early=stops_early))
 
 
 @lru_cache(maxsize=512)
@@ -219,9 +228,11 @@ def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
 
     The collectives are those of ``planner/timing/collectives.py``; arguments as ``tensor_parallel_bytes``.
     """
+    # Groups of one rank send nothing.
     if sizes.moe is None or sizes.moe.expert_ranks == 1:
         return 0.0
-    shape = replace(micro_batch_shape(sizes, memory), tensor_model_parallel_size=1)
+    # Without the collectives of tensor-parallel ranks.
+    shape = micro_batch_shape(replace(sizes, tensor_model_parallel_size=1), memory)
     return sent_bytes(micro_batch_collectives(shape, memory, stops_early=stops_early))
 
 
@@ -262,13 +273,14 @@ def data_parallel_bytes(
     """
     layers = model.sizes.num_layers
     trained = layers * _sent_elements(model.layer_shapes, layout) + _sent_elements(model.other_shapes, layout)
-    gradient_bytes = layout.optimizer_bytes if layout.grad_reduce_in_fp32 else layout.element_bytes
+    gradient_bytes = layout.reduced_element_bytes
     gradients = trained * gradient_bytes
     weights = trained * layout.element_bytes
     if layout.sharding == "none":
         if layout.overlaps_reduction:
             return DataParallelBytes(during=2 * gradients)
         return DataParallelBytes(after=2 * gradients)
+    # Gradients are scattered and updated weights gathered, once a step.
     if layout.sharding == "zero1":
         return DataParallelBytes(after=gradients + weights)
     # The all-reduce of a rank's shards over the instances.
@@ -281,7 +293,8 @@ def data_parallel_bytes(
         )
     in_layers = layers * _sent_elements((*model.layer_shapes, *model.frozen_layer_shapes), layout)
     in_others = _sent_elements((*model.other_shapes, *model.frozen_other_shapes), layout)
-    gathers = 1 if layout.keeps_gathered else 2
+    # In forward, and again in backward unless they are kept.
+    gathers = 2 - int(layout.keeps_gathered)
     gathered = (gathers * in_layers + in_others) * layout.element_bytes
     return DataParallelBytes(
         during=(gradients + gathered) * accumulation_steps,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.architectures.experts import options_of, require_option_of
-from nxd_memopt.architectures.parameters import moe_layers
+from nxd_memopt.architectures.model_spec import moe_layers
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.options import check_options, field_types
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nxd_memopt.architectures.parameters import sizes
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.ops.attention import attention_implementation
@@ -42,11 +41,11 @@ def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: boo
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
     # A layer with a window decides, if there is one: it has the fewest kernels.
     core = next((core for core in cores if core.window_of(config.data.seq_length)), cores[0])
-    letters = sizes(model.config)
+    spec = model.spec
     size = config.parallel.tensor_model_parallel_size
     return attention_implementation(
-        (config.data.micro_batch_size, letters["h"] // size, config.data.seq_length, letters["d"]),
-        max(letters["g"] // size, 1),
+        (config.data.micro_batch_size, spec.num_heads // size, config.data.seq_length, spec.head_dim),
+        max(spec.num_kv_heads // size, 1),
         dtype=model.embedding_weight().dtype,
         packed=packed,
         dropout_p=core.dropout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.planner.hardware import Device, device_named, gpu_named
@@ -26,10 +26,9 @@ def utilization_per_token(config: TrainConfig, hf_config: PretrainedConfig) -> f
     device = _device()
     if device is None or config.trainer.allow_tf32 or config.lora.lora_rank is not None:
         return None
-    content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
     try:
         sizes = rank_sizes(
-            with_defaults(content),
+            model_spec(hf_config),
             ParallelConfig(),
             sequence_length=config.data.seq_length,
             micro_batch_size=1,

@@ -316,7 +316,7 @@ def drawn(count: int, seed: int, longest_s: float, ranks: int = 1) -> tuple[Cell
             plan = plan_of(cell, device)
         except ValueError:
             continue
-        fits = plan.memory.device_bytes <= LARGEST_FRACTION * plan.usable_bytes
+        fits = plan.memory.reserved_bytes <= LARGEST_FRACTION * plan.usable_bytes
         if fits and plan.memory.host_bytes <= LARGEST_HOST_GIB * GIB and plan.time.step_s <= longest_s:
             found.append(cell)
     return tuple(found)

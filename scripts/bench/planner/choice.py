@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from nxd_memopt.architectures.configs import with_defaults
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
@@ -79,7 +79,7 @@ def ranked(choice: Choice, device: Device, *, tiny: bool) -> list[Plan]:
     """Return the settings that fit, the one that the planner chooses first."""
     config = choice.cell.config(tiny=tiny)
     problem = Problem(
-        config=with_defaults(load_hf_config(config.model).to_dict()),
+        model=model_spec(load_hf_config(config.model)),
         device=device,
         devices=choice.devices,
         sequence_length=config.data.seq_length,

@@ -81,7 +81,7 @@ def errors_of(row: Mapping[str, str]) -> dict[str, float]:
     # Rows from before they were left out have what such a step took of the memory that was left.
     if waits_for_memory(config.memory):
         found.pop("allocated_error", None)
-    waits = plan.time.terms.get("waiting for the host", 0.0) / plan.time.step_s > WAITING_PART
+    waits = plan.time.uncertain_s / plan.time.step_s > WAITING_PART
     found["host_limited_step_error" if waits else "step_error"] = 100 * (plan.time.step_s / float(row["step_s"]) - 1)
     return found
 
