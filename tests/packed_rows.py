@@ -144,7 +144,7 @@ def run_steps(file: str, micro_batch_size: int, options: dict[str, Any]) -> tupl
     values = []
     for step in range(2):
         result = train_step(
-            training, config, micro_batches(config, open_steps(Path(file)), training.plan.position(step))
+            training, config, micro_batches(config.data, open_steps(Path(file)), training.plan.position(step))
         )
         values += [result.loss.item(), result.grad_norm.item()]
     weights = {}

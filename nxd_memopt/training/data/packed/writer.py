@@ -29,7 +29,8 @@ class TokenJob:
     """What is tokenized.
 
     Args:
-        directory: directory of the packed tokens, which has its index.
+        directory: directory of the packed tokens.
+        fingerprint: fingerprint of text, tokenizer and options.
         corpus_fingerprint: fingerprint of the documents.
         config: data options.
         vocabulary: ``Vocabulary`` of the run.
@@ -38,6 +39,7 @@ class TokenJob:
     """
 
     directory: Path
+    fingerprint: str
     corpus_fingerprint: str
     config: DataConfig
     vocabulary: Any
@@ -57,32 +59,32 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
         workers: ``TokenWorkers``, or None to tokenize in this process.
 
     Raises:
-        ValueError: a split has no complete sequence, a row is bad, or a file was altered.
+        ValueError: a split has no complete sequence, a row is bad, or a window was altered.
         OSError: a file cannot be written.
     """
     # Imported here: the process in the background first chooses its backend.
-    from nxd_memopt.training.data.packed.log import TokenWriter
+    from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
     from nxd_memopt.training.data.tokenize.windows import packed_windows
 
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
         for name in ("held_out", "train"):
-            writer = TokenWriter(job.directory, name, job.config.seq_length)
-            log = writer.log
-            if not job.wanted[name] or log.has(job.wanted[name]):
+            files, wanted = WindowFiles(job.directory, name, job.fingerprint), job.wanted[name]
+            files.count = files.written()
+            if files.has(wanted):
                 continue
             stream = corpus.train if name == "train" else corpus.held_out
             most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
             windows = packed_windows(
-                stream, job.vocabulary, job.config, job.seed, writer.restart, most=most, workers=workers
+                stream, job.vocabulary, job.config, job.seed, files.restart(), most=most, workers=workers
             )
             for calls, window in enumerate(windows, start=1):
                 if window is not None:
-                    writer.commit(window)
-                    if log.has(job.wanted[name]):
+                    files.write(window)
+                    if files.has(wanted):
                         break
-                if pauses(f"{_progress(name, log.last, job.wanted[name])}, {calls:,} calls of the tokenizer"):
+                if pauses(f"{_progress(name, files.last, wanted)}, {calls:,} calls of the tokenizer"):
                     return False
     return True
 

@@ -14,7 +14,6 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
 from nxd_memopt.child_process import describe_exit
-from nxd_memopt.training.data.tokenize.chat import UnrenderedConversationError
 from nxd_memopt.training.runtime.distributed import host_only, use_one_tokenizer_thread
 from nxd_memopt.training.runtime.signals import SIGNALS
 
@@ -154,8 +153,6 @@ class _Worker:
             raise ValueError(
                 f"a process that tokenizes ended with {reason}; start the same command to continue"
             ) from None
-        if isinstance(answer, UnrenderedConversationError):
-            raise answer
         if isinstance(answer, str):
             raise ValueError(answer)
         return answer
@@ -173,8 +170,6 @@ def _main(encoder: DocumentEncoder, connection: Any) -> None:
         answer: Any
         try:
             answer = encoder.encode(documents)
-        except UnrenderedConversationError as error:
-            answer = error
         except ValueError as error:
             answer = str(error)
         try:
