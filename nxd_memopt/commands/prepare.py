@@ -121,7 +121,8 @@ def _prepare_source(
     steps = known.rows / (data.global_batch_size * share)
     documents = f"{known.documents:,} documents" + (f" of {name}" if share < 1 else "")
     print(
-        f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
+        f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: an epoch "
+        f"has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
         flush=True,
     )
     if data.has_conversations:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nxd_memopt.training.config.parsing import parse_config
-from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.sources.conversations import conversation_text
 from nxd_memopt.training.data.sources.documents import open_documents
 from tests.training.chats import (
     CONVERSATIONS,
@@ -145,7 +145,7 @@ def test_streamed_rows_are_the_same_conversations(tmp_path: Path, source: Callab
             ["--config", str(write_chat_config(tmp_path, data=options | {"streaming": streaming}))]
         ).data
         corpus = open_corpus(config, 0)
-        found.append([sorted(text for text, _ in split.read(None)) for split in (corpus.train, corpus.held_out)])
+        found.append([sorted(text for text, *_ in split.read(None)) for split in (corpus.train, corpus.held_out)])
     assert found[0] == found[1] and len(found[0][0]) > 40
     assert json.dumps(turns(question(7), answer(7))) in [*found[0][0], *found[0][1]]
 
@@ -156,21 +156,17 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
 
 def test_all_columns_of_a_row_reach_the_template(tmp_path: Path) -> None:
     """The input of an instruction, a system message, tools and their calls; null in a table is no entry."""
-    row = ConversationRows("instruction_output").read(
-        {"instruction": "q", "input": "i", "output": "a", "system": "s"}, ""
-    )
-    messages = json.loads(str(row["text"]))["messages"]
+    values = {"instruction": "q", "input": "i", "output": "a", "system": "s"}
+    messages = json.loads(conversation_text(values, "instruction_output"))["messages"]
     assert [(each["role"], each["content"]) for each in messages] == [
         ("system", "s"),
         ("user", "q\n\ni"),
         ("assistant", "a"),
     ]
     calls = {"messages": [{"role": "user", "content": "q"}, CALL, {"role": "tool", "content": "1"}], "tools": [TOOL]}
-    kept = ConversationRows("messages").read(calls, "")
-    assert json.loads(str(kept["text"])) == calls
+    assert json.loads(conversation_text(calls, "messages")) == calls
     table = Dataset.from_list([calls, turns("q", "a")])
-    rows = [ConversationRows("messages").read(table[index], "") for index in range(2)]
-    assert [json.loads(str(each["text"])) for each in rows] == [calls, turns("q", "a")]
+    assert [json.loads(conversation_text(row, "messages")) for row in table] == [calls, turns("q", "a")]  # pyright: ignore
 
 
 def _losses(path: Path, data: dict[str, Any]) -> list[float]:
@@ -184,7 +180,7 @@ def _losses(path: Path, data: dict[str, Any]) -> list[float]:
 def test_a_template_that_loses_answers_ends_the_run(tmp_path: Path) -> None:
     outcome = run_here(write_chat_config(tmp_path, SHORTENED))
     assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
-    assert "the answer in message 2 is not found" in outcome.stderr
+    assert re.search(r"chats.jsonl line \d+, .* the answer in message 2 is not found", outcome.stderr)
     bad = [turns("q", "long answer", "more", "end") for _ in range(3)]
     good = [turns(*pair) for pair in PAIRS]
     outcome = run_here(
@@ -196,3 +192,9 @@ def test_a_template_that_loses_answers_ends_the_run(tmp_path: Path) -> None:
         )
     )
     assert outcome.returncode == 0 and "3 were skipped (not renderable)" in outcome.stdout
+    # The place and the reason too, for the first one of each split that is read.
+    assert re.search(
+        r"left out 1 rows of .*d.jsonl' so far \(1 not renderable\), the last: .*d.jsonl line 6[123], the conversation "
+        r"that begins with \"q\": the chat template renders the first messages in another way",
+        outcome.stdout,
+    )

@@ -134,7 +134,7 @@ class WindowFiles:
         """Write the next window; when this function returns, it is on the disk."""
         facts = self.last.followed_by(window)
         restart = np.frombuffer(json.dumps(window.restart).encode(), np.uint8)
-        content = asdict(facts) | {"crc32": zlib.crc32(restart, zlib.crc32(window.rows))}
+        content = asdict(facts) | {"crc32": _crc32(window.rows, restart)}
         text = json.dumps(content | {"checksum": checksum_of(content)})
         data = save({"rows": window.rows, "restart": restart}, metadata={FACTS: text})
         with complete_file(self.path(self.count)) as path:
@@ -157,7 +157,7 @@ class WindowFiles:
                 return file
             content = json.loads(file.metadata()[FACTS])
             recorded = content.pop("checksum")
-            found = zlib.crc32(file.get_tensor("restart"), zlib.crc32(file.get_tensor("rows")))
+            found = _crc32(file.get_tensor("rows"), file.get_tensor("restart"))
         except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is absent or was altered ({error}): {remedy}") from error
         if checksum_of(content) != recorded or content.pop("crc32") != found:
@@ -168,6 +168,10 @@ class WindowFiles:
             )
         self._facts[number] = Facts(**content)
         return file
+
+
+def _crc32(rows: Tokens, restart: NDArray[np.uint8]) -> int:
+    return zlib.crc32(restart.tobytes(), zlib.crc32(rows.tobytes()))
 
 
 class PackedSequences:

@@ -16,6 +16,7 @@ from typing import Any
 
 from nxd_memopt.child_process import describe_exit
 from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.tokenize.workers import end_with_parent
 from nxd_memopt.training.runtime.distributed import host_only
 
 PROGRESS_BYTES = 256
@@ -146,7 +147,7 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     """Run ``write_tokens`` in the background; send the error of a user."""
     # A terminal sends SIGINT to all of its processes: the run decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with suppress(OSError):
         os.nice(NICE)
     from nxd_memopt.training.data.sources.corpora import open_corpus
@@ -163,14 +164,6 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     except (ValueError, OSError) as error:
         sending.send(("OSError" if isinstance(error, OSError) else "ValueError", str(error)))
         raise SystemExit(1) from error
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @contextmanager

@@ -57,7 +57,11 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
             )
         require_one_split(config, ())
         require_rows(config, "Python files")
-        return _stdlib()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        # Sorted: the order of a directory's entries differs between file systems, and indices and the
+        # fingerprint depend on it.
+        modules = (path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
+        return [TextFile(path, reader, is_cut=False) for path in sorted(modules)]
     files = local_files(config.dataset)
     require_one_split(config, files)
     if not files:
@@ -299,32 +303,3 @@ def _rest_of_line(file: Any) -> bytes:
     if byte:
         file.seek(-1, 1)
     return rest
-
-
-def _stdlib() -> list[Shard]:
-    """Return Python's standard library, one document per module."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    # Sorted: the order of a directory's entries differs between file systems, and indices and the
-    # fingerprint depend on it.
-    files = sorted(path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
-    return [PythonFile(path) for path in files]
-
-
-@dataclass(frozen=True)
-class PythonFile:
-    """A file of Python's standard library: one document; its position is 1."""
-
-    path: Path
-
-    @property
-    def identity(self) -> list[Any]:
-        return file_identity(self.path)
-
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the file's text."""
-        if not start:
-            yield self.path.read_text(encoding="utf-8", errors="replace"), 1
-
-    def place_of(self, position: int) -> str:
-        del position
-        return str(self.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,6 +55,22 @@ class _Origin(NamedTuple):
 
     position: Position
     place: Place | None
+
+
+class _Row(NamedTuple):
+    """A row that is not written yet.
+
+    Args:
+        tokens: ``[S]``, with the flags of ``packing``.
+        before: the last place before it from which packing can go on.
+        documents: documents that were read when it was complete.
+        outcomes: of them, conversations that were cut, dropped or skipped.
+    """
+
+    tokens: Tokens
+    before: _Point
+    documents: int
+    outcomes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,7 @@ class _Packing:
             self._point = _Point(**restart["point"])
             self._written = restart["written"]
             self._shuffle.bit_generator.state = restart["shuffle"]
+        self._start = self._point.position
         self._packer = _packer(config, vocabulary, seed, self._point.packer)
         # A document, or a window of best fit, may complete rows of several windows. Going on, its
         # first rows are those that are written already.
@@ -145,10 +162,7 @@ class _Packing:
         self._produced = self._point.produced
         self._documents = self._point.documents
         self._outcomes = Counter(self._point.outcomes)
-        self._points = [self._point]
-        # After each document that has completed rows: rows, documents and outcomes so far.
-        self._tallies: list[tuple[int, int, dict[str, int]]] = []
-        self._pending: list[Tokens] = []
+        self._pending: list[_Row] = []
         self._tokens = 0
 
     def windows(self, size: int) -> Iterator[Window | None]:
@@ -162,7 +176,6 @@ class _Packing:
             while len(self._pending) > size:
                 yield self._window(size)
         self._take(self._packer.finish())
-        self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
         while len(self._pending) > size:
             yield self._window(size)
         if not self._pending and not self._written:
@@ -187,9 +200,9 @@ class _Packing:
         texts: list[Document] = []
         origins: list[_Origin] = []
         size = 0
-        for document, *origin in self._stream.read(self._point.position):
+        for document, position, place in self._stream.read(self._start):
             texts.append(document)
-            origins.append(_Origin(*origin))
+            origins.append(_Origin(position, place))
             size += len(document)
             most = WORKER_CHARACTERS if self._workers and not self._workers.is_alone else CALL_CHARACTERS
             if len(texts) == DOCUMENTS_PER_CALL or size >= most:
@@ -207,48 +220,43 @@ class _Packing:
                 self._bad_rows.leave_out("not renderable", f"{origin.place}, {problem}")
             if outcome != "complete":
                 self._outcomes[outcome] += 1
-            if len(tokens):
-                before = self._produced
-                self._take(self._packer.add(tokens))
-                if self._produced > before:
-                    self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
-            # Only the last point before the next unwritten row is of use; the state of each point
-            # would cost a copy, so it is asked for where a row was completed.
-            state = self._packer.state() if self._produced > self._points[-1].produced else None
+            if not len(tokens):
+                continue
+            self._take(self._packer.add(tokens))
+            # The state costs a copy, so it is asked for where a row was completed: only the last point
+            # before a row is of use.
+            state = self._packer.state() if self._produced > self._point.produced else None
             if state is not None:
-                self._points.append(
-                    _Point(self._produced, origin.position, self._documents, state, dict(self._outcomes))
-                )
+                outcomes = dict(self._outcomes)
+                self._point = _Point(self._produced, origin.position, self._documents, state, outcomes)
 
-    def _take(self, rows: Any) -> None:
+    def _take(self, rows: Sequence[Tokens]) -> None:
         """Add rows that are not written yet to those of the next windows."""
         self._produced += len(rows)
         again = min(self._written_again, len(rows))
         self._written_again -= again
-        self._pending += rows[again:]
+        outcomes = dict(self._outcomes)
+        self._pending += [_Row(tokens, self._point, self._documents, outcomes) for tokens in rows[again:]]
 
     def _window(self, size: int, *, ended: bool = False) -> Window:
         """Return the next ``size`` rows, shuffled."""
         # Neighbouring sequences come from one document; shuffling spreads them over a window.
         rows = np.empty((size, self._config.seq_length), dtype=np.int32)
-        for row, index in enumerate(self._shuffle.permutation(size)):
-            rows[row] = self._pending[index]
-        self._pending = self._pending[size:]
+        for place, index in enumerate(self._shuffle.permutation(size)):
+            rows[place] = self._pending[index].tokens
+        written, self._pending = self._pending[:size], self._pending[size:]
         self._written += size
-        while len(self._points) > 1 and self._points[1].produced <= self._written:
-            del self._points[0]
+        # Going on reads the documents again that have rows in later windows.
+        next_row = self._pending[0] if self._pending else written[-1]
         restart = {
-            "point": vars(self._points[0]),
+            "point": vars(next_row.before),
             "written": self._written,
             "shuffle": self._shuffle.bit_generator.state,
         }
         # The last documents may have completed no row.
         if ended:
             return Window(rows, restart, self._documents, ended, dict(self._outcomes))
-        while self._tallies[0][0] < self._written:
-            del self._tallies[0]
-        _, documents, outcomes = self._tallies[0]
-        return Window(rows, restart, documents, ended, outcomes)
+        return Window(rows, restart, written[-1].documents, ended, written[-1].outcomes)
 
 
 def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:
