@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -52,18 +51,12 @@ def test_stdlib_is_stable_and_split_by_file() -> None:
     assert len(first.text(first.train[0])) > 0
 
 
-def test_jsonl_parquet_and_saved_datasets_read_alike(jsonl: Path, tmp_path: Path) -> None:
-    table = {"id": list(range(len(LINES))), "body": LINES}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
-    datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "several").mkdir()
+def test_files_of_a_directory_and_of_a_pattern_are_one_dataset(tmp_path: Path) -> None:
     for name, part in (("a.jsonl", LINES[:80]), ("b.jsonl", LINES[80:])):
-        text = "".join(json.dumps({"body": line}) + "\n" for line in part)
-        (tmp_path / "several" / name).write_text(text, encoding="utf-8")
-    sources = [str(jsonl), *(str(tmp_path / name) for name in ("d.parquet", "saved", "several", "several/*.jsonl"))]
-    for source in sources:
-        opened = open_documents(DataConfig(dataset=source, text_column="body"))
-        assert [opened.texts.read(i) for i in range(len(LINES))] == LINES, source
+        write_jsonl(tmp_path / name, part, "body")
+    for source in (tmp_path, tmp_path / "*.jsonl"):
+        opened = open_documents(DataConfig(dataset=str(source), text_column="body"))
+        assert [opened.texts.read(i) for i in range(len(LINES))] == LINES
 
 
 def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None:

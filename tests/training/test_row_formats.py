@@ -59,10 +59,12 @@ FIRST, SECOND = (
     for values in ({"city": "Ås", "days": [1, 2]}, {"query": "2024-01-05", "where": {"at": "x"}})
 )
 PROMPTS: Rows = [{"prompt": ask, "completion": say, "system": None} for ask, say in PAIRS[:21]]
+INSTRUCTIONS: Rows = [{"instruction": ask, "output": say} for ask, say in PAIRS[:21]]
 TEXTS: Rows = [{"id": n, "text": f"\ufeff2024-07-{n + 1:02}: Ås\r\n" * (1 + n % 3)} for n in range(25)]
 KINDS: dict[str, tuple[Rows, list[dict[str, Any] | str]]] = {
     "messages": (CALLS, [*CALLS[:21], FIRST, SECOND | {"chat_template_kwargs": {"mood": "glad"}}]),
     "prompt_completion": (PROMPTS, [turns(*pair) for pair in PAIRS[:21]]),
+    "instruction_output": (INSTRUCTIONS, [turns(*pair) for pair in PAIRS[:21]]),
     "text": (TEXTS, [row["text"] for row in TEXTS]),
 }
 
