@@ -53,7 +53,7 @@ def test_both_splits_have_each_document_once_and_go_on(tmp_path: Path) -> None:
     assert sorted(train + held_out) == sorted(2 * DOCUMENTS) and train and held_out
     assert not {str(ids) for ids in train} & {str(ids) for ids in held_out}
     for number, (_, position) in enumerate(splits[0], start=1):
-        assert [ids.tolist() for ids, _ in corpus.train.read(position)] == train[number:]
+        assert [ids.tolist() for ids, *_ in corpus.train.read(position)] == train[number:]
     assert train != [ids.tolist() for ids, *_ in open_corpus(DataConfig(dataset=str(path)), 4).train.read(None)]
 
 
