@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
-from nxd_memopt.training.data.packed.files import TokenFile
 from nxd_memopt.training.data.packing import (
     DOCUMENT_START,
     ID_MASK,
@@ -108,18 +106,19 @@ STEP_LENGTHS = ((5, 7), (12,), (1, 1, 10), (4, 4, 4), (2, 10), (12,), (6, 6), (3
 STEP_UNTRAINED = tuple((1, column) for column in range(12)) + tuple((2, column) for column in range(3, 11))
 
 
-def write_steps(directory: Path) -> Path:
-    file = directory / "train.bin"
-    file.write_bytes(packed_rows(STEP_LENGTHS, not_trained=STEP_UNTRAINED).tobytes())
-    return file
+class ListedRows:
+    """Sequences of training in an array, ``[n, S]``."""
+
+    def __init__(self, rows: Tokens) -> None:
+        self._rows = rows
+        self.documents_per_row = documents_per_row(rows)
+
+    def rows(self, positions: range) -> Tokens:
+        return self._rows[list(positions)]
 
 
-def open_steps(file: Path) -> TokenFile:
-    return TokenFile(file, LENGTH, documents_per_row=3)
-
-
-def run_steps(file: str, micro_batch_size: int, options: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Two optimizer steps of the file on this rank: losses and norms, and the full weights afterwards."""
+def run_steps(micro_batch_size: int, options: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Two optimizer steps of the rows of ``STEP_LENGTHS`` on this rank: losses and norms, and the full weights."""
     size = options.get("tensor_model_parallel_size", 1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     hf_config = CONFIGS["llama"]()
@@ -143,11 +142,10 @@ def run_steps(file: str, micro_batch_size: int, options: dict[str, Any]) -> tupl
     move_model_to_device(model, backend.device)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, ResumePlan(config, {}), {})
+    rows = ListedRows(packed_rows(STEP_LENGTHS, not_trained=STEP_UNTRAINED))
     values = []
     for step in range(2):
-        result = train_step(
-            training, config, micro_batches(config, open_steps(Path(file)), training.plan.position(step))
-        )
+        result = train_step(training, config, micro_batches(config.data, rows, training.plan.position(step)))
         values += [result.loss.item(), result.grad_norm.item()]
     weights = {}
     for name, param in model.named_parameters():

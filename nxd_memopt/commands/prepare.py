@@ -80,8 +80,8 @@ def _prepare_source(
         held_out: held-out sequences of this source.
         workers: processes that tokenize.
     """
-    from nxd_memopt.training.data.packed.files import create_directory, directory_of, tokens_fingerprint
-    from nxd_memopt.training.data.packed.log import TokenLog
+    from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
+    from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.packed.writer import ALL_SEQUENCES, TokenJob, write_tokens
     from nxd_memopt.training.data.sources.corpora import open_corpus
     from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
@@ -92,23 +92,23 @@ def _prepare_source(
     corpus = open_corpus(data, seed)
     fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
     directory = directory_of(config.trainer.tokens_directory, fingerprint)
-    create_directory(directory, fingerprint)
+    directory.mkdir(parents=True, exist_ok=True)
     wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
-    job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
+    job = TokenJob(directory, fingerprint, corpus.fingerprint, data, vocabulary, seed, wanted)
     with TokenWorkers(DocumentEncoder(vocabulary, data), workers) as started:
         write_tokens(job, corpus, _progress(), workers=started)
-    log = TokenLog(directory, "train", data.seq_length)
-    log.refresh()
-    rows = log.last.rows
-    steps = rows / (data.global_batch_size * share)
-    of_source = f" of {name}" if share < 1 else ""
+    windows = WindowFiles(directory, "train", fingerprint)
+    windows.count = windows.written()
+    known = windows.last
+    steps = known.rows / (data.global_batch_size * share)
+    documents = f"{known.documents:,} documents" + (f" of {name}" if share < 1 else "")
     print(
-        f"prepared {rows:,} sequences of {data.seq_length:,} tokens from {log.last.documents:,} documents{of_source} "
-        f"in {directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
+        f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: an epoch "
+        f"has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
         flush=True,
     )
     if data.has_conversations:
-        print(f"conversations: {described(log.last.outcomes)}", flush=True)
+        print(f"conversations: {described(known.outcomes)}", flush=True)
 
 
 def _progress(clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:

@@ -30,7 +30,8 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
 from nxd_memopt.training.data.packed.epochs import require_complete_epochs, with_steps_of_epochs
 from nxd_memopt.training.data.packed.feed import WaitStoppedError
-from nxd_memopt.training.data.packed.run_tokens import MixedSequences, RunTokens, open_tokens, prepare_data
+from nxd_memopt.training.data.packed.run_tokens import RunTokens, open_tokens, prepare_data
+from nxd_memopt.training.data.packed.sequences import MixedSequences
 from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.chat import with_chat_template
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
@@ -148,7 +149,8 @@ def run_prepared(
         return
 
     read = plan.position(config.trainer.max_steps)
-    rows = [*model_notes, *tokens.describe(config, read), *conversation_notes(training, config, vocabulary)]
+    described = tokens.describe(config.data, config.trainer.max_steps, read)
+    rows = [*model_notes, *described, *conversation_notes(training, config, vocabulary)]
     notes = [
         *rows,
         *lora_notes,
@@ -264,7 +266,7 @@ def next_batches(
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of the next step; wait for their tokens, and report a new epoch."""
     first = training.plan.position(training.step)
-    batches = micro_batches(config, tokens, first)
+    batches = micro_batches(config.data, tokens, first)
     for epoch in tokens.begun_epochs(range(first, first + config.data.global_batch_size)) if training.step else ():
         reporter.say(f"{epoch} begins in step {training.step + 1}")
     return batches
@@ -375,7 +377,7 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     held_out_loss(training, config)
     tokens = training.tokens.training_sequences()
     for step in range(steps):
-        batches = micro_batches(config, tokens, training.plan.position(step))
+        batches = micro_batches(config.data, tokens, training.plan.position(step))
         run_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
     # Again after training: the parameters are now outputs of the update's graph, so the
     # evaluation may have a different graph than before.

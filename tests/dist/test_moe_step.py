@@ -231,7 +231,7 @@ def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage:
         zero_grad()
 
     optimizer.zero_grad = keep_gradients  # what a step leaves before it releases them
-    result = run_step(training, config, micro_batches(config, rows, 0))
+    result = run_step(training, config, micro_batches(config.data, rows, 0))
     row = {"loss": result.loss.item(), **result.routers.values()}
     for name, value in parts.items():
         assert relative_error(torch.tensor(row[name]), torch.tensor(value)) < LOSS_TOLERANCE, name

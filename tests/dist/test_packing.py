@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.dist.pool import distributed, run_on_ranks
-from tests.packed_rows import check_packed_losses, run_steps, write_steps
+from tests.packed_rows import check_packed_losses, run_steps
 
 
 @distributed(world_size=[1, 2])
@@ -38,11 +36,10 @@ def test_packed_rows_have_the_loss_of_separate_documents_in_a_window(name, world
     ],
     ids=["accumulation4", "data2_accumulation2", "data4", "data4_zero1", "tensor2"],
 )
-def test_a_step_is_the_same_in_any_division(tmp_path: Path, ranks: int, micro_batch_size: int, options: dict) -> None:
+def test_a_step_is_the_same_in_any_division(ranks: int, micro_batch_size: int, options: dict) -> None:
     """Rows have 10, 0, 1 and 9 trained tokens: a mean of means, or a NaN of the empty row, would show."""
-    file = str(write_steps(tmp_path))
-    expected, weights = run_on_ranks(run_steps, 1, file, 4, {})[0]
-    for values, found in run_on_ranks(run_steps, ranks, file, micro_batch_size, options):
+    expected, weights = run_on_ranks(run_steps, 1, 4, {})[0]
+    for values, found in run_on_ranks(run_steps, ranks, micro_batch_size, options):
         assert values == pytest.approx(expected, rel=1e-6)
         for name, value in weights.items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)

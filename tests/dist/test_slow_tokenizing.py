@@ -29,8 +29,7 @@ def program(config: Path, calls: Path, seconds: float) -> list[str]:
 
 
 def entries(run: Path) -> int:
-    logs = list(run.glob("tokens/*/train.jsonl"))
-    return logs[0].read_bytes().count(b"\n") if logs else 0
+    return len(list(run.glob("tokens/*/train.*")))
 
 
 def calls_of(calls: Path) -> list[tuple[int, int]]:
@@ -75,8 +74,8 @@ def test_a_killed_run_tokenizes_on_where_it_was(tmp_path: Path) -> None:
         texts[name] = sum(number for _, number in calls_of(calls))
     runs = [tmp_path / name / "run" for name in ("killed", "uninterrupted")]
     assert exact(runs[0]) == exact(runs[1]) and len(exact(runs[0])) == STEPS
-    for pattern in ("tokens/*/train.bin", "tokens/*/train.jsonl", "export/model.safetensors"):
-        found, expected = (next(run.glob(pattern)).read_bytes() for run in runs)
+    for pattern in ("tokens/*/train.*", "export/model.safetensors"):
+        found, expected = ([path.read_bytes() for path in sorted(run.glob(pattern))] for run in runs)
         assert found == expected, pattern
     assert 0 < windows[0] < windows[1] < windows[2] < 8
     # A kill repeats the calls of one window at most, of 200 documents.
@@ -103,8 +102,5 @@ def test_ranks_wait_longer_than_the_timeout_for_a_slow_tokenizer(tmp_path: Path)
     assert [process.returncode for process in ranks] == [0, 0], errors
     assert time.monotonic() - begin_s > 90, "the ranks waited less than the timeout: use more text"
     line = "tokenizing train text: 0 of 8 sequences of 0 documents"
-    assert (
-        errors[0].count(f"waiting for tokens: {line}") >= 2
-        and errors[1].count(f"rank 1 is waiting for rank 0: {line}") >= 2
-    )
+    assert all(error.count(f"waiting for tokens: {line}") >= 2 for error in errors)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]

@@ -74,11 +74,11 @@ def test_kills_of_prepare_lose_and_repeat_nothing(tmp_path: Path) -> None:
             _, errors = process.communicate()
             assert process.returncode == 0, errors.decode()
             break
-        files[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("run/tokens/*/*.bin")}
-    assert kills == 5 and len(files["killed"]["train.bin"]) > 10**6
+        files[name] = {path.name: path.read_bytes() for path in (tmp_path / name).glob("run/tokens/*/*.safetensors")}
+    assert kills == 5 and len(files["killed"]) > 10
     assert files["killed"] == files["uninterrupted"]
 
 
 def entries(directory: Path) -> int:
-    """Return the windows that the log of the training split has."""
-    return sum(path.read_bytes().count(b"\n") for path in directory.glob("run/tokens/*/train.jsonl"))
+    """Return the windows of the training split."""
+    return len(list(directory.glob("run/tokens/*/train.*")))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from safetensors import safe_open
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.packed.files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
-from nxd_memopt.training.data.packed.log import TokenLog
+from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
 from nxd_memopt.training.data.packed.run_tokens import RunTokens
+from nxd_memopt.training.data.packed.sequences import FACTS, PackedSequences, WindowFiles
 from nxd_memopt.training.data.packed.writer import TokenJob, write_tokens
 from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.data.sources.corpora import Corpus, PermutedDocuments
-from nxd_memopt.training.data.sources.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.data.sources.documents import Documents, StoredTexts, split_documents, text_digest
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.runs import END, byte_tokenizer
 
@@ -27,7 +28,10 @@ def vocabulary() -> Vocabulary:
 
 def documents(texts: list[str], held_out_every: int = 20) -> Documents:
     train, held_out = split_documents([text_digest(text) for text in texts], held_out_every)
-    return Documents(texts.__getitem__, train, held_out, fingerprint="test")
+    stored, shard = StoredTexts(), ListedTexts(texts)
+    for number, text in enumerate(texts, start=1):
+        stored.add(text, shard, number)
+    return Documents(stored, train, held_out, fingerprint="test")
 
 
 def corpus_of(opened: Documents, seed: int = 0) -> Corpus:
@@ -52,17 +56,27 @@ def write(
     words = words or vocabulary()
     fingerprint = tokens_fingerprint(config, corpus.fingerprint, words, seed)
     directory = directory_of(parent, fingerprint)
-    create_directory(directory, fingerprint)
+    directory.mkdir(parents=True, exist_ok=True)
     wanted: Mapping[str, int] = {"train": sequences, "held_out": config.eval_sequences}
-    write_tokens(TokenJob(directory, corpus.fingerprint, config, words, seed, wanted), corpus, pauses)
+    write_tokens(TokenJob(directory, fingerprint, corpus.fingerprint, config, words, seed, wanted), corpus, pauses)
     return directory
 
 
-def open_split(directory: Path, seq_length: int, name: str = "train", seed: int = 0) -> GrowingTokenFile:
+def windows_of(directory: Path, name: str = "train") -> WindowFiles:
+    """The windows of a split that are written."""
+    first = directory / f"{name}.000000.safetensors"
+    fingerprint = ""
+    if first.exists():
+        with safe_open(first, framework="numpy") as file:
+            fingerprint = json.loads(file.metadata()[FACTS])["fingerprint"]
+    windows = WindowFiles(directory, name, fingerprint)
+    windows.count = windows.written()
+    return windows
+
+
+def open_split(directory: Path, name: str = "train", seed: int = 0) -> PackedSequences:
     """The sequences of a split that are written."""
-    log = TokenLog(directory, name, seq_length)
-    log.refresh()
-    return GrowingTokenFile(log, seq_length, seed=seed, wait=lambda rows: None)
+    return PackedSequences(windows_of(directory, name), seed=seed, wait=lambda rows: None)
 
 
 def recorded_held_out(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
@@ -78,9 +92,10 @@ def recorded_held_out(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
     return evaluated
 
 
-def rows_of(directory: Path, seq_length: int, name: str = "train") -> list[list[int]]:
-    """The rows of a file, with their flags."""
-    return np.fromfile(directory / f"{name}.bin", dtype=np.int32).reshape(-1, seq_length).tolist()
+def rows_of(directory: Path, name: str = "train") -> list[list[int]]:
+    """The rows of a split, with their flags."""
+    windows = windows_of(directory, name)
+    return [windows.row(index).tolist() for index in range(windows.last.rows)]
 
 
 class ListedTexts:
@@ -96,3 +111,6 @@ class ListedTexts:
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         for index in range(start, len(self.texts)):
             yield self.texts[index], index + 1
+
+    def place_of(self, position: int) -> str:
+        return f"text {position}"

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.bad_rows import type_of
+from nxd_memopt.training.data.sources.conversations import type_of
 from nxd_memopt.training.data.sources.documents import open_documents
 
 GOOD = [f"document {i}" for i in range(25)]
@@ -23,7 +23,7 @@ BAD_LINES = {
     "list": (b"[1]", "is a list, not a JSON object", "1 not a JSON object"),
     "null text": (b'{"text": null}', "has null in column 'text'", "1 null"),
     "number": (b'{"text": 3}', "has a number in column 'text'", "1 not text"),
-    "other column": (b'{"body": "a"}', "has no 'text'", "1 without the text column"),
+    "other column": (b'{"body": "a"}', "has no 'text'", "1 without the column"),
     "latin": (b'{"text": "caf\xe9"}', "is not UTF-8", "1 not UTF-8"),
     "surrogate": (b'{"text": "a\\ud800"}', "is not UTF-8", "1 not UTF-8"),
     "nested": (b"[" * 100_000, "is not JSON", "1 not JSON"),
@@ -38,7 +38,7 @@ def write_lines(path: Path, bad: bytes) -> None:
 
 def texts(path: Path, policy: str = "skip") -> list[str]:
     opened = open_documents(DataConfig(dataset=str(path), on_bad_rows="skip" if policy == "skip" else "error"))
-    return [opened.read(i) for i in sorted({part.index for part in [*opened.train, *opened.held_out]})]
+    return [opened.texts.read(i) for i in sorted({part.index for part in [*opened.train, *opened.held_out]})]
 
 
 @pytest.mark.parametrize("name", list(BAD_LINES))
@@ -48,10 +48,26 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
     write_lines(path, line)
     with pytest.raises(ValueError, match=rf"{path} line 5 {says}.*set data.on_bad_rows to skip"):
         texts(path, "error")
-    for _ in range(2):  # the second time from the cache of datasets
-        assert texts(path) == GOOD
-        (printed,) = capsys.readouterr().out.splitlines()
-        assert f"left out 1 of the 26 rows of '{path}' ({counted}), the first: {path} line 5 {says}" in printed
+    assert texts(path) == GOOD
+    first, total = capsys.readouterr().out.splitlines()
+    assert f"left out 1 rows of '{path}' so far ({counted}), the last: {path} line 5 {says}" in first
+    assert f"left out 1 of the 26 rows of '{path}' ({counted})" in total
+
+
+def test_each_kind_is_counted_with_a_place_and_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of a kind, the 10th and so on; the place of each is that of the line."""
+    path = tmp_path / "d.jsonl"
+    bad = ["not json", *['{"text": null}'] * 11, '{"text": 5}']
+    path.write_text("\n".join([*bad, *(json.dumps({"text": text}) for text in GOOD)]), encoding="utf-8")
+    assert texts(path) == GOOD
+    *lines, total = capsys.readouterr().out.splitlines()
+    places = [line.partition("the last: ")[2] for line in lines]
+    column = "column 'text' (data.text_column), not text"
+    assert places[0].startswith(f"{path} line 1 is not JSON")
+    assert places[1:] == [f"{path} line {n} has null in {column}" for n in (2, 11)] + [
+        f"{path} line 13 has a number in {column}"
+    ]
+    assert "left out 13 of the 38 rows" in total and "(1 not JSON, 1 not text, 11 null)" in total
 
 
 def test_the_other_rows_stay_in_their_splits(tmp_path: Path) -> None:
@@ -86,7 +102,7 @@ def not_utf8() -> pyarrow.Array:
 @pytest.mark.parametrize(
     ("column", "says", "left"),
     [
-        (lambda: pyarrow.array(["a", None, "c"]), "is null", ["a", "c"]),
+        (lambda: pyarrow.array(["a", None, "c"]), "has null in column 'text'", ["a", "c"]),
         (not_utf8, "is not UTF-8", ["ab"]),
     ],
     ids=["null", "not_utf8"],
@@ -97,16 +113,16 @@ def test_bad_rows_of_parquet_files(
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": column()}), tmp_path / "b.parquet")
     assert texts(tmp_path) == ["x", *left]
-    with pytest.raises(ValueError, match=rf"'text' of {tmp_path}/b.parquet row 2 {says}.*data.on_bad_rows"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/b.parquet row 2 {says}.*data.on_bad_rows"):
         texts(tmp_path, "error")
 
 
 def test_bad_rows_of_saved_datasets(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a", None, "c"], "n": [1, 2, 3]}).save_to_disk(str(tmp_path / "d"))
     assert texts(tmp_path / "d") == ["a", "c"]
-    with pytest.raises(ValueError, match=r"'text' of '.*/d' row 2 is null"):
+    with pytest.raises(ValueError, match=r"'.*/d' row 2 has null in column 'text'"):
         texts(tmp_path / "d", "error")
-    with pytest.raises(ValueError, match=r"column 'n' of .* holds int64, not text"):
+    with pytest.raises(ValueError, match=r"leaves no row: 3 of the 3 rows of .* \(3 not text\)"):
         open_documents(DataConfig(dataset=str(tmp_path / "d"), text_column="n", on_bad_rows="skip"))
 
 
@@ -120,7 +136,7 @@ def test_text_files_that_are_not_utf8(tmp_path: Path) -> None:
 
 def test_a_dataset_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"x\ny\n")
-    with pytest.raises(ValueError, match=r"skip leaves no row: 2 of the 2 rows .*2 not JSON.*a.jsonl line 1"):
+    with pytest.raises(ValueError, match=r"skip leaves no row: 2 of the 2 rows .*2 not JSON"):
         texts(tmp_path / "a.jsonl")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data import packing as packing_module
 from nxd_memopt.training.data.micro_batches import MicroBatch
-from nxd_memopt.training.data.packed.files import tokens_fingerprint
-from nxd_memopt.training.data.packed.log import TokenWriter
+from nxd_memopt.training.data.packed.fingerprint import tokens_fingerprint
 from nxd_memopt.training.data.packing import ID_MASK, NOT_TRAINED, PADDING, BestFit
 from nxd_memopt.training.data.sources import corpora
-from nxd_memopt.training.data.sources.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.data.sources.documents import split_documents, text_digest
 from nxd_memopt.training.data.tokenize import chat
 from nxd_memopt.training.data.tokenize import windows as tokens
 from nxd_memopt.training.data.tokenize.chat import (
@@ -128,18 +128,13 @@ def test_a_token_across_the_bound_of_an_answer_is_not_trained() -> None:
 def test_an_answer_that_is_not_found_is_an_error(template: str, conversation: dict[str, Any], says: str) -> None:
     with pytest.raises(TemplateError, match=says):
         rendered_spans(tokenizer(template), conversation)
-    with pytest.raises(ValueError, match=r"^the conversation that begins with .*data.on_bad_rows to skip"):
-        encode(conversation, template)
-    skipping = DataConfig(format="messages", seq_length=64, on_bad_rows="skip")
-    encoder = ConversationEncoder(vocabulary(template), skipping)
-    found = encoder.encode([json.dumps(conversation), json.dumps(conversation)])
-    assert [(len(each.tokens), each.outcome) for each in found] == [(0, "skipped")] * 2
+    found = encode(conversation, template)
+    assert (len(found.tokens), found.outcome) == (0, "skipped")
+    assert re.match(rf"the conversation that begins with .*{says}", found.problem)
 
 
 def test_a_skipped_conversation_leaves_the_others_in_their_places() -> None:
-    encoder = ConversationEncoder(
-        vocabulary(SHORTENED), DataConfig(format="messages", seq_length=64, on_bad_rows="skip")
-    )
+    encoder = ConversationEncoder(vocabulary(SHORTENED), CONFIG)
     bad = turns("q", "long answer", "more", "end")
     found = encoder.encode([json.dumps(each) for each in (turns("1", "one"), bad, turns("2", "two"))])
     assert [each.outcome for each in found] == ["complete", "skipped", "complete"]
@@ -167,7 +162,8 @@ def test_long_conversations(policy: str) -> None:
 
 def _corpus(texts: list[str]) -> corpora.Corpus:
     train, held_out = split_documents([text_digest(text) for text in texts], 20, can_cut=False)
-    return packed_tokens.corpus_of(Documents(texts.__getitem__, train, held_out, fingerprint="chats"))
+    opened = dataclasses.replace(packed_tokens.documents(texts), train=train, held_out=held_out)
+    return packed_tokens.corpus_of(opened)
 
 
 def test_the_counts_are_those_of_one_run_after_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +177,14 @@ def test_the_counts_are_those_of_one_run_after_restarts(tmp_path: Path, monkeypa
     at_once = packed_tokens.write(tmp_path / "one", CONFIG, corpus, sequences=10**6, words=words)
     for sequences in range(1, 200, 12):
         directory = packed_tokens.write(tmp_path / "two", CONFIG, corpus, sequences=sequences, words=words)
-        if TokenWriter(directory, "train", 64).log.last.ended:
+        if packed_tokens.windows_of(directory).last.ended:
             break
-    logs = [TokenWriter(each, "train", 64).log.last for each in (at_once, directory)]
-    assert logs[0] == logs[1] and (at_once / "train.bin").read_bytes() == (directory / "train.bin").read_bytes()
-    encoded = [encode(json.loads(corpus_text)) for corpus_text, _ in corpus.train.read(None)]  # pyright: ignore
+    facts = [packed_tokens.windows_of(each).last for each in (at_once, directory)]
+    assert facts[0] == facts[1]  # with the hash of the sequences
+    encoded = [encode(json.loads(corpus_text)) for corpus_text, *_ in corpus.train.read(None)]  # pyright: ignore
     expected = {name: sum(each.outcome == name for each in encoded) for name in ("cut", "dropped")}
-    assert logs[0].outcomes == expected and min(expected.values()) > 0
-    rows = np.fromfile(at_once / "train.bin", dtype=np.int32)
+    assert facts[0].outcomes == expected and min(expected.values()) > 0
+    rows = np.array(packed_tokens.rows_of(at_once))
     assert np.count_nonzero((rows & NOT_TRAINED) == 0) == sum(
         np.count_nonzero((each.tokens & NOT_TRAINED) == 0) for each in encoded
     )

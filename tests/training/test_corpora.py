@@ -18,6 +18,7 @@ from nxd_memopt.training.data.packed import feed as token_feed
 from nxd_memopt.training.data.sources import corpora, shards
 from nxd_memopt.training.data.sources.corpora import WindowedDocuments, open_corpus
 from nxd_memopt.training.data.sources.documents import text_digest
+from nxd_memopt.training.data.sources.rows import RowReader, Shard
 from nxd_memopt.training.data.sources.shards import find_shards, is_streamed
 from tests.training import packed_tokens
 from tests.training.packed_tokens import ListedTexts, open_split, rows_of
@@ -31,7 +32,11 @@ def streamed(path: Path | str, **changes: Any) -> DataConfig:
 
 
 def all_texts(config: DataConfig) -> list[str]:
-    return [text for shard in find_shards(config) for text, _ in shard.read(0)]
+    return [text for shard in shards_of(config) for text, _ in shard.read(0)]
+
+
+def shards_of(config: DataConfig) -> list[Shard]:
+    return find_shards(config, RowReader(config), streamed=True)
 
 
 @pytest.mark.parametrize("size", [7, 50, 1000, 10**6])
@@ -42,7 +47,7 @@ def test_ranges_of_a_file_have_each_line_once(tmp_path: Path, monkeypatch: pytes
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:40])
     path.write_bytes(b"\xef\xbb\xbf" + lines.replace("\n", "\n\n", 3).encode())
     config = streamed(path)
-    assert len(find_shards(config)) == -(-path.stat().st_size // size)
+    assert len(shards_of(config)) == -(-path.stat().st_size // size)
     assert all_texts(config) == TEXTS[:40]
 
 
@@ -62,7 +67,7 @@ def test_every_kind_of_file_goes_on_from_every_position(tmp_path: Path, monkeypa
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "d.parquet", row_group_size=17)
     (tmp_path / "d.txt").write_text("".join(TEXTS) + "long line " * 30, encoding="utf-8")
     for name in ("d.jsonl", "d.parquet", "d.txt"):
-        (shard,) = find_shards(streamed(tmp_path / name))
+        (shard,) = shards_of(streamed(tmp_path / name))
         read = list(shard.read(0))
         if name == "d.txt":
             assert "".join(text for text, _ in read) == "".join(TEXTS) + "long line " * 30 and len(read) > 10
@@ -81,20 +86,20 @@ def stream(window: int, seed: int = 3, held_out: bool = False) -> WindowedDocume
 @pytest.mark.parametrize("window", [1, 7, 13, 1000])
 def test_windows_have_each_document_once_and_go_on_from_every_position(window: int) -> None:
     read = list(stream(window).read(None))
-    texts = [text for text, _ in read]
+    texts = [text for text, *_ in read]
     chosen = [text for text in TEXTS if len(text) % 5]
     assert sorted(texts) == sorted(chosen) and texts != chosen
-    for number, (_, position) in enumerate(read, start=1):
+    for number, (_, position, _) in enumerate(read, start=1):
         again = list(stream(window).read(json.loads(json.dumps(position))))
-        assert [text for text, _ in again] == texts[number:]
-    assert texts != [text for text, _ in stream(window, seed=4).read(None)]
-    held_out = {text for text, _ in stream(1, held_out=True).read(None)}
+        assert [text for text, *_ in again] == texts[number:]
+    assert texts != [text for text, *_ in stream(window, seed=4).read(None)]
+    held_out = {text for text, *_ in stream(1, held_out=True).read(None)}
     assert held_out == set(TEXTS) - set(chosen)
 
 
 def test_the_seed_orders_the_documents_of_one_file() -> None:
     orders = [
-        [text for text, _ in WindowedDocuments([ListedTexts(TEXTS)], seed, lambda _: True, 1000).read(None)]
+        [text for text, *_ in WindowedDocuments([ListedTexts(TEXTS)], seed, lambda _: True, 1000).read(None)]
         for seed in (1, 2)
     ]
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
@@ -102,7 +107,7 @@ def test_the_seed_orders_the_documents_of_one_file() -> None:
 
 def test_documents_of_one_file_are_shuffled_over_ten_thousand(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [f"{i} text" for i in range(25_000)])
-    order = [int(text.split()[0]) for text, _ in open_corpus(streamed(path), 0).train.read(None)]
+    order = [int(text.split()[0]) for text, *_ in open_corpus(streamed(path), 0).train.read(None)]
     assert max(order[:2000]) > 9000 and min(order[8000:10_000]) < 1000
     assert max(order[:10_000]) < 12_000  # 10,000 documents and those held out
 
@@ -113,7 +118,7 @@ def test_held_out_text_is_chosen_by_its_content(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_jsonl(tmp_path / "d" / f"{name}.jsonl", TEXTS if name == "a" else TEXTS[::-1])
     corpus = open_corpus(streamed(tmp_path / "d", held_out_every=4), 0)
-    train, held_out = ([text for text, _ in split.read(None)] for split in (corpus.train, corpus.held_out))
+    train, held_out = ([text for text, *_ in split.read(None)] for split in (corpus.train, corpus.held_out))
     assert train and held_out and not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(2 * TEXTS)
 
@@ -149,7 +154,7 @@ def test_few_documents_that_are_streamed_are_cut_as_without_streaming(
         table.to_parquet(path) if kind == "parquet" else table.save_to_disk(str(path))
     config = streamed(path, held_out_every=5)
     corpus = open_corpus(config, 0)
-    assert [sorted(text for text, _ in split.read(None)) for split in (corpus.train, corpus.held_out)] == halves(
+    assert [sorted(text for text, *_ in split.read(None)) for split in (corpus.train, corpus.held_out)] == halves(
         texts, 5
     )
     cut = "data: the last 1/5 of each document is held out"
@@ -165,15 +170,15 @@ def test_few_conversations_that_are_streamed_are_held_out_whole(tmp_path: Path) 
     rows = [json.dumps({"prompt": f"question {i}", "completion": "answer"}) for i in range(3)]
     (tmp_path / "d.jsonl").write_text("\n".join(rows), encoding="utf-8")
     corpus = open_corpus(streamed(tmp_path / "d.jsonl", format="prompt_completion"), 0)
-    train, held_out = ([text for text, _ in split.read(None)] for split in (corpus.train, corpus.held_out))
+    train, held_out = ([text for text, *_ in split.read(None)] for split in (corpus.train, corpus.held_out))
     assert (len(train), len(held_out)) == (2, 1) and not set(train) & set(held_out)
 
 
 def test_a_large_corpus_is_not_read_before_its_first_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read for the first sequences does not depend on the size of the corpus."""
     monkeypatch.setattr(corpora, "WINDOW_DOCUMENTS", 50)
-    parse, read = shards.parse_line, []
-    monkeypatch.setattr(shards, "parse_line", lambda *arguments: (read.append(1), parse(*arguments))[1])
+    parse, read = shards._json_line, []
+    monkeypatch.setattr(shards, "_json_line", lambda data: (read.append(1), parse(data))[1])
     numbers = []
     for count in (4000, 40_000):
         path = write_jsonl(tmp_path / f"{count}.jsonl", [f"{i} " + "abc " * 20 for i in range(count)])
@@ -208,15 +213,15 @@ def test_bad_rows_of_a_large_corpus(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all_texts(streamed(path, on_bad_rows="skip")) == ["a", "b"]
     assert "left out 1 rows" in capsys.readouterr().out
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "d.parquet")
-    with pytest.raises(ValueError, match=r"d.parquet row 2 is null"):
+    with pytest.raises(ValueError, match=r"d.parquet row 2 has null in column"):
         all_texts(streamed(tmp_path / "d.parquet"))
-    with pytest.raises(ValueError, match=r"'absent' is not in .*d.parquet: its columns are \['text'\]"):
+    with pytest.raises(ValueError, match=r"'absent' .* is not in .*d.parquet: its columns are \['text'\]"):
         all_texts(streamed(tmp_path / "d.parquet", text_column="absent"))
     (tmp_path / "one.json").write_text('[{"text": "a"}]', encoding="utf-8")
     with pytest.raises(ValueError, match=r"one.json is one JSON value.*set data.streaming to false"):
-        find_shards(streamed(tmp_path / "one.json"))
+        shards_of(streamed(tmp_path / "one.json"))
     with pytest.raises(ValueError, match=r"data.streaming true reads files"):
-        find_shards(streamed("stdlib"))
+        shards_of(streamed("stdlib"))
 
 
 def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,5 +250,5 @@ def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytes
         runs.append(tmp_path / name / "run")
     assert exact(runs[0]) == exact(runs[1])
     first, second = (next(run.glob("tokens/*")) for run in runs)
-    assert rows_of(first, 24) == rows_of(second, 24)
-    assert len(open_split(first, 24)) == len(rows_of(first, 24))
+    assert rows_of(first) == rows_of(second)
+    assert len(open_split(first)) == len(rows_of(first))

@@ -16,7 +16,8 @@ import pytest
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources import corpora, dataset_shards, shards
 from nxd_memopt.training.data.sources.corpora import open_corpus
-from nxd_memopt.training.data.sources.dataset_shards import RowShard, find_dataset_shards, is_large
+from nxd_memopt.training.data.sources.dataset_shards import StreamShard, is_large
+from nxd_memopt.training.data.sources.rows import RowReader, Shard
 from nxd_memopt.training.data.sources.shards import find_shards, is_streamed
 from tests.training.runs import LINES, exact, run_here, write_config
 
@@ -47,6 +48,10 @@ def streamed(path: Path | str, **changes: Any) -> DataConfig:
     return DataConfig(dataset=str(path), streaming=True, seq_length=16, eval_sequences=4, **changes)
 
 
+def shards_of(config: DataConfig) -> list[Shard]:
+    return find_shards(config, RowReader(config), streamed=True)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved"])
 def test_every_dataset_goes_on_from_every_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """And so does the stream of shuffled windows, from the JSON of its position."""
@@ -54,16 +59,20 @@ def test_every_dataset_goes_on_from_every_position(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(corpora, "WINDOW_DOCUMENTS", 13)
     path = saved(tmp_path / "d") if kind == "saved" else repository(tmp_path / "d", kind)
     config = streamed(path)
-    found = find_dataset_shards(config)
+    found = shards_of(config)
     assert len(found) >= 3 and len({json.dumps(shard.identity) for shard in found}) == len(found)
     assert sorted(text for shard in found for text, _ in shard.read(0)) == sorted(TEXTS)
     read = list(found[1].read(0))
     for number in (1, 7, 8, len(read) - 1, len(read)):  # within a row group, and at its end
-        assert list(find_dataset_shards(config)[1].read(read[number - 1][1])) == read[number:]
-    train = list(open_corpus(config, 3).train.read(None))
+        assert list(shards_of(config)[1].read(read[number - 1][1])) == read[number:]
+    train = documents_after(config, None)
     for number in (1, 13, 14, 59):  # the end of a window too
         position = json.loads(json.dumps(train[number - 1][1]))
-        assert list(open_corpus(config, 3).train.read(position)) == train[number:]
+        assert documents_after(config, position) == train[number:]
+
+
+def documents_after(config: DataConfig, position: list[int] | None) -> list[tuple[Any, list[int]]]:
+    return [(text, after) for text, after, _ in open_corpus(config, 3).train.read(position)]
 
 
 def test_a_shard_is_opened_once_for_all_of_its_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +87,7 @@ def test_a_shard_is_opened_once_for_all_of_its_windows(tmp_path: Path, monkeypat
             yield {"text": text}
 
     config = streamed("owner/name")
-    reader = shards.row_reader(config)
-    shard = RowShard(open_rows, "d", 0, ["d"], reader, shards.SkippedRows("error", "d"))
+    shard = StreamShard(open_rows, "d", ["d"], RowReader(config))
     stream = corpora.WindowedDocuments([shard], 0, lambda _: True, 5).read(None)
     next(stream)
     assert len(read) == 5
@@ -104,7 +112,7 @@ def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def open_documents_texts(config: DataConfig) -> list[str]:
     corpus = open_corpus(config, 0)
-    return [str(text) for split in (corpus.train, corpus.held_out) for text, _ in split.read(None)]
+    return [str(text) for split in (corpus.train, corpus.held_out) for text, *_ in split.read(None)]
 
 
 def test_sizes_of_files_elsewhere() -> None:
@@ -164,7 +172,7 @@ def test_the_identity_of_many_files_is_short(tmp_path: Path) -> None:
     for number in range(60):
         table = pyarrow.table({"id": [number], "text": [str(number)]})
         pyarrow.parquet.write_table(table, path / "data" / f"train-x{number}.parquet")
-    found = find_dataset_shards(streamed(path))
+    found = shards_of(streamed(path))
     assert len(found) == 63 and max(len(json.dumps(shard.identity)) for shard in found) < 300
 
 
@@ -180,19 +188,19 @@ def test_bad_rows_and_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     path = repository(tmp_path / "d", texts=["a", "b", "c", "d", None, "f"])  # pyright: ignore[reportArgumentType]
     config = streamed(path)
     with pytest.raises(ValueError, match=r"data/train-00001.parquet row 2 has null in column 'text'.*correct it"):
-        [list(shard.read(0)) for shard in find_shards(config)]
-    texts = [text for shard in find_shards(streamed(path, on_bad_rows="skip")) for text, _ in shard.read(0)]
+        [list(shard.read(0)) for shard in shards_of(config)]
+    texts = [text for shard in shards_of(streamed(path, on_bad_rows="skip")) for text, _ in shard.read(0)]
     assert sorted(texts) == ["a", "b", "c", "d", "f"]
     assert "left out 1 rows" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"'body' \(data.text_column\) is not in .*: its columns are \['id', 'text'\]"):
-        find_shards(streamed(path, text_column="body"))
+        shards_of(streamed(path, text_column="body"))
     with pytest.raises(ValueError, match=r"'messages' \(data.format messages\) is not in dataset"):
-        find_shards(streamed(path, format="messages"))
+        shards_of(streamed(path, format="messages"))
     for split in ("absent", "train[:10%]"):
         with pytest.raises(ValueError, match=r"cannot be read: Bad split: .*Available splits: \['train', 'test'\]"):
-            find_shards(streamed(path, split=split))
+            shards_of(streamed(path, split=split))
     with pytest.raises(ValueError, match=r"data.split 'test' chooses a part of a data set of the hub"):
-        find_shards(streamed(saved(tmp_path / "saved"), split="test"))
+        shards_of(streamed(saved(tmp_path / "saved"), split="test"))
 
 
 def test_a_network_that_fails_in_a_row_is_named(tmp_path: Path) -> None:
@@ -201,7 +209,7 @@ def test_a_network_that_fails_in_a_row_is_named(tmp_path: Path) -> None:
         raise ConnectionError("Connection reset by peer")
 
     config = streamed("owner/name")
-    shard = RowShard(open_rows, "hub file", 0, ["d"], shards.row_reader(config), shards.SkippedRows("error", "d"))
+    shard = StreamShard(open_rows, "hub file", ["d"], RowReader(config))
     with pytest.raises(ValueError, match=r"'hub file row 2' cannot be read: Connection reset by peer: check the name"):
         list(shard.read(0))
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,20 +14,21 @@ import pytest
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.micro_batches import micro_batch_rows
-from nxd_memopt.training.data.packed.files import TokenFile
+from nxd_memopt.training.data.packed.sequences import PackedSequences, WindowFiles
 from nxd_memopt.training.data.packing import ID_MASK
 from nxd_memopt.training.data.sources.documents import Part, open_documents, split_documents, text_digest
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
+from nxd_memopt.training.data.tokenize.windows import Window
 from tests.training.packed_tokens import corpus_of, documents, open_split, write
 from tests.training.runs import END, LINES, byte_tokenizer, write_jsonl
 
 
-def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> TokenFile:
+def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> PackedSequences:
     written = write(directory, config, corpus_of(documents(texts), seed), sequences=sequences, seed=seed)
-    return open_split(written, config.seq_length, seed=seed)
+    return open_split(written, seed=seed)
 
 
-def rows(file: TokenFile, count: int) -> list[list[int]]:
+def rows(file: PackedSequences, count: int) -> list[list[int]]:
     return (file.rows(range(count)) & ID_MASK).tolist()
 
 
@@ -51,18 +51,12 @@ def test_stdlib_is_stable_and_split_by_file() -> None:
     assert len(first.text(first.train[0])) > 0
 
 
-def test_jsonl_parquet_and_saved_datasets_read_alike(jsonl: Path, tmp_path: Path) -> None:
-    table = {"id": list(range(len(LINES))), "body": LINES}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
-    datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "several").mkdir()
+def test_files_of_a_directory_and_of_a_pattern_are_one_dataset(tmp_path: Path) -> None:
     for name, part in (("a.jsonl", LINES[:80]), ("b.jsonl", LINES[80:])):
-        text = "".join(json.dumps({"body": line}) + "\n" for line in part)
-        (tmp_path / "several" / name).write_text(text, encoding="utf-8")
-    sources = [str(jsonl), *(str(tmp_path / name) for name in ("d.parquet", "saved", "several", "several/*.jsonl"))]
-    for source in sources:
-        opened = open_documents(DataConfig(dataset=source, text_column="body"))
-        assert [opened.read(i) for i in range(len(LINES))] == LINES, source
+        write_jsonl(tmp_path / name, part, "body")
+    for source in (tmp_path, tmp_path / "*.jsonl"):
+        opened = open_documents(DataConfig(dataset=str(source), text_column="body"))
+        assert [opened.texts.read(i) for i in range(len(LINES))] == LINES
 
 
 def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None:
@@ -87,7 +81,7 @@ def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None
 def test_source_errors(jsonl: Path, changes: dict[str, Any], message: str) -> None:
     config = DataConfig(**{"dataset": str(jsonl), "text_column": "body", **changes})
     with pytest.raises(ValueError, match=message):
-        open_documents(config).read(0)
+        open_documents(config).texts.read(0)
 
 
 def test_empty_and_damaged_files(tmp_path: Path) -> None:
@@ -118,24 +112,32 @@ def test_second_pass_has_the_same_sequences_in_another_order(tmp_path: Path) -> 
     assert first != second and sorted(first) == sorted(second)
 
 
+def numbered(directory: Path, count: int) -> PackedSequences:
+    """``count`` sequences of two numbers, in windows of 5."""
+    directory.mkdir(exist_ok=True)
+    windows = WindowFiles(directory, "train", "f")
+    rows = np.arange(count * 2, dtype=np.int32).reshape(count, 2)
+    for start in range(0, count, 5):
+        windows.write(Window(rows[start : start + 5], {}, 0, ended=start + 5 >= count))
+    return PackedSequences(windows, seed=5, wait=lambda rows: None)
+
+
 def test_the_second_pass_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     """Not those that order the windows of the file: rows would move in the same way twice."""
-    np.arange(40 * 2, dtype=np.int32).tofile(tmp_path / "train.bin")
-    file = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+    file = numbered(tmp_path, 40)
     order = [first // 2 for first, _ in file.rows(range(40, 80)).tolist()]
     assert sorted(order) == list(range(40))
     assert order != np.random.default_rng([5, 1]).permutation(40).tolist()
 
 
 def test_a_resumed_run_reads_the_same_rows_of_every_pass(tmp_path: Path) -> None:
-    np.arange(7 * 2, dtype=np.int32).tofile(tmp_path / "train.bin")
-    whole = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+    whole = numbered(tmp_path, 7)
     expected = whole.rows(range(35)).tolist()
     passes = [expected[first : first + 7] for first in range(0, 35, 7)]
     assert len({str(each) for each in passes}) == 5
     assert all(sorted(each) == passes[0] for each in passes)
     for start in (3, 9, 16, 30):
-        file = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+        file = numbered(tmp_path / str(start), 7)
         assert file.rows(range(start, 35)).tolist() == expected[start:]
 
 
@@ -194,7 +196,7 @@ def test_the_fingerprint_is_of_the_content_wherever_it_is(jsonl: Path, tmp_path:
     os.utime(jsonl, ns=times)
     changed = open_documents(config)
     assert changed.fingerprint != first
-    assert changed.read(0).startswith("document X")
+    assert changed.texts.read(0).startswith("document X")
 
 
 def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None
     for text in ("abcd", "efgh"):
         pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
         os.utime(path, ns=(1, 1))
-        texts.append(open_documents(DataConfig(dataset=str(path))).read(0))
+        texts.append(open_documents(DataConfig(dataset=str(path))).texts.read(0))
     assert texts == ["abcd", "efgh"]
 
 
@@ -234,9 +236,3 @@ def test_token_ids_must_be_in_the_vocabulary() -> None:
 
     with pytest.raises(ValueError, match=r"token id 12 is outside \[0, vocab_size 10\)"):
         Vocabulary(Outside(), 10, 0).encode(["text"])
-
-
-def test_token_file_is_plain_int32(tmp_path: Path) -> None:
-    file = prepare(tmp_path, DataConfig(seq_length=16, eval_sequences=0), LINES, 10)
-    raw = np.fromfile(next(tmp_path.glob("*/train.bin")), dtype=np.int32)
-    assert (raw & ID_MASK).reshape(-1, 16)[:10].tolist() == rows(file, 10)

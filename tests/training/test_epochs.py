@@ -10,10 +10,10 @@ import pytest
 
 from nxd_memopt.commands import prepare
 from nxd_memopt.training.config.parsing import config_from_mapping
-from nxd_memopt.training.data.packed import log as token_log
 from nxd_memopt.training.data.packed.epochs import require_complete_epochs
 from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.resume.plan import ResumePlan
+from tests.training.packed_tokens import windows_of
 from tests.training.runs import exact, rows, run_here, write_config
 
 TRAINER = {"export": False, "save_interval": "never"}
@@ -35,9 +35,7 @@ def epochs(directory: Path, number: float, **sections: Any) -> Path:
 
 
 def sequences(run: Path) -> int:
-    log = token_log.TokenLog(next(run.glob("tokens/*")), "train", 24)
-    log.refresh()
-    return log.last.rows
+    return windows_of(next(run.glob("tokens/*"))).last.rows
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.indexed_tokens import IndexedTokens
-from tests.training.packed_tokens import vocabulary, write
+from tests.training.packed_tokens import rows_of, vocabulary, write
 from tests.training.runs import END, LINES, run_here, write_config
 
 DOCUMENTS = [[*line.encode()] for line in LINES]
@@ -47,20 +47,20 @@ def test_both_splits_have_each_document_once_and_go_on(tmp_path: Path) -> None:
     path = write_indexed(tmp_path / "d", [[document] for document in [*DOCUMENTS, *DOCUMENTS]])
     corpus = open_corpus(DataConfig(dataset=str(path)), 3)
     splits = [
-        [(ids.tolist(), position) for ids, position in each.read(None)] for each in (corpus.train, corpus.held_out)
+        [(ids.tolist(), position) for ids, position, _ in each.read(None)] for each in (corpus.train, corpus.held_out)
     ]
     train, held_out = ([ids for ids, _ in split] for split in splits)
     assert sorted(train + held_out) == sorted(2 * DOCUMENTS) and train and held_out
     assert not {str(ids) for ids in train} & {str(ids) for ids in held_out}
     for number, (_, position) in enumerate(splits[0], start=1):
-        assert [ids.tolist() for ids, _ in corpus.train.read(position)] == train[number:]
-    assert train != [ids.tolist() for ids, _ in open_corpus(DataConfig(dataset=str(path)), 4).train.read(None)]
+        assert [ids.tolist() for ids, *_ in corpus.train.read(position)] == train[number:]
+    assert train != [ids.tolist() for ids, *_ in open_corpus(DataConfig(dataset=str(path)), 4).train.read(None)]
 
 
 def test_few_documents_are_cut(tmp_path: Path) -> None:
     path = write_indexed(tmp_path / "d", [[[*range(10, 30)]], [[*range(40, 50)]]])
     corpus = open_corpus(DataConfig(dataset=str(path), held_out_every=5), 3)
-    train, held_out = (sorted(ids.tolist() for ids, _ in each.read(None)) for each in (corpus.train, corpus.held_out))
+    train, held_out = (sorted(ids.tolist() for ids, *_ in each.read(None)) for each in (corpus.train, corpus.held_out))
     assert train == [[*range(10, 26)], [*range(40, 48)]] and held_out == [[*range(26, 30)], [48, 49]]
     assert "the last 1/5 of each document is held out" in corpus.notes[1]
 
@@ -70,7 +70,7 @@ def test_documents_end_with_the_end_of_text_once(tmp_path: Path) -> None:
     config = DataConfig(dataset=str(path), seq_length=16, eval_sequences=0)
     corpus = open_corpus(config, 0)
     directory = write(tmp_path / "tokens", config, corpus, sequences=10**6)
-    rows = np.fromfile(directory / "train.bin", np.int32)
+    rows = np.array(rows_of(directory))
     count = sum(1 for _ in corpus.train.read(None))
     ends = np.count_nonzero((rows & (2**29 - 1)) == END)
     assert count - 1 <= ends <= count

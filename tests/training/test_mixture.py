@@ -12,7 +12,7 @@ import yaml
 
 from nxd_memopt.commands.prepare import main as prepare
 from nxd_memopt.training.data.mixture import PERIOD, Blend
-from nxd_memopt.training.data.packed.run_tokens import MixedSequences
+from nxd_memopt.training.data.packed.sequences import MixedSequences
 from nxd_memopt.training.data.packing import ID_MASK
 from nxd_memopt.training.data.sources import corpora
 from tests.reference import assert_says, error_message
@@ -157,12 +157,11 @@ def test_prepare_writes_every_source(
     assert prepare(["--config", str(config)]) == 0
     output = capsys.readouterr().out
     assert output.count("prepared ") == 2 and "digits.jsonl" in output and "letters.jsonl" in output
-    files = {path: path.read_bytes() for path in (tmp_path / "run" / "tokens").glob("*/*.bin")}
-    assert len(files) == 4
+    files = {path: path.read_bytes() for path in (tmp_path / "run" / "tokens").glob("*/*.safetensors")}
+    assert {path.parent for path in files} == set((tmp_path / "run" / "tokens").iterdir()) and len(files) > 4
     succeeded(run_here(config))
     assert {path: path.read_bytes() for path in files} == files
-    held_out = [np.frombuffer(data, np.int32) & ID_MASK for path, data in files.items() if path.name == "held_out.bin"]
-    assert all(len(ids) for ids in held_out)
+    assert sum(path.name == "held_out.000000.safetensors" for path in files) == 2
 
 
 def test_wrong_mixtures(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from tests.packed_rows import (
     loss_of_separate_documents,
     packed_rows,
     run_steps,
-    write_steps,
 )
 from tests.reference_models import CONFIGS, hugging_face, llama_config, parallel_model
 from tests.training.runs import END, rows, run_here, summary, write_config
@@ -156,16 +155,16 @@ def test_more_documents_than_boundaries_are_refused() -> None:
         MicroBatch.of(packed_rows(), divisor=1, num_boundaries=6)
 
 
-def test_a_step_has_the_loss_of_its_separate_documents(tmp_path: Path) -> None:
+def test_a_step_has_the_loss_of_its_separate_documents() -> None:
     """Against transformers, with a row of four that has no trained token."""
-    values, _ = run_steps(str(write_steps(tmp_path)), 1, {})
+    values, _ = run_steps(1, {})
     first = packed_rows(STEP_LENGTHS, not_trained=STEP_UNTRAINED)[:4]
     expected = loss_of_separate_documents(hugging_face(CONFIGS["llama"]()), first, STEP_LENGTHS[:4])
     assert values[0] == pytest.approx(expected.item(), rel=1e-5)  # fp32 sums in another order
 
 
-def test_documents_that_are_not_isolated_see_each_other(tmp_path: Path) -> None:
-    values, _ = run_steps(str(write_steps(tmp_path)), 2, {"isolate_documents": False})
+def test_documents_that_are_not_isolated_see_each_other() -> None:
+    values, _ = run_steps(2, {"isolate_documents": False})
     first = packed_rows(STEP_LENGTHS, not_trained=STEP_UNTRAINED)[:4]
     one_document = tuple((LENGTH,) for _ in range(4))
     expected = loss_of_separate_documents(hugging_face(CONFIGS["llama"]()), first, one_document)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nxd_memopt.commands.prepare import main
-from nxd_memopt.training.data.packed import log as token_log
+from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.data.tokenize import windows as tokens
 from nxd_memopt.training.data.tokenize import workers as token_workers
@@ -46,8 +46,8 @@ def test_a_run_reads_what_prepare_wrote(tmp_path: Path, capsys: pytest.CaptureFi
         assert run_here(config).returncode == 0
     assert train_files(tmp_path / "with" / "run") == written
     assert exact(tmp_path / "with" / "run") == exact(tmp_path / "without" / "run")
-    shorter = train_files(tmp_path / "without" / "run")["train.bin"]
-    assert len(shorter) < len(written["train.bin"]) and written["train.bin"].startswith(shorter)
+    shorter = train_files(tmp_path / "without" / "run")
+    assert 0 < len(shorter) < len(written) and shorter.items() <= written.items()
 
 
 def test_a_stopped_preparation_goes_on(
@@ -56,22 +56,22 @@ def test_a_stopped_preparation_goes_on(
     config = str(write_config(tmp_path))
     other = ("--trainer.output-dir", str(tmp_path / "other"))
     assert main(["--config", config, *other]) == 0
-    commit = token_log.TokenWriter.commit
+    write = WindowFiles.write
     written: list[Window] = []
 
-    def stop_after_three(writer: Any, window: Window) -> None:
-        commit(writer, window)
+    def stop_after_three(files: WindowFiles, window: Window) -> None:
+        write(files, window)
         written.append(window)
         if len(written) == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(token_log.TokenWriter, "commit", stop_after_three)
+    monkeypatch.setattr(WindowFiles, "write", stop_after_three)
     assert main(["--config", config]) == 143
     assert "stopped by SIGTERM while it tokenized: start the same command" in capsys.readouterr().out
     assert main(["--config", config]) == 0
     assert train_files(tmp_path / "run") == train_files(tmp_path / "other")
     # Held-out text has one window, and each window was written once.
-    assert sum(len(window.rows) for window in written[1:]) * 24 * 4 == len(train_files(tmp_path / "run")["train.bin"])
+    assert len(written) - 1 == len(train_files(tmp_path / "run"))
 
 
 def tokens_of(run: Path) -> dict[str, bytes]:
@@ -89,7 +89,7 @@ def tokens_of(run: Path) -> dict[str, bytes]:
 def test_the_number_of_workers_changes_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: dict[str, Any]
 ) -> None:
-    """Of the tokens, their logs and their restart state; and a preparation goes on with another number."""
+    """Of the tokens and their restart state; and a preparation goes on with another number."""
     monkeypatch.setattr(token_workers, "FOREGROUND_S", 0.0)
     monkeypatch.setattr(token_workers, "WORKER_CHARACTERS", 200)  # calls of other documents than of one process
     if "format" in data:
@@ -100,18 +100,20 @@ def test_the_number_of_workers_changes_no_byte(
         data |= {"seq_length": 64}
     config = str(write_config(tmp_path, data=data))
     started: list[int] = []
-    start = token_workers.TokenWorkers.start
+    leave = token_workers.TokenWorkers.__exit__
     monkeypatch.setattr(
-        token_workers.TokenWorkers, "start", lambda workers: (start(workers), started.extend(workers.process_ids))
+        token_workers.TokenWorkers,
+        "__exit__",
+        lambda workers, *error: (started.append(len(workers.processes)), leave(workers, *error))[1],
     )
     found = {}
     for count in ("1", "2"):
         run = tmp_path / count
         assert main(["--config", config, "--workers", count, "--trainer.output-dir", str(run)]) == 0
         found[count] = tokens_of(run)
-    assert len(started) == 2
+    assert started == [0, 2]
     assert found["1"] == found["2"]
-    assert {"train.bin", "train.jsonl", "train.next.json", "held_out.bin"} <= set(found["1"])
+    assert {"train.000000.safetensors", "held_out.000000.safetensors"} <= set(found["1"])
 
 
 def test_a_number_of_workers_that_is_none(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from nxd_memopt.checkpoint.sharded.index import read_checked_json, write_json
 from nxd_memopt.training.config.train_config import OptimizerConfig
-from nxd_memopt.training.data.packed.files import TokenFile
+from nxd_memopt.training.data.packed.sequences import PackedSequences
 from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.schedule import learning_rate
@@ -190,13 +190,13 @@ def test_raised_max_steps_needs_the_end_of_the_decay(tmp_path: Path) -> None:
 def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs: 4 steps of 4 sequences, 2 of 2, 2 of 4. They read the sequences 0 to 27 once each."""
     read: list[int] = []
-    original = TokenFile.rows
+    original = PackedSequences.rows
 
-    def recording(self: TokenFile, positions: range) -> Tokens:
+    def recording(self: PackedSequences, positions: range) -> Tokens:
         read.extend(positions)
         return original(self, positions)
 
-    monkeypatch.setattr(TokenFile, "rows", recording)
+    monkeypatch.setattr(PackedSequences, "rows", recording)
     config = begin(tmp_path, data={"eval_sequences": 0})
     allow = ("--trainer.allow-changes", "data.global_batch_size")
     succeed(run_here(config, "--data.global-batch-size", "2", "--trainer.max-steps", "6", *allow))

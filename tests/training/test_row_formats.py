@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import ID_MASK
-from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.sources.conversations import conversation_text
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
@@ -59,10 +59,12 @@ FIRST, SECOND = (
     for values in ({"city": "Ås", "days": [1, 2]}, {"query": "2024-01-05", "where": {"at": "x"}})
 )
 PROMPTS: Rows = [{"prompt": ask, "completion": say, "system": None} for ask, say in PAIRS[:21]]
+INSTRUCTIONS: Rows = [{"instruction": ask, "output": say} for ask, say in PAIRS[:21]]
 TEXTS: Rows = [{"id": n, "text": f"\ufeff2024-07-{n + 1:02}: Ås\r\n" * (1 + n % 3)} for n in range(25)]
 KINDS: dict[str, tuple[Rows, list[dict[str, Any] | str]]] = {
     "messages": (CALLS, [*CALLS[:21], FIRST, SECOND | {"chat_template_kwargs": {"mood": "glad"}}]),
     "prompt_completion": (PROMPTS, [turns(*pair) for pair in PAIRS[:21]]),
+    "instruction_output": (INSTRUCTIONS, [turns(*pair) for pair in PAIRS[:21]]),
     "text": (TEXTS, [row["text"] for row in TEXTS]),
 }
 
@@ -146,7 +148,7 @@ def test_a_row_is_the_same_in_every_file(
     config = with_format(DataConfig(dataset=write(tmp_path, rows), streaming=streaming, seq_length=512))
     assert config.format == kind
     corpus = open_corpus(config, 0)
-    texts = [str(text) for split in (corpus.train, corpus.held_out) for text, _ in split.read(None)]
+    texts = [str(text) for split in (corpus.train, corpus.held_out) for text, *_ in split.read(None)]
     if kind == "text":
         assert sorted(texts) == sorted(map(str, right))
         return
@@ -165,7 +167,5 @@ def test_a_row_is_the_same_in_every_file(
 
 def test_a_value_that_json_does_not_have_is_named() -> None:
     message = {"role": "assistant", "content": "a", "at": datetime.date(2026, 1, 2)}
-    found = ConversationRows("messages").read({"messages": [message]}, "d.parquet row 1")
-    assert found["description"] == (
-        "d.parquet row 1 has a date, which JSON does not have: write it as text (data.format messages)"
-    )
+    with pytest.raises(ValueError, match="has a date, which JSON does not have: write it as text"):
+        conversation_text({"messages": [message]}, "messages")

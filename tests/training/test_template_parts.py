@@ -10,7 +10,7 @@ import pytest
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import NOT_TRAINED
-from nxd_memopt.training.data.sources.conversations import ConversationRows
+from nxd_memopt.training.data.sources.conversations import conversation_text
 from nxd_memopt.training.data.tokenize.chat import ConversationEncoder, TemplateError, rendered_spans
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.chats import MARKED, TURNS, tokenizer
@@ -71,9 +71,7 @@ def calls(arguments: Any, content: Any = "", *, nested: bool = True) -> dict[str
 
 def row(values: dict[str, Any]) -> dict[str, Any]:
     """The conversation of a row, as the reader of all files gives it."""
-    found = ConversationRows("messages").read(copy.deepcopy(values), "d.jsonl line 1")
-    assert found["kind"] is None, found["description"]
-    return json.loads(str(found["text"]))
+    return json.loads(conversation_text(copy.deepcopy(values), "messages"))
 
 
 def spans(jinja: str, values: dict[str, Any]) -> tuple[str, list[str]]:
@@ -209,7 +207,6 @@ def test_answers_that_are_not_to_be_trained_are_not(jinja: str, name: str) -> No
         messages = [turns[0] | {name: off}, turns[1] | {name: off}, turns[2], turns[3] | {name: on}]
         text, answers = spans(jinja, {"messages": messages})
         assert text == expected(jinja, {"messages": turns}) and answers == ["b<end>"]
-    reader = ConversationRows("messages")
     for message, says in (
         (turns[1] | {name: "no"}, rf'has "no" as {name} of message 2: only true and 1'),
         (turns[1] | {name: 0.5}, rf"has 0.5 as {name} of message 2"),
@@ -217,8 +214,9 @@ def test_answers_that_are_not_to_be_trained_are_not(jinja: str, name: str) -> No
         (turns[1] | {name: 0}, "no message of the assistant that is trained"),
         ({"role": "user", "content": "q", name: 1}, "only messages of the assistant are trained"),
     ):
-        found = reader.read({"messages": [turns[0], message, *([turns[1]] if "only" in says else [])]}, "")
-        assert says in str(found["description"]), found
+        others = [turns[1]] if "only" in says else []
+        with pytest.raises(ValueError, match=says):
+            conversation_text({"messages": [turns[0], message, *others]}, "messages")
 
 
 def test_an_answer_that_is_not_to_be_trained_is_not_found() -> None:
@@ -230,8 +228,8 @@ def test_an_answer_that_is_not_to_be_trained_is_not_found() -> None:
         rendered_spans(tokenizer(twice), values)
     config = DataConfig(format="messages", train_on_input=True)
     encoder = ConversationEncoder(Vocabulary(tokenizer(TURNS), 257, END), config)
-    with pytest.raises(ValueError, match=r"message 2 is not to be trained, and data.train_on_input trains all tokens"):
-        encoder.encode([json.dumps(values)])
+    found = encoder.encode([json.dumps(values)])[0]
+    assert "message 2 is not to be trained, and data.train_on_input trains all tokens" in found.problem
     kept = ConversationEncoder(Vocabulary(tokenizer(TURNS), 257, END), DataConfig(format="messages"))
     tokens = kept.encode([json.dumps(values)])[0].tokens
     assert ((tokens & NOT_TRAINED) == 0).tolist() == [False] * (len(tokens) - 2) + [True] * 2

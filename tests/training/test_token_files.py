@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data import packing as packing_module
-from nxd_memopt.training.data.packed import files as token_files
-from nxd_memopt.training.data.packed import log as token_log
-from nxd_memopt.training.data.packed.files import create_directory, require_directory
-from nxd_memopt.training.data.packed.log import TokenWriter
+from nxd_memopt.training.data.packed import sequences as token_files
+from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.data.tokenize import windows as tokens
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training import packed_tokens
-from tests.training.packed_tokens import corpus_of, documents, open_split, rows_of, vocabulary
+from tests.training.packed_tokens import corpus_of, documents, open_split, rows_of, vocabulary, windows_of
 from tests.training.runs import END, LINES
 
 CONFIG = DataConfig(seq_length=16, eval_sequences=4)
@@ -37,7 +35,7 @@ def write(parent: Path, sequences: int = 50, config: DataConfig = CONFIG, **chan
 
 
 def train_rows(directory: Path) -> list[list[int]]:
-    return rows_of(directory, 16)
+    return rows_of(directory)
 
 
 @pytest.fixture
@@ -53,6 +51,10 @@ def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
 @pytest.mark.usefixtures("small_windows")
 def test_tokens_are_kept_while_they_are_enough(tmp_path: Path) -> None:
     directory = write(tmp_path, 50)
@@ -60,9 +62,9 @@ def test_tokens_are_kept_while_they_are_enough(tmp_path: Path) -> None:
     assert len(train_rows(directory)) == 60  # whole windows
     assert write(tmp_path, 60) == directory and contents(tmp_path) == before
     assert write(tmp_path, 61) == directory and len(train_rows(directory)) == 80
-    entries = [json.loads(line) for line in (directory / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [entry["rows"] for entry in entries] == [20, 40, 60, 80]
-    assert not any(entry["ended"] for entry in entries)
+    windows = windows_of(directory)
+    assert [windows.facts(number).rows for number in range(windows.count)] == [20, 40, 60, 80]
+    assert not windows.last.ended
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -75,12 +77,9 @@ def test_going_on_writes_the_bytes_of_one_run(tmp_path: Path, monkeypatch: pytes
     at_once = write(tmp_path / "at_once", 10**6, config, documents=documents(texts))
     for sequences in range(1, 10**4, 20):
         directory = write(tmp_path / "slowly", sequences, config, documents=documents(texts))
-        if TokenWriter(directory, "train", 16).log.last.ended:
+        if windows_of(directory).last.ended:
             break
-    for name in ("train.bin", "held_out.bin"):
-        assert (directory / name).read_bytes() == (at_once / name).read_bytes()
-    logs = [TokenWriter(each, "train", 16).log.last for each in (at_once, directory)]
-    assert logs[0] == logs[1]
+    assert files_of(directory) == files_of(at_once)
     ids = np.array(train_rows(directory)).ravel()
     ended = [part.index for part in documents(texts).train]
     # Each document ends once; the last one may be in the dropped rest.
@@ -97,36 +96,29 @@ def test_a_text_with_an_exact_number_of_windows(
     monkeypatch.setattr(tokens, "DOCUMENTS_PER_CALL", documents_per_call)
     config = DataConfig(seq_length=16, eval_sequences=0, held_out_every=0)
     texts = ["x" * 15] * 40  # a row each, with the end-of-text token
-    log = TokenWriter(write(tmp_path, 10**6, config, documents=documents(texts, 0)), "train", 16).log
-    assert [(entry.rows, entry.ended, entry.documents) for entry in log.entries] == [(20, False, 20), (40, True, 40)]
+    windows = windows_of(write(tmp_path, 10**6, config, documents=documents(texts, 0)))
+    found = [windows.facts(number) for number in range(windows.count)]
+    assert [(facts.rows, facts.ended, facts.documents) for facts in found] == [(20, False, 20), (40, True, 40)]
 
 
 @pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize("step", ["tokens", "state", "entry", "half an entry"])
-def test_a_kill_at_any_point_of_a_write_loses_and_repeats_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    expected = contents(write(tmp_path / "fresh", 10**6))
+def test_a_kill_within_a_write_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL leaves an incomplete file under another name, which is no window and is replaced."""
+    expected = files_of(write(tmp_path / "fresh", 10**6))
     directory = write(tmp_path / "killed", 50)
 
-    def die(*_: Any) -> None:
+    def die(path: Path) -> None:
+        path.with_name(f"kept.{path.name}").write_bytes(path.read_bytes()[:-100])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if step == "tokens":
-            patch.setattr(token_log, "write_json", die)
-        else:
-            patch.setattr(TokenWriter, "_append", die)
+        patch.setattr(token_files, "flush_to_disk", die)
         write(tmp_path / "killed", 10**6)
-    if step == "entry":
-        with (directory / "train.bin").open("ab") as file:
-            file.write(b"half a window")
-    if step == "half an entry":
-        with (directory / "train.jsonl").open("a", encoding="utf-8") as file:
-            file.write('{"rows": 8')
+    (incomplete,) = directory.glob("kept.*")
+    incomplete.rename(incomplete.with_name(incomplete.name.removeprefix("kept.")))
+    assert incomplete.name == "kept.incomplete.train.000003.safetensors" and len(train_rows(directory)) == 60
     write(tmp_path / "killed", 10**6)
-    found = contents(directory)
-    assert {name: data for name, (_, data) in found.items()} == {name: data for name, (_, data) in expected.items()}
+    assert files_of(directory) == expected
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -147,7 +139,7 @@ def test_a_pause_between_calls_of_the_tokenizer_repeats_the_window_only(tmp_path
         left = iter(range(calls))
         arguments: Any = {"words": Counting(), "pauses": lambda _, left=left: next(left, None) is None}
         directory = write(tmp_path / "paused", 10**6, **arguments)
-        if TokenWriter(directory, "train", 16).log.last.ended:
+        if windows_of(directory).last.ended:
             break
     assert train_rows(directory) == expected
     assert len(encoded) < 3 * len(LINES)
@@ -213,56 +205,53 @@ def test_the_padding_that_a_tokenizer_file_requests_is_no_other_tokenizer(tmp_pa
     assert write(tmp_path, words=padded) == write(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "index.json"])
-@pytest.mark.parametrize("damage", ["shortened", "lengthened", "altered", "absent"])
+@pytest.mark.parametrize("name", ["train", "held_out"])
+@pytest.mark.parametrize("damage", ["shortened", "lengthened", "altered", "altered facts", "foreign"])
 def test_damaged_files_are_named_and_kept(tmp_path: Path, name: str, damage: str) -> None:
     directory = write(tmp_path)
-    file = directory / name
+    windows = WindowFiles(directory, name, windows_of(directory).last.fingerprint)
+    file = windows.path(0)
     data = file.read_bytes()
-    altered = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-    if damage == "absent":
-        file.unlink()
-    else:
-        file.write_bytes({"shortened": data[:-4], "lengthened": data + b"\0\0\0\n", "altered": altered}[damage])
+    damaged = {
+        "shortened": data[:-4],
+        "lengthened": data + b"\0\0\0\n",
+        "altered": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "altered facts": data.replace(b'\\"documents\\": ', b'\\"documents\\": 1', 1)[: len(data)],
+        "foreign": b"text",
+    }
+    file.write_bytes(damaged[damage])
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=rf"{file} .*delete {directory} to tokenize again"):
-        write(tmp_path, 10**6)
-        # Bytes are compared when they are read.
-        split = name.removesuffix(".bin")
-        open_split(directory, 16, split).rows(range(1))
+    windows.count = windows.written()
+    for read in (lambda: windows.row(0), lambda: write(tmp_path, 10**6)):
+        with pytest.raises(ValueError, match=rf"{file} .*delete {directory} to tokenize again"):
+            read()
     assert contents(tmp_path) == before
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_a_damaged_log_is_named_and_kept(tmp_path: Path) -> None:
+def test_an_absent_window_is_named(tmp_path: Path) -> None:
     directory = write(tmp_path)
-    log = directory / "train.jsonl"
-    first, second, *_ = lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-    for damaged in (
-        [],
-        [first],
-        [first, *lines[2:]],
-        [first, second.replace(": 40", ": 41"), *lines[2:]],
-        [*lines, "{}\n"],
-    ):
-        log.write_text("".join(damaged), encoding="utf-8")
-        before = contents(tmp_path)
-        with pytest.raises(ValueError, match=rf"{log} .*delete {directory} to tokenize again"):
-            write(tmp_path, 10**6)
-        assert contents(tmp_path) == before
+    file = directory / "train.000001.safetensors"
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"{file} is absent .*delete {directory} to tokenize again"):
+        train_rows(directory)
 
 
-def test_a_directory_of_another_format_or_fingerprint_is_named(tmp_path: Path) -> None:
-    directory = write(tmp_path)
-    with pytest.raises(ValueError, match=r"index.json has fingerprint [0-9a-f]{64}, this run's is abc: delete"):
-        require_directory(directory, "abc")
-    index = json.loads((directory / "index.json").read_text(encoding="utf-8"))
-    del index["checksum"]
-    token_files.write_json(directory / "index.json", index | {"version": 99})
-    with pytest.raises(ValueError, match=rf"version 99, not .*version {token_files.FORMAT_VERSION}: delete"):
-        write(tmp_path)
-    with pytest.raises(ValueError, match="is not visible here"):
-        require_directory(tmp_path / "absent", "abc")
+def test_tokens_of_another_fingerprint_are_named(tmp_path: Path) -> None:
+    windows = WindowFiles(write(tmp_path), "train", "abc")
+    windows.count = 1
+    with pytest.raises(ValueError, match=r"safetensors has fingerprint [0-9a-f]{64}, this run's is abc: delete"):
+        windows.row(0)
+
+
+def test_windows_are_read_again_after_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process maps a limited number of files; later epochs read all of them in another order."""
+    monkeypatch.setattr(token_files, "OPEN_WINDOWS", 2)
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 16)
+    directory = write(tmp_path, 10**6)
+    expected, file = train_rows(directory), open_split(directory)
+    rows = file.rows(range(len(expected), 2 * len(expected))).tolist()
+    assert rows != expected and sorted(rows) == sorted(expected)
 
 
 def test_a_full_disk_while_tokenizing_is_one_error(tmp_path: Path) -> None:
@@ -280,14 +269,7 @@ def test_a_full_disk_while_tokenizing_is_one_error(tmp_path: Path) -> None:
 def test_an_error_of_the_data_is_not_one_of_the_tokens(tmp_path: Path) -> None:
     opened = documents(LINES)
     missing = tmp_path / "absent.txt"
-    broken = type(opened)(lambda _: missing.read_text(encoding="utf-8"), opened.train, opened.held_out, "test")
+    texts: Any = SimpleNamespace(read=lambda _: missing.read_text(encoding="utf-8"), place=lambda _: None)
+    broken = type(opened)(texts, opened.train, opened.held_out, "test")
     with pytest.raises(FileNotFoundError, match=r"absent\.txt"):
         write(tmp_path / "tokens", documents=broken)
-
-
-def test_a_kill_while_the_index_is_written_is_no_obstacle(tmp_path: Path) -> None:
-    directory = tmp_path / "tokens"
-    directory.mkdir()
-    (directory / "index.json.incomplete").write_text('{"form')
-    create_directory(directory, "f")
-    assert [path.name for path in directory.iterdir()] == ["index.json"]

@@ -45,7 +45,11 @@ def test_tokens_come_in_the_order_of_the_documents(workers: TokenWorkers) -> Non
         found += [encoded]
     assert [[int(each.tokens[0]) for each in encoded] for encoded in found] == [[number] * 2 for number in range(12)]
     processes = {int(encoded[0].tokens[1]) for encoded in found}
-    assert processes == set(workers.process_ids) and len(processes) == COUNT and os.getpid() not in processes
+    assert (
+        processes == {process.pid for process in workers.processes}
+        and len(processes) == COUNT
+        and os.getpid() not in processes
+    )
 
 
 def test_errors_and_the_end_of_a_process(workers: TokenWorkers) -> None:
@@ -53,8 +57,8 @@ def test_errors_and_the_end_of_a_process(workers: TokenWorkers) -> None:
         list(workers.encode(iter([["1"], ["x"]])))
     # A process that has answered with an error goes on.
     assert [int(each[0].tokens[0]) for each in workers.encode(iter([["1"], ["2"], ["3"]]))] == [1, 2, 3]
-    os.kill(workers.process_ids[0], signal.SIGKILL)
-    with pytest.raises(ValueError, match=r"ended with exit status -9: if the host's memory was full, .* --workers"):
+    workers.processes[0].kill()
+    with pytest.raises(ValueError, match=r"was killed: if the host's memory was full, .* --workers"):
         list(workers.encode([str(number)] for number in range(8)))
 
 
@@ -64,8 +68,8 @@ def test_processes_open_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_MEMOPT_BACKEND", "neuron")
     encoder = DocumentEncoder(vocabulary(), DataConfig(seq_length=16))
     with TokenWorkers(encoder, COUNT) as workers:
-        ((first, _),) = next(workers.encode(iter([["abc"]])))
-    ((expected, _),) = encoder.encode(["abc"])
+        ((first, *_),) = next(workers.encode(iter([["abc"]])))
+    ((expected, *_),) = encoder.encode(["abc"])
     assert os.environ["NXD_MEMOPT_BACKEND"] == "neuron" and first.tolist() == expected.tolist()
 
 
@@ -73,7 +77,7 @@ def test_a_short_text_starts_no_process() -> None:
     times = iter([0.0, 1.0, 2.0, 4.9, 5.1, 5.2, 5.3])
     with TokenWorkers(NumberingEncoder(), COUNT, lambda: next(times)) as workers:  # pyright: ignore[reportArgumentType]
         found = list(workers.encode([str(number)] for number in range(3)))
-        assert [int(each[0].tokens[1]) for each in found] == [os.getpid()] * 3 and not workers.process_ids
+        assert [int(each[0].tokens[1]) for each in found] == [os.getpid()] * 3 and not workers.processes
 
 
 @pytest.mark.slow
@@ -86,9 +90,9 @@ def test_processes_end_with_the_one_that_started_them() -> None:
         "from tests.training.numbering import NumberingEncoder\n"
         "if __name__ == '__main__':\n"
         "    workers = TokenWorkers(NumberingEncoder(), 2)\n"
-        "    workers.start()\n"
+        "    workers._alone_until_s = 0.0\n"
         "    next(workers.encode([str(number)] for number in range(8)))\n"
-        "    print(*workers.process_ids, flush=True)\n"
+        "    print(*(process.pid for process in workers.processes), flush=True)\n"
         "    time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

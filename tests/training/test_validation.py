@@ -37,11 +37,11 @@ def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, strea
     other = write_jsonl(tmp_path / "other.jsonl", OTHER)
     data = DataConfig(write_jsonl(tmp_path / "a.jsonl", LINES), validation_dataset=other, streaming=streaming)
     corpus = open_corpus(data, 0)
-    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES)
-    assert sorted(str(text) for text, _ in corpus.held_out.read(None)) == sorted(OTHER)
+    assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(LINES)
+    assert sorted(str(text) for text, *_ in corpus.held_out.read(None)) == sorted(OTHER)
     without = DataConfig(data.dataset, held_out_every=0, eval_sequences=0, streaming=streaming)
     corpus = open_corpus(without, 0)
-    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES)
+    assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(LINES)
     assert not list(corpus.held_out.read(None))
 
 
@@ -50,7 +50,7 @@ def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, strea
 def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, count: int, streaming: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", LINES[:count])
     corpus = open_corpus(DataConfig(path, eval_sequences=0, streaming=streaming), 0)
-    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES[:count])
+    assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(LINES[:count])
     assert not list(corpus.held_out.read(None))
     # Asked for, it is.
     corpus = open_corpus(DataConfig(path, eval_sequences=0, held_out_every=20, streaming=streaming), 0)

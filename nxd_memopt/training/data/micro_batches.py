@@ -15,13 +15,11 @@ from nxd_memopt.modules.causal_lm import IGNORE_INDEX
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens, trained_tokens
-from nxd_memopt.training.runtime.distributed import world_size
 
 
 class Sequences(Protocol):
-    """Packed sequences of training: ``TokenFile``, ``MixedSequences``."""
+    """Packed sequences of training: ``PackedSequences``, ``MixedSequences``."""
 
     @property
     def documents_per_row(self) -> int: ...
@@ -113,18 +111,17 @@ class MicroBatch:
         return model(**self.inputs()).loss  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def micro_batches(config: TrainConfig, tokens: Sequences, first: int) -> list[MicroBatch]:
+def micro_batches(data: DataConfig, tokens: Sequences, first: int) -> list[MicroBatch]:
     """Return this data-parallel rank's micro-batches of one step, on the device.
 
     Their losses, averaged over the data-parallel ranks as gradients are, add up to the sum of the
     step's token losses divided by the step's trained tokens.
 
     Args:
-        config: sizes, and whether documents are isolated.
+        data: sizes, and whether documents are isolated.
         tokens: rows of training.
         first: rows of the stream that earlier steps have consumed.
     """
-    data = config.data
     # Every rank counts the trained tokens of all ranks' rows, on the host: no collective, and no
     # wait for the device. Gradients are averaged over D ranks, so the divisor is N / D.
     replicas = parallel_state.get_data_parallel_size()
@@ -136,7 +133,7 @@ def micro_batches(config: TrainConfig, tokens: Sequences, first: int) -> list[Mi
     rank = parallel_state.get_data_parallel_rank()
     num_boundaries = boundaries_per_batch(data, tokens)
     batches = []
-    for micro_step in range(config.accumulation_steps(world_size())):
+    for micro_step in range(data.global_batch_size // (data.micro_batch_size * replicas)):
         rows = step_rows[micro_batch_rows(data, micro_step=micro_step, rank=rank, replicas=replicas)]
         batch = MicroBatch.of(
             rows, divisor=divisor, num_boundaries=num_boundaries, has_padding=data.packing == "best_fit"

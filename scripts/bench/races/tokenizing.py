@@ -16,6 +16,7 @@ times that of one process over that of N.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -70,18 +71,20 @@ def prepare(path: Path, vocabulary: Vocabulary, count: int, cores: Sequence[int]
     """Tokenize, pack and write the text with ``count`` processes; return seconds and processor seconds."""
     data = DataConfig(dataset=str(path), streaming=True, held_out_every=0, eval_sequences=0)
     corpus = open_corpus(data, 0)
-    job = TokenJob(directory, corpus.fingerprint, data, vocabulary, 0, {"train": ALL_SEQUENCES, "held_out": 0})
-    with pinned(cores[:count]), TokenWorkers(DocumentEncoder(vocabulary, data), count) as workers:
-        if count > 1:
-            workers.start()
-            for core, process in zip(cores, workers.process_ids, strict=False):
-                os.sched_setaffinity(process, [core])
-            # Each process has imported what it needs when it has answered a call.
-            list(workers.encode(["import time"] for _ in range(4 * count)))
-        begin_cpu_s, begin_s = used_s(workers.process_ids), time.perf_counter()
+    wanted = {"train": ALL_SEQUENCES, "held_out": 0}
+    job = TokenJob(directory, corpus.fingerprint, corpus.fingerprint, data, vocabulary, 0, wanted)
+    # By this clock the processes are started at the first call.
+    clock = itertools.count(step=60).__next__
+    with pinned(cores[:count]), TokenWorkers(DocumentEncoder(vocabulary, data), count, clock) as workers:
+        # Each process has imported what it needs when it has answered a call.
+        list(workers.encode(["import time"] for _ in range(4 * count)))
+        ids = [process.pid for process in workers.processes if process.pid is not None]
+        for core, process in zip(cores, ids, strict=False):
+            os.sched_setaffinity(process, [core])
+        begin_cpu_s, begin_s = used_s(ids), time.perf_counter()
         write_tokens(job, corpus, lambda line: False, workers=workers)
-        seconds, cpu_s = time.perf_counter() - begin_s, used_s(workers.process_ids) - begin_cpu_s
-    tokens = (directory / "train.bin").stat().st_size // 4
+        seconds, cpu_s = time.perf_counter() - begin_s, used_s(ids) - begin_cpu_s
+    tokens = sum(path.stat().st_size for path in directory.glob("train.*")) // 4  # with their facts, below 0.1 %
     return {"seconds": seconds, "cpu_s": cpu_s, "tokens": tokens}
 
 

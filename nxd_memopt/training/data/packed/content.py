@@ -7,7 +7,6 @@ that, for the text and the tokenizer together.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun
 from nxd_memopt.options import WARM_START
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.data.packed.log import Entry, TokenLog
+from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.resume.plan import ResumePlan
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
@@ -76,27 +75,22 @@ def stored_tokens(stored: StoredRun) -> TokenContent:
     return tokens
 
 
-def content_at(fingerprint: str, logs: Mapping[str, TokenLog], needed: Mapping[str, int]) -> TokenContent:
+def content_at(fingerprint: str, windows: Mapping[str, WindowFiles], needed: Mapping[str, int]) -> TokenContent:
     """Return the content up to the end of the windows with the first ``needed`` sequences of each split."""
     splits = {}
     for name, rows in needed.items():
-        entries = logs[name].entries
-        index = bisect.bisect_left(entries, rows, key=lambda entry: entry.rows)
-        # A source of a mixture may have no sequence yet.
-        entry = entries[min(index, len(entries) - 1)] if entries else Entry()
-        # Also the last entry may be one without sequences, which says that the text has ended.
-        ended = any(other.ended for other in _entries_at(entries, entry.rows))
-        splits[name] = {"sequences": entry.rows, "sha256": entry.sha256, "ended": ended and rows > entry.rows}
+        facts = windows[name].facts_at(rows)
+        splits[name] = {"sequences": facts.rows, "sha256": facts.sha256, "ended": facts.ended and rows > facts.rows}
     return {"version": CONTENT_VERSION, "fingerprint": fingerprint, "splits": splits}
 
 
-def with_same_tokens(plan: ResumePlan, fingerprint: str, logs: Mapping[str, TokenLog]) -> ResumePlan:
+def with_same_tokens(plan: ResumePlan, fingerprint: str, windows: Mapping[str, WindowFiles]) -> ResumePlan:
     """Return ``plan`` after comparing the tokens with the checkpoint's. Every rank calls.
 
     Args:
         plan: how the run starts.
         fingerprint: fingerprint of this run's text, tokenizer and settings.
-        logs: log of each split, with at least ``compared_sequences``, or with all of the text.
+        windows: windows of each split, with at least ``compared_sequences``, or with all of the text.
 
     Raises:
         ValueError: on every rank, if the tokens differ, unless ``trainer.allow_changes`` names
@@ -107,7 +101,7 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, logs: Mapping[str, Toke
     differing: list[str] = []
     with raise_together("comparing the tokens with the checkpoint's"):
         if is_rank_zero():
-            differing = _differing_splits(plan.stored, logs)
+            differing = _differing_splits(plan.stored, windows)
     differing = json.loads(share_texts(json.dumps(differing))[0])
     if not differing:
         return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, fingerprint)])
@@ -141,29 +135,24 @@ def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
     return [f"text or tokenizer have moved or changed: the sequences packed so far are equal ({counts})"]
 
 
-def _differing_splits(stored: StoredRun, logs: Mapping[str, TokenLog]) -> list[str]:
+def _differing_splits(stored: StoredRun, windows: Mapping[str, WindowFiles]) -> list[str]:
     """Return which of ``train`` and ``held_out`` lack the sequences that the checkpoint counts, in the same order."""
-    found = {
-        # Another number of sources is another text.
-        "train" if name not in logs else name.partition(".")[0]
-        for name, split in stored_tokens(stored)["splits"].items()
-        if name not in logs or not _is_same(split, logs[name].entries)
-    }
-    return sorted(found)
+    differing = set()
+    for name, split in stored_tokens(stored)["splits"].items():
+        if name not in windows:  # another number of sources is another text
+            differing.add("train")
+        elif not _is_same(split, windows[name]):
+            differing.add(name.partition(".")[0])
+    return sorted(differing)
 
 
-def _is_same(split: Mapping[str, Any], entries: list[Entry]) -> bool:
+def _is_same(split: Mapping[str, Any], windows: WindowFiles) -> bool:
     """Return whether a split begins with the sequences that a checkpoint has counted."""
     # Nothing was read yet, or, without evaluation, a run has no held-out tokens.
-    if not split["sequences"] or not entries:
+    if not split["sequences"] or not windows.count:
         return True
-    found = _entries_at(entries, split["sequences"])
-    if not any(entry.sha256 == split["sha256"] for entry in found):
+    found = windows.facts_at(split["sequences"])
+    if (found.rows, found.sha256) != (split["sequences"], split["sha256"]):
         return False
     # A text that ended is repeated from its end on: it must end there again.
-    return not split["ended"] or any(entry.ended for entry in found)
-
-
-def _entries_at(entries: list[Entry], rows: int) -> list[Entry]:
-    """Return the entries after ``rows`` sequences: one, and one more without sequences at the end of the text."""
-    return [entry for entry in entries[-2:] if entry.rows == rows] or [entry for entry in entries if entry.rows == rows]
+    return not split["ended"] or found.ended

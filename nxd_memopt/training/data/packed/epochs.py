@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
-from nxd_memopt.training.data.packed.files import directory_of, require_directory, tokens_fingerprint
-from nxd_memopt.training.data.packed.log import TokenLog
+from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
+from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.resume.plan import ResumePlan
@@ -55,17 +55,15 @@ def _prepared_sequences(config: TrainConfig, vocabulary: Vocabulary) -> int:
     data, seed = config.data, config.trainer.seed
     fingerprint = tokens_fingerprint(data, open_corpus(data, seed).fingerprint, vocabulary, seed)
     directory = directory_of(config.trainer.tokens_directory, fingerprint)
-    log = TokenLog(directory, "train", data.seq_length)
-    if directory.is_dir():
-        require_directory(directory, fingerprint)
-        log.refresh()
-    if not log.last.ended:
+    windows = WindowFiles(directory, "train", fingerprint)
+    windows.count = windows.written()
+    if not windows.last.ended:
         found = "no sequence of it exists yet"
-        if log.last.rows:
-            found = f"{log.last.rows:,} sequences of it are in {directory}"
+        if windows.count:
+            found = f"{windows.last.rows:,} sequences of it are in {directory}"
         raise ValueError(
             f"trainer.max_epochs {config.trainer.max_epochs:g} needs the number of sequences of {data.dataset!r}, "
             f"which is known when all of its text is tokenized, and {found}: run nxd-memopt prepare with the same "
             "options first, or set trainer.max_steps instead"
         )
-    return log.last.rows
+    return windows.last.rows

@@ -1,4 +1,4 @@
-"""The packed tokens of a run: opens its sources, mixes their sequences, and compares them with a checkpoint's."""
+"""The packed tokens of a run: opens its sources, and compares their sequences with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from nxd_memopt.checkpoint.directories import require_visible
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.mixture import Blend
 from nxd_memopt.training.data.packed.content import (
@@ -20,76 +22,15 @@ from nxd_memopt.training.data.packed.content import (
     with_same_tokens,
 )
 from nxd_memopt.training.data.packed.feed import TokenFeed
-from nxd_memopt.training.data.packed.files import (
-    GrowingTokenFile,
-    create_directory,
-    describe_rows,
-    directory_of,
-    require_directory,
-    tokens_fingerprint,
-)
-from nxd_memopt.training.data.packed.log import TokenLog
+from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
+from nxd_memopt.training.data.packed.sequences import Facts, MixedSequences, WindowFiles
 from nxd_memopt.training.data.packed.writer import TokenJob
 from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.data.sources.corpora import Corpus, open_corpus
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from nxd_memopt.training.data.tokenize.windows import SPLITS
+from nxd_memopt.training.data.tokenize.windows import SPLITS, described
 from nxd_memopt.training.resume.plan import ResumePlan
 from nxd_memopt.training.runtime.distributed import is_rank_zero
-
-
-class MixedSequences:
-    """Training sequences of all sources, in the order of a ``Blend``.
-
-    Args:
-        blend: says which source is next.
-        open_source: returns the packed sequences of a source by its number, when it is first read.
-    """
-
-    def __init__(self, blend: Blend, open_source: Callable[[int], GrowingTokenFile]) -> None:
-        self._blend = blend
-        self._open_source = open_source
-        self._files: dict[int, GrowingTokenFile] = {}
-
-    @property
-    def documents_per_row(self) -> int:
-        """The largest number of documents in a row that was read."""
-        return max(file.documents_per_row for file in self._files.values())
-
-    def rows(self, positions: range) -> Tokens:
-        """Return the rows at ``positions``, ``[len(positions), S]``; wait until they exist."""
-        sources = self._blend.sources(positions)
-        found: Tokens | None = None
-        for source, indices in self._by_source(positions):
-            rows = self._file(source).rows(indices)
-            if found is None:
-                found = np.empty((len(positions), rows.shape[1]), rows.dtype)
-            found[sources == source] = rows
-        assert found is not None
-        return found
-
-    def begun_epochs(self, positions: range) -> list[str]:
-        """Return in words which epochs begin at ``positions``, without the first ones."""
-        lines = []
-        for source, indices in self._by_source(positions):
-            file = self._file(source)
-            epoch, length = file.epoch(indices.stop - 1)
-            if epoch > max(0, file.epoch(indices.start - 1)[0]):
-                of_source = f" of {self._blend.names[source]}" if len(self._blend.names) > 1 else ""
-                lines.append(f"epoch {epoch + 1} of {length:,} sequences{of_source}")
-        return lines
-
-    def _by_source(self, positions: range) -> list[tuple[int, range]]:
-        """Return the sources at ``positions``, each with its own sequences there."""
-        before = self._blend.counts(positions.start)
-        after = self._blend.counts(positions.stop)
-        ranges = [range(start, stop) for start, stop in zip(before, after, strict=True)]
-        return [(source, indices) for source, indices in enumerate(ranges) if indices]
-
-    def _file(self, source: int) -> GrowingTokenFile:
-        if source not in self._files:
-            self._files[source] = self._open_source(source)
-        return self._files[source]
 
 
 class RunTokens:
@@ -122,7 +63,7 @@ class RunTokens:
     def wait_for(self, compared: Mapping[str, int]) -> None:
         """Wait for sequences of single sources, by ``split_name``; those that the run does not read are left out."""
         for name, (feed, split) in self._splits().items():
-            if name in compared and feed.wants(split):
+            if name in compared and feed.wanted(split):
                 feed.wait(split, compared[name])
 
     def training_sequences(self) -> MixedSequences:
@@ -140,11 +81,11 @@ class RunTokens:
 
     def trains(self) -> bool:
         """Return whether the run reads sequences of training."""
-        return any(feed.wants("train") for feed in self._feeds)
+        return any(feed.wanted("train") for feed in self._feeds)
 
-    def logs(self) -> dict[str, TokenLog]:
-        """Return the log of each split, by ``split_name``."""
-        return {name: feed.log(split) for name, (feed, split) in self._splits().items()}
+    def windows(self) -> dict[str, WindowFiles]:
+        """Return the windows of each split, by ``split_name``."""
+        return {name: feed.windows[split] for name, (feed, split) in self._splits().items()}
 
     def content(self, consumed: int) -> TokenContent:
         """Return what a checkpoint records of the tokens after ``consumed`` training sequences."""
@@ -152,12 +93,12 @@ class RunTokens:
         counts = self._blend.counts(consumed)
         for source, feed in enumerate(self._feeds):
             needed[split_name("train", source, len(self._feeds))] = counts[source]
-            if feed.wants("held_out"):
-                needed[split_name("held_out", source, len(self._feeds))] = feed.wanted("held_out")
-        return content_at(self.fingerprint, self.logs(), needed)
+            if held_out := feed.wanted("held_out"):
+                needed[split_name("held_out", source, len(self._feeds))] = held_out
+        return content_at(self.fingerprint, self.windows(), needed)
 
-    def describe(self, config: TrainConfig, sequences: int) -> list[str]:
-        """Return the start report's lines about sources and packed sequences, of which the run reads ``sequences``."""
+    def describe(self, config: DataConfig, steps: int, sequences: int) -> list[str]:
+        """Return the start report's lines about sources and sequences, of which ``steps`` steps read ``sequences``."""
         names = self._blend.names
         lines = [note for feed in self._feeds for note in feed.notes]
         if len(names) > 1:
@@ -165,7 +106,8 @@ class RunTokens:
             lines.append(f"data: the sequences are {shares}")
         for name, feed, read in zip(names, self._feeds, self._blend.counts(sequences), strict=True):
             source = f"{name}: " if len(names) > 1 else ""
-            lines += [source + line for line in describe_rows(config, feed.log("train"), read)]
+            of_source = describe_rows(config, feed.windows["train"].last, f"{steps:,} steps read {read:,}", read)
+            lines += [source + line for line in of_source]
         return lines
 
     def close(self) -> None:
@@ -179,42 +121,64 @@ class RunTokens:
         return {split_name(split, i, count): (feed, split) for i, feed in enumerate(self._feeds) for split in SPLITS}
 
 
+def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> list[str]:
+    """Return the start report's lines about the rows of training that exist, of which the run reads ``read``."""
+    if not known.rows:
+        return []
+    share = known.not_trained / (known.rows * config.seq_length)
+    documents = f"at most {known.most_documents} documents in a row"
+    lines = [f"packing {config.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
+    if config.has_conversations:
+        lines.append(f"conversations: {known.documents:,} read so far, of which {described(known.outcomes)}")
+    if known.ended:
+        lines.append(f"data: the text has {known.rows:,} sequences, of which {reads}: {read / known.rows:.1f} epochs")
+    elif read > known.rows:
+        lines.append(f"data: {known.rows:,} sequences are tokenized, {reads}: a process tokenizes while the run trains")
+    return lines
+
+
 def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> RunTokens:
     """Find the documents on rank 0, and return the packed tokens of the run. Every rank calls."""
-    # raise_together is a barrier and raises on every rank if one rank failed, so no rank waits in
-    # a collective for a rank that has stopped.
     blend = Blend(plan.config.data.sources)
-    feeds: list[TokenFeed] = []
+    feeds: dict[str, TokenFeed] = {}
     for name, wanted in zip(blend.names, wanted_sequences(plan, blend.counts), strict=True):
         feed = _open_source(plan.config, name, vocabulary, wanted, foreground_share=1 / len(blend.names))
-        equal = [
-            other for other, known in zip(blend.names, feeds, strict=False) if known.fingerprint == feed.fingerprint
-        ]
-        if equal:
-            raise ValueError(f"data.mixture: {equal[0]!r} and {name!r} have the same text: leave one of them out")
-        feeds.append(feed)
-    return RunTokens(blend, feeds)
+        for other, known in feeds.items():
+            if known.fingerprint == feed.fingerprint:
+                raise ValueError(f"data.mixture: {other!r} and {name!r} have the same text: leave one of them out")
+        feeds[name] = feed
+    return RunTokens(blend, list(feeds.values()))
 
 
 def _open_source(
     config: TrainConfig, name: str, vocabulary: Vocabulary, wanted: Mapping[str, int], *, foreground_share: float
 ) -> TokenFeed:
     """Return the packed tokens of one source. Every rank calls."""
-    data, seed = config.data.of_source(name), config.trainer.seed
+    data, seed, parent = config.data.of_source(name), config.trainer.seed, config.trainer.tokens_directory
     corpus: Corpus | None = None
     texts = ("", "")
+    # raise_together is a barrier and raises on every rank if one rank failed, so no rank waits in
+    # a collective for a rank that has stopped.
     with raise_together("preparing the data"):
         if is_rank_zero():
             corpus = open_corpus(data, seed)
-            fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
-            create_directory(directory_of(config.trainer.tokens_directory, fingerprint), fingerprint)
-            texts = (fingerprint, corpus.fingerprint)
+            texts = (tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed), corpus.fingerprint)
+            directory_of(parent, texts[0]).mkdir(parents=True, exist_ok=True)
     fingerprint, of_corpus = share_texts(" ".join(texts))[0].split(" ")
-    directory = directory_of(config.trainer.tokens_directory, fingerprint)
+    directory = directory_of(parent, fingerprint)
     with raise_together("reading the prepared data"):
-        require_directory(directory, fingerprint)
-    job = TokenJob(directory, of_corpus, data, vocabulary, seed, wanted)
-    return TokenFeed(job, fingerprint, corpus, foreground_share=foreground_share)
+        require_visible(directory)
+    feed = TokenFeed(
+        TokenJob(directory, fingerprint, of_corpus, data, vocabulary, seed, wanted),
+        corpus,
+        foreground_share=foreground_share,
+    )
+    if (directory / "train.jsonl").exists():
+        feed.notes.append(
+            f"tokens: {directory}/*.bin and *.json* are of an earlier version: their sequences, which are the same, "
+            "were written again, and these files can be deleted"
+        )
+    return feed
 
 
 def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:
@@ -226,4 +190,4 @@ def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:
     if config.trainer.max_steps > steps_done:
         tokens.wait("train", config.data.global_batch_size)
     tokens.wait_for(compared_sequences(plan))
-    return with_same_tokens(plan, tokens.fingerprint, tokens.logs())
+    return with_same_tokens(plan, tokens.fingerprint, tokens.windows())

@@ -16,6 +16,7 @@ from typing import Any
 
 from nxd_memopt.child_process import describe_exit
 from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.tokenize.workers import end_with_parent
 from nxd_memopt.training.runtime.distributed import host_only
 
 PROGRESS_BYTES = 256
@@ -29,7 +30,8 @@ class TokenJob:
     """What is tokenized.
 
     Args:
-        directory: directory of the packed tokens, which has its index.
+        directory: directory of the packed tokens.
+        fingerprint: fingerprint of text, tokenizer and options.
         corpus_fingerprint: fingerprint of the documents.
         config: data options.
         vocabulary: ``Vocabulary`` of the run.
@@ -38,6 +40,7 @@ class TokenJob:
     """
 
     directory: Path
+    fingerprint: str
     corpus_fingerprint: str
     config: DataConfig
     vocabulary: Any
@@ -57,32 +60,32 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
         workers: ``TokenWorkers``, or None to tokenize in this process.
 
     Raises:
-        ValueError: a split has no complete sequence, a row is bad, or a file was altered.
+        ValueError: a split has no complete sequence, a row is bad, or a window was altered.
         OSError: a file cannot be written.
     """
     # Imported here: the process in the background first chooses its backend.
-    from nxd_memopt.training.data.packed.log import TokenWriter
+    from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
     from nxd_memopt.training.data.tokenize.windows import packed_windows
 
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
         for name in ("held_out", "train"):
-            writer = TokenWriter(job.directory, name, job.config.seq_length)
-            log = writer.log
-            if not job.wanted[name] or log.has(job.wanted[name]):
+            files, wanted = WindowFiles(job.directory, name, job.fingerprint), job.wanted[name]
+            files.count = files.written()
+            if files.has(wanted):
                 continue
             stream = corpus.train if name == "train" else corpus.held_out
             most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
             windows = packed_windows(
-                stream, job.vocabulary, job.config, job.seed, writer.restart, most=most, workers=workers
+                stream, job.vocabulary, job.config, job.seed, files.restart(), most=most, workers=workers
             )
             for calls, window in enumerate(windows, start=1):
                 if window is not None:
-                    writer.commit(window)
-                    if log.has(job.wanted[name]):
+                    files.write(window)
+                    if files.has(wanted):
                         break
-                if pauses(f"{_progress(name, log.last, job.wanted[name])}, {calls:,} calls of the tokenizer"):
+                if pauses(f"{_progress(name, files.last, wanted)}, {calls:,} calls of the tokenizer"):
                     return False
     return True
 
@@ -144,7 +147,7 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     """Run ``write_tokens`` in the background; send the error of a user."""
     # A terminal sends SIGINT to all of its processes: the run decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with suppress(OSError):
         os.nice(NICE)
     from nxd_memopt.training.data.sources.corpora import open_corpus
@@ -161,14 +164,6 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     except (ValueError, OSError) as error:
         sending.send(("OSError" if isinstance(error, OSError) else "ValueError", str(error)))
         raise SystemExit(1) from error
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @contextmanager

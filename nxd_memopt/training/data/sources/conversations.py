@@ -3,93 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.bad_rows import NO_COLUMN, NOT_UTF8, BadRow, RowReader, TextRows, bad_row, type_of
-
-NOT_A_CONVERSATION = "not a conversation"
 # Columns of each format: the required ones, and those that a row may have.
 COLUMNS = {
     "messages": (("messages",), ()),
     "prompt_completion": (("prompt", "completion"), ("system",)),
     "instruction_output": (("instruction", "output"), ("system", "input")),
 }
-# Columns that a row of each format may have; the template reads them.
-FOR_TEMPLATE = ("tools", "chat_template_kwargs")
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that a row of each format may have, and that the chat template reads."""
 # By which other trainers say whether a message is trained.
-SWITCHES = ("train", "trainable", "training", "loss", "loss_mask", "weight")
+TRAINING_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "weight")
 
 
-def row_reader(config: DataConfig) -> RowReader:
-    """Return what reads rows of ``data.format``."""
-    if config.has_conversations:
-        return ConversationRows(config.format)
-    return TextRows(config.text_column)
+def conversation_text(row: Mapping[str, Any], form: str) -> str:
+    """Return a conversation as a text, which is the same for all kinds of files.
 
-
-@dataclass(frozen=True)
-class ConversationRows:
-    """Reads a conversation as a text: a JSON object with ``messages`` and what else the row has for the template.
-
-    The text is the same for all kinds of files. ``untrained`` has the indices of answers that are not trained.
+    It is a JSON object with ``messages``, what else the row has for the template, and in ``untrained`` the indices
+    of answers that are not trained.
 
     Args:
-        format: ``data.format``.
+        row: has the required columns.
+        form: ``data.format``.
+
+    Raises:
+        ValueError: the row has no conversation; the message goes on after the place of the row.
     """
+    columns = [name for part in COLUMNS[form] for name in part]
+    values = {name: _without_nulls(row[name]) for name in (*columns, *TEMPLATE_COLUMNS) if name in row}
+    messages = values["messages"] if form == "messages" else _messages(values, form)
+    _require_messages(messages)
+    conversation = {"messages": messages}
+    if untrained := _take_flags(messages):
+        conversation["untrained"] = untrained
+    if (tools := values.get("tools")) is not None:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(f"has {type_of(tools)} in column 'tools', not a list of objects")
+        conversation["tools"] = tools
+    if options := values.get("chat_template_kwargs"):
+        if not isinstance(options, dict):
+            raise ValueError(f"has {type_of(options)} in column 'chat_template_kwargs', not an object")
+        conversation["chat_template_kwargs"] = options
+    return json.dumps(conversation, ensure_ascii=False, default=_refuse)
 
-    format: str
 
-    @property
-    def columns(self) -> list[str]:
-        """The columns that a row must have."""
-        return list(COLUMNS[self.format][0])
+def type_of(value: Any) -> str:
+    """Return the type of a value, as JSON calls it, or its Python name where JSON has none, as of a date."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
-    @property
-    def optional_columns(self) -> list[str]:
-        """The columns that are read if a row has them."""
-        return [*COLUMNS[self.format][1], *FOR_TEMPLATE]
 
-    def read(self, row: Mapping[str, Any], place: str) -> dict[str, str | None]:
-        """Return the row's conversation, or what is wrong with it."""
-        missing = [name for name in self.columns if name not in row]
-        if missing:
-            wanted = f"(data.format {self.format})"
-            return bad_row(NO_COLUMN, f"{place} has no {missing[0]!r} {wanted}: its columns are {list(row)}")
-        names = [*self.columns, *self.optional_columns]
-        values = {name: _without_nulls(row[name]) for name in names if name in row}
-        try:
-            messages = values["messages"] if self.format == "messages" else self._messages(values)
-            _require_messages(messages)
-            conversation = {"messages": messages}
-            if untrained := _take_switches(messages):
-                conversation["untrained"] = untrained
-            if values.get("tools") is not None:
-                conversation["tools"] = _tools(values["tools"])
-            if values.get("chat_template_kwargs"):
-                conversation["chat_template_kwargs"] = _options(values["chat_template_kwargs"])
-            text = json.dumps(conversation, ensure_ascii=False, default=_refuse)
-        except ValueError as error:
-            return bad_row(NOT_A_CONVERSATION, f"{place} {error} (data.format {self.format})")
-        text.encode()  # half of a surrogate pair has no UTF-8 form
-        return {"text": text, "kind": None, "description": None}
-
-    def _messages(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the messages of a question and its answer."""
-        for name in [*self.columns, *COLUMNS[self.format][1]]:
-            value = row.get(name)
-            if not isinstance(value, str) and (name in self.columns or value is not None):
-                raise ValueError(f"has {type_of(value)} in column {name!r}, not text")
-        question, answer = (row[name] for name in self.columns)
-        # The convention of Alpaca's data: the input follows the instruction, after an empty line.
-        if row.get("input"):
-            question = f"{question}\n\n{row['input']}"
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if row.get("system"):
-            messages.insert(0, {"role": "system", "content": row["system"]})
-        return messages
+def _messages(row: Mapping[str, Any], form: str) -> list[dict[str, str]]:
+    """Return the messages of a question and its answer."""
+    required, optional = COLUMNS[form]
+    for name in (*required, *optional):
+        value = row.get(name)
+        if not isinstance(value, str) and (name in required or value is not None):
+            raise ValueError(f"has {type_of(value)} in column {name!r}, not text")
+    question, answer = (row[name] for name in required)
+    # The convention of Alpaca's data: the input follows the instruction, after an empty line.
+    if row.get("input"):
+        question = f"{question}\n\n{row['input']}"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages
 
 
 def _require_messages(messages: Any) -> None:
@@ -119,11 +101,11 @@ def _require_messages(messages: Any) -> None:
         raise ValueError("has no message of the role assistant")
 
 
-def _take_switches(messages: list[dict[str, Any]]) -> list[int]:
+def _take_flags(messages: list[dict[str, Any]]) -> list[int]:
     """Remove the entries that say whether a message is trained; return the indices of answers that are not."""
     untrained = []
     for index, message in enumerate(messages):
-        values = {name: message.pop(name) for name in SWITCHES if name in message}
+        values = {name: message.pop(name) for name in TRAINING_FLAGS if name in message}
         for name, value in values.items():
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 raise ValueError(
@@ -145,23 +127,9 @@ def _take_switches(messages: list[dict[str, Any]]) -> list[int]:
     return untrained
 
 
-def _options(options: Any) -> dict[str, Any]:
-    """Return the options of the chat template."""
-    if not isinstance(options, dict):
-        raise ValueError(f"has {type_of(options)} in column 'chat_template_kwargs', not an object")
-    return options
-
-
 def _refuse(value: Any) -> None:
     """Raise ``ValueError`` for a value of a table that JSON does not have."""
     raise ValueError(f"has {type_of(value)}, which JSON does not have: write it as text")
-
-
-def _tools(tools: Any) -> list[Any]:
-    """Return the descriptions of tools."""
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"has {type_of(tools)} in column 'tools', not a list of objects")
-    return tools
 
 
 def _without_nulls(value: Any) -> Any:
@@ -173,14 +141,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(entry) for entry in value]
     return value
-
-
-def bad_table_rows(dataset: Any, reader: RowReader, place: Any) -> Iterator[BadRow]:
-    """Yield the rows of a ``datasets.Dataset`` that are not conversations; ``place`` names a row by its index."""
-    for index in range(len(dataset)):
-        try:
-            row = reader.read(dataset[index], place(index))
-        except UnicodeError as error:
-            row = bad_row(NOT_UTF8, f"{place(index)} is not UTF-8 ({error})")
-        if row["kind"] is not None:
-            yield BadRow(index, row["kind"], str(row["description"]))

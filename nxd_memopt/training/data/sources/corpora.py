@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -16,10 +14,11 @@ import numpy as np
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import Tokens
-from nxd_memopt.training.data.sources.documents import Documents, Part, is_held_out, open_documents, require_rows
+from nxd_memopt.training.data.sources.documents import Documents, Part, StoredTexts, is_held_out, open_documents
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
 from nxd_memopt.training.data.sources.indexed_tokens import is_held_out as is_held_out_tokens
-from nxd_memopt.training.data.sources.shards import Shard, find_shards, is_streamed
+from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
+from nxd_memopt.training.data.sources.shards import find_shards, is_streamed, require_rows
 
 Document = str | Tokens
 """Text, or token ids with the flags of ``packing``."""
@@ -33,14 +32,16 @@ WINDOW_DOCUMENTS = 10_000
 HELD_OUT_SEQUENCES = 64
 # Sequences shuffled together, and written together, at most.
 WINDOW_SEQUENCES = 1024
-SPOOL_BYTES = 2**26  # 64 MiB: text of a window in memory; a longer one is in a temporary file
 
 
 class DocumentStream(Protocol):
     """Documents of one split in the order of training."""
 
-    def read(self, start: Position | None) -> Iterator[tuple[Document, Position]]:
-        """Yield the documents from ``start`` on, each with the position after it; None is the beginning."""
+    def read(self, start: Position | None) -> Iterator[tuple[Document, Position, Place | None]]:
+        """Yield the documents from ``start`` on; None is the beginning.
+
+        Each has the position after it, and the place of its row, if it has one.
+        """
         ...
 
 
@@ -79,16 +80,15 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
         return _with_validation(config, config.validation_dataset, seed)
     if Path(config.dataset).suffix == SUFFIX:
         return _open_indexed(config, seed)
-    every = config.split_every
-    # The shards of the run are others: they count the bad rows that they leave out.
-    probed = find_shards(config) if is_streamed(config) else []
-    if not probed:
+    if not is_streamed(config):
         return _open_small(config, seed)
-    if not _has_both_splits((is_held_out(text, every) for text in _texts(probed)), every):
+    every, reader = config.split_every, RowReader(config)
+    shards = find_shards(config, reader, streamed=True)
+    if not _has_both_splits((is_held_out(text, every) for shard in shards for text, _ in shard.read(0)), every):
         corpus = _open_small(config, seed)
         note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
-    shards = find_shards(config)
+    reader.bad_rows.counts.clear()  # the run reads and counts these rows again
     facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (
@@ -116,10 +116,6 @@ def _open_small(config: DataConfig, seed: int) -> Corpus:
         documents.fingerprint,
         tuple(notes),
     )
-
-
-def _texts(shards: list[Shard]) -> Iterator[str]:
-    return (text for shard in shards for text, _ in shard.read(0))
 
 
 def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
@@ -201,11 +197,12 @@ class PermutedDocuments:
         # [seed, 4, ...] the documents of a window.
         self._order = np.random.default_rng([seed, 0]).permutation(len(parts))
 
-    def read(self, start: Position | None) -> Iterator[tuple[str, Position]]:
+    def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield the texts from position ``[number of documents before it]`` on."""
         first = start[0] if start else 0
         for number in range(first, len(self._order)):
-            yield self._documents.text(self._parts[self._order[number]]), [number + 1]
+            part = self._parts[self._order[number]]
+            yield self._documents.text(part), [number + 1], self._documents.texts.place(part.index)
 
 
 class WindowedDocuments:
@@ -227,34 +224,30 @@ class WindowedDocuments:
         self._is_chosen = is_chosen
         self._window = window
 
-    def read(self, start: Position | None) -> Iterator[tuple[str, Position]]:
+    def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield texts from a position ``[shard, offset in it, documents of the window there]`` on."""
         shard, offset, done = start or [0, 0, 0]
         while shard < len(self._shards):
-            with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
-                bounds, after = self._fill(spool, shard, offset)
-                order = np.random.default_rng([self._seed, 4, shard, offset]).permutation(len(bounds) - 1)
-                for number in range(done, len(order)):
-                    begin, end = bounds[order[number]], bounds[order[number] + 1]
-                    spool.seek(begin)
-                    text = spool.read(end - begin).decode()
-                    # After the window's last document the position is the next window's begin.
-                    is_last = number + 1 == len(order)
-                    yield text, [*after, 0] if is_last else [shard, offset, number + 1]
+            texts, after = self._window_at(shard, offset)
+            order = np.random.default_rng([self._seed, 4, shard, offset]).permutation(len(texts))
+            for number in range(done, len(order)):
+                index = int(order[number])
+                # After the window's last document the position is the next window's begin.
+                is_last = number + 1 == len(order)
+                yield texts.read(index), [*after, 0] if is_last else [shard, offset, number + 1], texts.place(index)
             shard, offset = after
             done = 0
 
-    def _fill(self, spool: tempfile.SpooledTemporaryFile[bytes], shard: int, offset: int) -> tuple[list[int], Position]:
-        """Write the texts of a window to ``spool``; return their bounds in it and the place after them."""
-        bounds = [0]
+    def _window_at(self, shard: int, offset: int) -> tuple[StoredTexts, Position]:
+        """Return the texts of a window, and the place after them."""
+        texts = StoredTexts()
         while shard < len(self._shards):
             for text, after in self._shards[shard].read(offset):
                 offset = after
                 if not self._is_chosen(text):
                     continue
-                bounds.append(bounds[-1] + spool.write(text.encode()))
-                if len(bounds) > self._window:
-                    return bounds, [shard, offset]
+                texts.add(text, self._shards[shard], after)
+                if len(texts) == self._window:
+                    return texts, [shard, offset]
             shard, offset = shard + 1, 0
-        assert all(begin <= end for begin, end in pairwise(bounds))
-        return bounds, [shard, 0]
+        return texts, [shard, 0]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.conversations import COLUMNS
-from nxd_memopt.training.data.sources.dataset_shards import first_row
-from nxd_memopt.training.data.sources.documents import load_table
+from nxd_memopt.training.data.sources.dataset_shards import columns_of
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX
-from nxd_memopt.training.data.sources.local_data import BUILDERS, local_files, readable
-from nxd_memopt.training.data.sources.row_files import first_columns
-from nxd_memopt.training.data.sources.shards import is_streamed
+from nxd_memopt.training.data.sources.local_data import BUILDERS, local_files
+from nxd_memopt.training.data.sources.shards import has_json_lines, is_streamed
 from nxd_memopt.training.runtime.distributed import is_rank_zero
+
+FIRST_ROWS = 100  # that tell the format of a file
 
 
 def with_format(config: DataConfig) -> DataConfig:
@@ -73,11 +76,25 @@ def _columns(config: DataConfig) -> list[set[str]]:
     if files and BUILDERS[files[0].suffix] == "text":
         return []
     for path in files:
-        if found := first_columns(path):
+        if found := _columns_of_file(path):
             return found
-    if files:
-        return []
-    if is_streamed(config):
-        return [set(first_row(config))]
-    with readable(config.dataset):
-        return [set(load_table(config).column_names)]
+    return [] if files else [set(columns_of(config, streamed=is_streamed(config)))]
+
+
+def _columns_of_file(path: Path) -> list[set[str]]:
+    """Return the columns of each of the first rows that are objects, or of a Parquet file."""
+    values = []
+    with suppress(OSError, ValueError, RecursionError):  # reported where the rows are read
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return [set(pyarrow.parquet.read_schema(path).names)]
+        if not has_json_lines(path):
+            content = json.loads(path.read_bytes().decode("utf-8-sig"))
+            values = content[:FIRST_ROWS] if isinstance(content, list) else [content]
+    if not values:
+        with path.open("rb") as file:
+            for line in islice(file, FIRST_ROWS):
+                with suppress(ValueError, RecursionError):
+                    values.append(json.loads(line.decode("utf-8-sig")))
+    return [set(value) for value in values if isinstance(value, dict)]

@@ -7,14 +7,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, bad_row
-from nxd_memopt.training.data.sources.conversations import row_reader
 from nxd_memopt.training.data.sources.local_data import file_identity, is_saved, readable, repository_files
+from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
 
 # Bytes of a saved dataset in one shard, as of files of JSON lines.
 SAVED_BYTES = 2**26
@@ -22,33 +22,56 @@ SPLIT = r"\w+(\.\w+)*"
 """Name of a split, not a part of one."""
 
 
-class RowShard:
-    """Rows of one shard; positions are numbers of rows.
+class TableShard:
+    """Rows of a ``datasets.Dataset``, which is on this host's disk; positions are numbers of rows.
+
+    Args:
+        table: all rows.
+        name: name of the dataset, for messages.
+        begin: first row of the shard.
+        end: end of its rows.
+        identity: what distinguishes its content from that of others, as JSON values.
+        reader: reads the document of a row.
+    """
+
+    def __init__(self, table: Any, name: str, begin: int, end: int, identity: list[Any], reader: RowReader) -> None:
+        self.identity = identity
+        self._table = table
+        self._name = name
+        self._begin = begin
+        self._end = end
+        self._reader = reader
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the documents of the rows from ``start`` on, each with the number of rows up to it."""
+        for index in range(self._begin + start, self._end):
+            position = index + 1 - self._begin
+            text = self._reader.read(partial(self._table.__getitem__, index), Place(self, position))
+            if text is not None:
+                yield text, position
+
+    def place_of(self, position: int) -> str:
+        """Return the dataset and the number of a row of it, from 1."""
+        return f"{self._name!r} row {self._begin + position}"
+
+
+class StreamShard:
+    """Rows that the ``datasets`` library downloads; positions are numbers of rows.
 
     Args:
         open_rows: yields the rows from a number of rows on.
-        place: the file or the dataset, for messages.
-        before: rows of ``place`` before the shard.
+        name: the file or the shard, for messages.
         identity: what distinguishes its content from that of others, as JSON values.
         reader: reads the document of a row.
-        skipped: what happens to bad rows.
     """
 
     def __init__(
-        self,
-        open_rows: Callable[[int], Iterator[Any]],
-        place: str,
-        before: int,
-        identity: list[Any],
-        reader: RowReader,
-        skipped: SkippedRows,
+        self, open_rows: Callable[[int], Iterator[Any]], name: str, identity: list[Any], reader: RowReader
     ) -> None:
         self.identity = identity
         self._open_rows = open_rows
-        self._place = place
-        self._before = before
+        self._name = name
         self._reader = reader
-        self._skipped = skipped
         self._reading: tuple[int, Iterator[Any]] | None = None
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
@@ -63,15 +86,13 @@ class RowShard:
             # The caller stops at the end of a window of documents and calls again for the next one.
             # Without this iterator the shard would be downloaded again up to this row.
             self._reading = (number, rows)
-            found = self._document(row, self.place_of(number))
-            if found["kind"] is None:
-                yield str(found["text"]), number
-            else:
-                self._skipped.add(BadRow(number - 1, found["kind"], str(found["description"])))
+            text = self._reader.read(lambda row=row: row, Place(self, number))
+            if text is not None:
+                yield text, number
 
-    def place_of(self, row: int) -> str:
+    def place_of(self, position: int) -> str:
         """Return the file and the number of a row of the shard, from 1."""
-        return f"{self._place} row {self._before + row}"
+        return f"{self._name} row {position}"
 
     def _rows_from(self, start: int) -> Iterator[Any]:
         """Return an iterator over the rows from ``start`` on: that of the last ``read`` if it stopped there."""
@@ -80,13 +101,6 @@ class RowShard:
             return reading[1]
         with readable(self.place_of(start + 1)):
             return self._open_rows(start)
-
-    def _document(self, row: dict[str, Any], place: str) -> dict[str, str | None]:
-        """Return the text of a row, or the kind and description of a bad one, as ``RowReader.read``."""
-        try:
-            return self._reader.read(row, place)
-        except UnicodeError as error:
-            return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
 
 
 def streams_dataset(config: DataConfig, small_bytes: int) -> bool:
@@ -105,54 +119,57 @@ def streams_dataset(config: DataConfig, small_bytes: int) -> bool:
         return bool(paths) and is_large(paths, small_bytes)
 
 
-def find_dataset_shards(config: DataConfig) -> list[RowShard]:
-    """Return the shards of a dataset of the hub, of a copy of its repository, or of a saved one; read its first row.
+def find_dataset_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> list[Shard]:
+    """Return the shards of a dataset of the hub, of a copy of its repository, or of a saved one.
 
     Raises:
-        ValueError: it cannot be read, is empty, or does not have the columns.
+        ValueError: it cannot be read, or does not have the columns.
     """
-    shards, first = _shards_and_first_row(config)
-    reader, skipped = row_reader(config), SkippedRows(config.on_bad_rows, config.dataset)
-    missing = [name for name in reader.columns if name not in first]
-    if missing:
-        option = f"data.format {config.format}" if config.has_conversations else "data.text_column"
-        raise ValueError(
-            f"{missing[0]!r} ({option}) is not in dataset {config.dataset!r}: its columns are {list(first)}"
-        )
-    return [
-        RowShard(open_rows, place, before, [*facts, str(reader)], reader, skipped)
-        for open_rows, place, before, facts in shards
-    ]
-
-
-def first_row(config: DataConfig) -> dict[str, Any]:
-    """Return the first row of such a dataset.
-
-    Raises:
-        ValueError: it cannot be read, or is empty.
-    """
-    return _shards_and_first_row(config)[1]
-
-
-_Shard = tuple[Callable[[int], Iterator[Any]], str, int, list[Any]]
-"""Rows, place, rows before and identity."""
-
-
-def _shards_and_first_row(config: DataConfig) -> tuple[list[_Shard], dict[str, Any]]:
     with readable(config.dataset):
-        shards = _saved_shards(config) if is_saved(config.dataset) else _repository_shards(config)
-        first = next((row for open_rows, *_ in shards for row in open_rows(0)), None)
-    if first is None:
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    return shards, first
+        dataset, files = _load(config, streamed=streamed)
+        columns = _columns(dataset, files)
+    if columns:  # the first row of a stream may be absent
+        reader.require_columns(f"dataset {config.dataset!r}", columns)
+    if files is None:
+        return _table_shards(config, dataset, reader, streamed=streamed)
+    with readable(config.dataset):
+        return _stream_shards(config, dataset, files, reader)
 
 
-def _repository_shards(config: DataConfig) -> list[_Shard]:
-    """Return the shards of a dataset that ``load_dataset`` streams."""
-    import datasets
+def columns_of(config: DataConfig, *, streamed: bool) -> list[str]:
+    """Return the columns of such a dataset: those of its first row if it is streamed."""
+    with readable(config.dataset):
+        return _columns(*_load(config, streamed=streamed))
 
-    files = files_of_split(config)
-    stream = datasets.load_dataset(config.dataset, config.dataset_config, split=config.split, streaming=True)
+
+def _load(config: DataConfig, *, streamed: bool) -> tuple[Any, list[str] | None]:
+    """Return a dataset that was saved on disk, or one of the hub; and the files of one that is streamed."""
+    datasets = _library()
+    if is_saved(config.dataset):
+        return datasets.load_from_disk(config.dataset), None
+    files = files_of_split(config)  # raises for files that are in no split
+    dataset = datasets.load_dataset(config.dataset, config.dataset_config, split=config.split, streaming=streamed)
+    return dataset, files if streamed else None
+
+
+def _library() -> Any:
+    """Return the ``datasets`` library, which prints nothing."""
+    import datasets  # takes about a second, which dataset "stdlib" does not need
+
+    datasets.disable_progress_bars()
+    # It logs an error before it raises it: a second line about the same file.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a README needs no metadata
+    return datasets
+
+
+def _columns(dataset: Any, files: list[str] | None) -> list[str]:
+    """Return the columns of a table, or of the first row of a stream of files."""
+    return dataset.column_names if files is None else list(next(iter(dataset), {}))
+
+
+def _stream_shards(config: DataConfig, stream: Any, files: list[str], reader: RowReader) -> list[Shard]:
+    """Return the shards of a dataset that the library streams."""
     count = stream.num_shards
     if not files:
         raise ValueError(
@@ -161,34 +178,33 @@ def _repository_shards(config: DataConfig) -> list[_Shard]:
     # The content is not read before training. The address of a file of the hub contains the commit.
     facts = _digest([_identity(path) for path in files])
 
-    def opener(index: int) -> Callable[[int], Iterator[Any]]:
-        return lambda start: iter(stream.shard(num_shards=count, index=index, contiguous=True).skip(start))
+    def rows(index: int, start: int) -> Iterator[Any]:
+        return iter(stream.shard(num_shards=count, index=index, contiguous=True).skip(start))
 
-    shards: list[_Shard] = []
+    shards: list[Shard] = []
     for index in range(count):
         # Each file is a shard, except in archives.
-        place = files[index] if len(files) == count else f"{config.dataset} shard {index + 1} of {count}"
-        shards.append((opener(index), place, 0, ["datasets", facts, index, count]))
+        name = files[index] if len(files) == count else f"{config.dataset} shard {index + 1} of {count}"
+        identity = ["datasets", facts, index, count, reader.identity]
+        shards.append(StreamShard(partial(rows, index), name, identity, reader))
     return shards
 
 
-def _saved_shards(config: DataConfig) -> list[_Shard]:
-    """Return the shards of a dataset that ``save_to_disk`` wrote: ranges of its rows."""
-    import datasets
-
-    dataset = datasets.load_from_disk(config.dataset)
+def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed: bool) -> list[Shard]:
+    """Return ranges of the rows of a table, or all of them as one shard unless they are streamed."""
+    # Other columns are not decoded.
+    chosen = table.select_columns([name for name in reader.columns if name in table.column_names])
+    if not streamed:
+        return [TableShard(chosen, config.dataset, 0, len(table), [], reader)]
     files = _saved_files(config.dataset)
     facts = _digest([file_identity(path) for path in files])
-    count = min(len(dataset), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
-    bounds = [len(dataset) * index // count for index in range(count + 1)]
-
-    def opener(begin: int, end: int) -> Callable[[int], Iterator[Any]]:
-        return lambda start: (dataset[row] for row in range(begin + start, end))
-
-    return [
-        (opener(begin, end), repr(config.dataset), begin, ["saved", facts, begin, end])
-        for begin, end in pairwise(bounds)
-    ]
+    count = min(len(table), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
+    bounds = [len(table) * index // count for index in range(count + 1)]
+    shards: list[Shard] = []
+    for begin, end in pairwise(bounds):
+        identity = ["saved", facts, begin, end, reader.identity]
+        shards.append(TableShard(chosen, config.dataset, begin, end, identity, reader))
+    return shards
 
 
 def files_of_split(config: DataConfig) -> list[str]:
@@ -197,11 +213,7 @@ def files_of_split(config: DataConfig) -> list[str]:
     Raises:
         ValueError: files of a local directory are in no split.
     """
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs an error before it raises it
-    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a README needs no metadata
-    builder = datasets.load_dataset_builder(config.dataset, config.dataset_config)
+    builder = _library().load_dataset_builder(config.dataset, config.dataset_config)
     files = builder.config.data_files
     if not files:
         return []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nxd_memopt.training.data.packing import ID_MASK, Tokens
-from nxd_memopt.training.data.sources.shards import file_identity
+from nxd_memopt.training.data.sources.local_data import file_identity
 
 SUFFIX = ".idx"
 # The index: magic, version, code of the dtype, number of sequences and of document bounds; then the
@@ -108,13 +108,13 @@ class PermutedTokens:
         self._seed = seed
         self._part = part
 
-    def read(self, start: list[int] | None) -> Iterator[tuple[Tokens, list[int]]]:
+    def read(self, start: list[int] | None) -> Iterator[tuple[Tokens, list[int], None]]:
         """Yield the documents from position ``[documents of both splits before it]`` on."""
         order = np.random.default_rng([self._seed, 0]).permutation(len(self._tokens))
         for number in range(start[0] if start else 0, len(order)):
             ids = self._part(self._tokens[int(order[number])])
             if ids is not None:
-                yield ids, [number + 1]
+                yield ids, [number + 1], None
 
 
 def is_held_out(ids: Tokens, held_out_every: int) -> bool:

@@ -86,16 +86,6 @@ def repository_files(path: Path) -> list[Path]:
     )
 
 
-def content_hash(files: list[Path]) -> str:
-    """Return a hash of the bytes of ``files`` in this order."""
-    # Neither names nor times: data that was moved or copied is the same data.
-    digests = []
-    for path in files:
-        with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
 def file_identity(path: Path) -> list[Any]:
     """Return size, time and samples of a file: its content cannot be read before training starts."""
     # The time too: an edit in the middle that keeps the size would not change the samples. The

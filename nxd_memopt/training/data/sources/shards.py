@@ -1,20 +1,20 @@
-"""Shards of a large corpus: ranges of JSON lines, Parquet files and text files, read from any position."""
+"""Finds the shards of a corpus: ranges of JSON lines, JSON arrays, Parquet and text files, read from any position."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.bad_rows import NOT_UTF8, BadRow, RowReader, SkippedRows, parse_line
-from nxd_memopt.training.data.sources.conversations import row_reader
 from nxd_memopt.training.data.sources.dataset_shards import find_dataset_shards, streams_dataset
-from nxd_memopt.training.data.sources.documents import require_one_split, require_rows
-from nxd_memopt.training.data.sources.local_data import BUILDERS, file_identity, local_files
-from nxd_memopt.training.data.sources.row_files import has_json_lines, parquet_rows
+from nxd_memopt.training.data.sources.local_data import BUILDERS, file_identity, is_saved, local_files
+from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
 
 # Corpora up to this size are read, checked and hashed before training: 1 to 3 s.
 SMALL_BYTES = 2**26
@@ -23,19 +23,8 @@ LINES_BYTES = 2**26
 # A text file up to this size is one document. A longer one is cut at ends of lines.
 TEXT_BYTES = 2**24
 TEXT_PIECE_BYTES = 2**20
-
-
-class Shard(Protocol):
-    """A part of a corpus that is read in order."""
-
-    @property
-    def identity(self) -> list[Any]:
-        """What distinguishes the shard's content from that of others, as JSON values."""
-        ...
-
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the texts from position ``start`` on, each with the position after it; 0 is the beginning."""
-        ...
+# Test folders are excluded because their files have unusual encodings on purpose.
+STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def is_streamed(config: DataConfig) -> bool:
@@ -50,40 +39,94 @@ def is_streamed(config: DataConfig) -> bool:
     return sum(path.stat().st_size for path in files) > SMALL_BYTES
 
 
-def find_shards(config: DataConfig) -> list[Shard]:
+def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> list[Shard]:
     """Return the shards of ``config.dataset``, without reading more than the first row.
+
+    Args:
+        config: names the dataset.
+        reader: reads the documents of rows.
+        streamed: whether large files are cut into several shards or documents.
 
     Raises:
         ValueError: for a missing file, and for data that can only be read as one piece.
     """
     if config.dataset == "stdlib":
-        raise ValueError("data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto")
-    found = local_files(config.dataset)
-    require_one_split(config, found)
-    if not found:
-        return list(find_dataset_shards(config))
-    files = [path for path in found if path.stat().st_size]
+        if streamed:
+            raise ValueError(
+                "data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto"
+            )
+        require_one_split(config, ())
+        require_rows(config, "Python files")
+        root = Path(sysconfig.get_paths()["stdlib"])
+        # Sorted: the order of a directory's entries differs between file systems, and indices and the
+        # fingerprint depend on it.
+        modules = (path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
+        return [TextFile(path, reader, is_cut=False) for path in sorted(modules)]
+    files = local_files(config.dataset)
+    require_one_split(config, files)
     if not files:
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    skipped = SkippedRows(config.on_bad_rows, config.dataset)
-    kind = BUILDERS[files[0].suffix]
-    reader = row_reader(config)
+        return list(find_dataset_shards(config, reader, streamed=streamed))
+    if streamed:
+        files = [path for path in files if path.stat().st_size]
+    shards: list[Shard] = []
+    for path in files:
+        shards += _file_shards(config, path, reader, streamed=streamed)
+    return shards
+
+
+def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed: bool) -> list[Shard]:
+    """Return the shards of a file."""
+    kind = BUILDERS[path.suffix]
     if kind == "text":
         require_rows(config, "text files")
-        return [TextFile(path, skipped) for path in files]
+        return [TextFile(path, reader, is_cut=streamed)]
     if kind == "parquet":
-        return [ParquetShard(path, reader, skipped) for path in files]
-    for path in files:
-        if not has_json_lines(path):
+        return [ParquetFile(path, reader)]
+    if not has_json_lines(path):
+        if streamed:
             raise ValueError(
                 f"{path} is one JSON value, not a JSON object in each line, and is too large to be read at once: "
                 "write it as JSON lines, or set data.streaming to false"
             )
-    return [
-        JsonLines(path, start, start + LINES_BYTES, reader, skipped)
-        for path in files
-        for start in range(0, path.stat().st_size, LINES_BYTES)
-    ]
+        return [JsonArray(path, reader)]
+    size = path.stat().st_size
+    length = LINES_BYTES if streamed else max(size, 1)
+    return [JsonLines(path, start, start + length, reader) for start in range(0, size, length)]
+
+
+def require_rows(config: DataConfig, found: str) -> None:
+    """Raise ``ValueError`` for conversations in data without rows."""
+    if config.has_conversations:
+        raise ValueError(
+            f"data.format {config.format!r} reads rows, and data.dataset {config.dataset!r} is {found}: name JSON "
+            "lines, Parquet files or a dataset, or set data.format to text"
+        )
+
+
+def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
+    """Raise ``ValueError`` if data that is not of the hub comes with options that choose a part of a hub dataset."""
+    if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
+        return
+    default = DataConfig()
+    for name in ("split", "dataset_config"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            raise ValueError(
+                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.dataset!r} "
+                f"is not one: leave data.{name} out, and name the files to train on"
+            )
+
+
+def has_json_lines(path: Path) -> bool:
+    """Return whether a file has one JSON object per line, by its name or its first line, or no line with content."""
+    if path.suffix == ".jsonl":
+        return True
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"{}")
+    try:
+        return isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -95,18 +138,16 @@ class JsonLines:
         start: first byte of the range.
         stop: end of the range.
         reader: reads the document of a row.
-        skipped: what happens to bad rows.
     """
 
     path: Path
     start: int
     stop: int
     reader: RowReader
-    skipped: SkippedRows
 
     @property
     def identity(self) -> list[Any]:
-        return [*file_identity(self.path), self.start, str(self.reader)]
+        return [*file_identity(self.path), self.start, self.reader.identity]
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the texts of the range's lines."""
@@ -118,80 +159,137 @@ class JsonLines:
                 # is found from one byte before, where a line may end exactly.
                 file.seek(self.start - 1)
                 file.readline()
-            place = file.tell()
-            while place < self.stop:
+            while (begin := file.tell()) < self.stop:
                 line = file.readline()
                 if not line:
                     return
-                data = line.removeprefix(codecs.BOM_UTF8) if place == 0 else line
-                begin, place = place, file.tell()
-                if data.strip():
-                    row = parse_line(data.strip(), self.reader, "")
-                    if row["kind"] is None:
-                        yield str(row["text"]), place + 1
-                    else:
-                        description = f"{self.path} line {self._number(begin)}{row['description']}"
-                        self.skipped.add(BadRow(begin, row["kind"], description))
+                data = line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line
+                position = begin + len(line) + 1
+                if data := data.strip():
+                    text = self.reader.read(partial(_json_line, data), Place(self, position))
+                    if text is not None:
+                        yield text, position
 
-    def _number(self, place: int) -> int:
-        """Return the number, from 1, of the line that starts at byte ``place``."""
+    def place_of(self, position: int) -> str:
+        """Return the file and the number of the line that ends at a position."""
         number = 1
+        left = position - 2  # without the line's own end
         with self.path.open("rb") as file:
-            while place > 0:
-                chunk = file.read(min(place, LINES_BYTES))
+            while left > 0:
+                chunk = file.read(min(left, LINES_BYTES))
                 number += chunk.count(b"\n")
-                place -= len(chunk)
-        return number
+                left -= len(chunk)
+        return f"{self.path} line {number}"
+
+
+def _json_line(data: bytes) -> Any:
+    return json.loads(data.decode())
 
 
 @dataclass(frozen=True)
-class ParquetShard:
-    """The rows of a Parquet file; positions are numbers of rows."""
+class JsonArray:
+    """The elements of a file's JSON array, or its one value; positions are their numbers."""
 
     path: Path
     reader: RowReader
-    skipped: SkippedRows
 
     @property
     def identity(self) -> list[Any]:
-        return [*file_identity(self.path), str(self.reader)]
+        return [*file_identity(self.path), self.reader.identity]
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts of the elements."""
+        try:
+            values = json.loads(self.path.read_bytes().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path} is not JSON ({error}): correct the file, or copy it again") from None
+        rows = values if isinstance(values, list) else [values]
+        for number, row in enumerate(rows[start:], start=start + 1):
+            text = self.reader.read(lambda row=row: row, Place(self, number))
+            if text is not None:
+                yield text, number
+
+    def place_of(self, position: int) -> str:
+        return f"{self.path} row {position}"
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """The rows of a Parquet file; positions are their numbers."""
+
+    path: Path
+    reader: RowReader
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*file_identity(self.path), self.reader.identity]
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the documents of the rows, one row group at a time."""
-        for number, row in parquet_rows(self.path, self.reader, start):
-            if row["kind"] is None:
-                yield str(row["text"]), number
-            else:
-                self.skipped.add(BadRow(number - 1, row["kind"], str(row["description"])))
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(self.path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} is not a complete Parquet file: {error}: copy or write it again") from None
+        with file:
+            names = file.schema_arrow.names
+            self.reader.require_columns(str(self.path), names)
+            columns = [name for name in self.reader.columns if name in names]
+            number = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if number + count <= start:
+                    number += count
+                    continue
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                    for index in range(batch.num_rows):
+                        number += 1
+                        if number > start:
+                            text = self.reader.read(partial(_batch_row, batch, index), Place(self, number))
+                            if text is not None:
+                                yield text, number
+
+    def place_of(self, position: int) -> str:
+        return f"{self.path} row {position}"
+
+
+def _batch_row(batch: Any, index: int) -> dict[str, Any]:
+    return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file: one document, or several if it is long; positions are bytes of the file."""
+    """A text file: one document, or several if it is long and cut; positions are bytes of the file."""
 
     path: Path
-    skipped: SkippedRows
+    reader: RowReader
+    is_cut: bool
 
     @property
     def identity(self) -> list[Any]:
         return file_identity(self.path)
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the file's text, cut after an end of line about every MiB if it is longer than 16 MiB."""
+        """Yield the file's text, if it is cut after an end of line about every MiB of more than 16 MiB."""
         size = self.path.stat().st_size
-        length = size if size <= TEXT_BYTES else TEXT_PIECE_BYTES
+        length = TEXT_PIECE_BYTES if self.is_cut and size > TEXT_BYTES else max(size, 1)
         with self.path.open("rb") as file:
             file.seek(start)
-            while data := file.read(length):
+            while (data := file.read(length)) or not size:
                 encoding = "utf-8" if start else "utf-8-sig"  # a byte order mark is no text
                 # A line as long as the limit is cut at once: between characters, it has no end.
                 data += _rest_of_line(file) if len(data) == length < size else b""
                 start += len(data)
-                try:
-                    yield data.decode(encoding), start
-                except UnicodeDecodeError as error:
-                    description = f"{self.path} is not UTF-8 ({error.reason})"
-                    self.skipped.add(BadRow(start, NOT_UTF8, description))
+                text = self.reader.checked(partial(data.decode, encoding), Place(self, start))
+                if text is not None:
+                    yield text, start
+                if not size:  # an empty file is an empty document
+                    return
+
+    def place_of(self, position: int) -> str:
+        del position
+        return str(self.path)
 
 
 def _rest_of_line(file: Any) -> bytes:

@@ -15,13 +15,12 @@ from tokenizers import processors
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, trained_tokens
-from nxd_memopt.training.data.sources.bad_rows import REMEDY
-from nxd_memopt.training.data.sources.row_places import place_of
 from nxd_memopt.training.data.tokenize.chat_template import ChatTemplate, Span, TemplateError
 from nxd_memopt.training.data.tokenize.template_parts import readable
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 
 QUOTED_CHARACTERS = 60
+NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class Encoded(NamedTuple):
@@ -31,10 +30,12 @@ class Encoded(NamedTuple):
         tokens: with the flags of ``packing``; empty if the document is left out.
         outcome: ``cut`` and ``dropped`` are of ``data.long_conversations``, ``skipped`` of
             ``data.on_bad_rows``.
+        problem: why a skipped conversation is not rendered; the message goes on after its place.
     """
 
     tokens: Tokens
     outcome: Literal["complete", "cut", "dropped", "skipped"] = "complete"
+    problem: str = ""
 
 
 def with_chat_template(vocabulary: Vocabulary, config: DataConfig) -> Vocabulary:
@@ -80,23 +81,6 @@ def _template_of(path: Path) -> str:
     return template
 
 
-class UnrenderedConversationError(ValueError):
-    """The template cannot render a conversation whose file and row are not known.
-
-    Args:
-        message: what is wrong with it.
-        index: its place among the documents of the call, from 0.
-    """
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message, index)  # pickled from both: it may be raised in another process
-        self.message = message
-        self.index = index
-
-    def __str__(self) -> str:
-        return self.message
-
-
 class ConversationEncoder:
     """Renders and tokenizes conversations, and flags the tokens that are not trained.
 
@@ -116,54 +100,57 @@ class ConversationEncoder:
         self._stripping = [token for token, each in added.items() if each.lstrip or each.rstrip]
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the tokens of conversations of ``conversations.ConversationRows``.
+        """Return the tokens of conversations of ``conversations.conversation_text``.
 
         Raises:
-            ValueError: the template cannot render one, and ``data.on_bad_rows`` is ``error``; or a
-                token is outside of the vocabulary.
+            ValueError: a token is outside of the vocabulary.
         """
-        rendered = [self._rendered(text, index) for index, text in enumerate(texts)]
-        known = [each for each in rendered if each is not None]
-        if not known:
-            return [_left_out("skipped") for _ in texts]
+        rendered: list[tuple[str, list[Span]]] = []
+        encoded: list[Encoded | None] = []
+        for text in texts:
+            conversation = json.loads(text)
+            try:
+                rendered.append(self._rendered(conversation))
+                encoded.append(None)
+            except TemplateError as error:
+                first = conversation["messages"][0].get("content") or ""
+                quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
+                problem = f"the conversation that begins with {quoted}: {error}"
+                encoded.append(Encoded(NO_TOKENS, "skipped", problem))
+        fitted = iter(self._tokens(rendered))
+        return [each or next(fitted) for each in encoded]
+
+    def _rendered(self, conversation: dict[str, Any]) -> tuple[str, list[Span]]:
+        """Return the rendered conversation, and the characters of the assistant."""
+        untrained = conversation.get("untrained")
+        if self._config.train_on_input and untrained:
+            raise TemplateError(
+                f"message {untrained[0] + 1} is not to be trained, and data.train_on_input trains all tokens: set it "
+                "to false"
+            )
+        return rendered_spans(self._vocabulary.tokenizer, conversation)
+
+    def _tokens(self, rendered: list[tuple[str, list[Span]]]) -> list[Encoded]:
+        """Return the flagged tokens of rendered conversations."""
+        if not rendered:
+            return []
         # The full text is tokenized at once, as transformers' apply_chat_template does; the
         # template has the begin-of-text token.
         encoded = self._tokenizer(
-            [text for text, _ in known],
+            [text for text, _ in rendered],
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-        return [_left_out("skipped") if each is None else self._fitted(*next(of_known), *each) for each in rendered]
-
-    def _rendered(self, text: str, index: int) -> tuple[str, list[Span]] | None:
-        """Return the rendered conversation, and the characters of the assistant; None if it is skipped."""
-        conversation = json.loads(text)
-        try:
-            if self._config.train_on_input and conversation.get("untrained"):
-                raise TemplateError(
-                    f"message {conversation['untrained'][0] + 1} is not to be trained, and data.train_on_input trains "
-                    "all tokens: set it to false"
-                )
-            return rendered_spans(self._vocabulary.tokenizer, conversation)
-        except TemplateError as error:
-            if self._config.on_bad_rows == "error":
-                first = conversation["messages"][0].get("content") or ""
-                quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
-                place = place_of(self._config, text)
-                message = f"the conversation that begins with {quoted}: {error}: {REMEDY}"
-                if not place:
-                    raise UnrenderedConversationError(message, index) from error
-                raise ValueError(f"{place}, {message}") from error
-            return None
+        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
+        return [self._fitted(ids, offsets, *each) for ids, offsets, each in tokens]
 
     def _fitted(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> Encoded:
         """Return the flagged tokens of a conversation, at most S."""
         length = self._config.seq_length
         if not ids:
-            return _left_out("dropped")
+            return Encoded(NO_TOKENS, "dropped")
         self._vocabulary.require_inside(min(ids), max(ids))
         tokens = np.asarray(ids, dtype=np.int32)
         if not self._config.train_on_input:
@@ -179,11 +166,7 @@ class ConversationEncoder:
             return Encoded(tokens)
         # What remains may be a question alone.
         is_cut = self._config.long_conversations == "cut" and trained_tokens(tokens[None, :length], isolated=False) > 0
-        return Encoded(tokens[:length], "cut") if is_cut else _left_out("dropped")
-
-
-def _left_out(outcome: Literal["dropped", "skipped"]) -> Encoded:
-    return Encoded(np.empty(0, dtype=np.int32), outcome)
+        return Encoded(tokens[:length], "cut") if is_cut else Encoded(NO_TOKENS, "dropped")
 
 
 def inside(offsets: Any, spans: Sequence[Span]) -> Any:
@@ -211,7 +194,7 @@ def rendered_spans(tokenizer: Any, conversation: dict[str, Any]) -> tuple[str, l
 
     Args:
         tokenizer: has the chat template.
-        conversation: of ``conversations.ConversationRows``.
+        conversation: of ``conversations.conversation_text``.
 
     Raises:
         TemplateError: the template fails, leaves a part of the conversation out, or changes what it

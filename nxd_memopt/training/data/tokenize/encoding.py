@@ -29,7 +29,7 @@ class DocumentEncoder:
         """Return the token ids of documents, none for those without any text.
 
         Raises:
-            ValueError: a token is outside of the vocabulary, or a conversation cannot be rendered.
+            ValueError: a token is outside of the vocabulary.
         """
         if self._conversations is not None:
             return self._conversations.encode([text for text in documents if isinstance(text, str)])

@@ -56,7 +56,7 @@ def readable(template: ChatTemplate, conversation: dict[str, Any]) -> dict[str, 
             raise TemplateError(f"the chat template does not read {name!r} of chat_template_kwargs: leave it out")
     # Which parts a template reads hardly depends on their words: found out once for all
     # conversations with equal roles and entries. Where that fails, the conversation itself decides.
-    form, problem = _form_of_marked(template, json.dumps(_marked(conversation)))
+    form, problem = _cached_form(template, json.dumps(_marked(conversation)))
     if problem:
         form, problem = _form(template, conversation, is_marked=False)
     if problem:
@@ -111,7 +111,8 @@ def _marked(conversation: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _form_of_marked(template: ChatTemplate, marked: str) -> tuple[Form, str]:
+def _cached_form(template: ChatTemplate, marked: str) -> tuple[Form, str]:
+    """Return the form for the JSON of ``_marked``: equal ones have equal roles and entries."""
     return _form(template, json.loads(marked), is_marked=True)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import BestFit, Concatenation, Packer, Tokens
 from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
-from nxd_memopt.training.data.tokenize.chat import Encoded, UnrenderedConversationError
+from nxd_memopt.training.data.sources.rows import BadRows, Place
+from nxd_memopt.training.data.tokenize.chat import Encoded
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.workers import WORKER_CHARACTERS, TokenWorkers
@@ -42,6 +43,34 @@ class Window:
     documents: int
     ended: bool
     outcomes: Mapping[str, int] = field(default_factory=dict)
+
+
+class _Origin(NamedTuple):
+    """Where a document is in its stream, and in the data.
+
+    Args:
+        position: place in the stream after it.
+        place: its row, if it has one.
+    """
+
+    position: Position
+    place: Place | None
+
+
+class _Row(NamedTuple):
+    """A row that is not written yet.
+
+    Args:
+        tokens: ``[S]``, with the flags of ``packing``.
+        before: the last place before it from which packing can go on.
+        documents: documents that were read when it was complete.
+        outcomes: of them, conversations that were cut, dropped or skipped.
+    """
+
+    tokens: Tokens
+    before: _Point
+    documents: int
+    outcomes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -94,7 +123,8 @@ def packed_windows(
         workers: processes that tokenize; None for this one alone.
 
     Raises:
-        ValueError: the documents have no complete sequence.
+        ValueError: the documents have no complete sequence, or a conversation cannot be rendered and
+            ``data.on_bad_rows`` is ``error``.
     """
     packing = _Packing(stream, vocabulary, config, seed, restart, workers)
     return packing.windows(window_sequences(config.seq_length, most))
@@ -115,6 +145,7 @@ class _Packing:
         self._stream = stream
         self._workers = workers
         self._encoder = DocumentEncoder(vocabulary, config)
+        self._bad_rows = BadRows(config)
         self._config = config
         self._shuffle = np.random.default_rng([seed, 1])
         self._point = _Point(0, None, 0, None)
@@ -123,6 +154,7 @@ class _Packing:
             self._point = _Point(**restart["point"])
             self._written = restart["written"]
             self._shuffle.bit_generator.state = restart["shuffle"]
+        self._start = self._point.position
         self._packer = _packer(config, vocabulary, seed, self._point.packer)
         # A document, or a window of best fit, may complete rows of several windows. Going on, its
         # first rows are those that are written already.
@@ -130,16 +162,13 @@ class _Packing:
         self._produced = self._point.produced
         self._documents = self._point.documents
         self._outcomes = Counter(self._point.outcomes)
-        self._points = [self._point]
-        # After each document that has completed rows: rows, documents and outcomes so far.
-        self._tallies: list[tuple[int, int, dict[str, int]]] = []
-        self._pending: list[Tokens] = []
+        self._pending: list[_Row] = []
         self._tokens = 0
 
     def windows(self, size: int) -> Iterator[Window | None]:
         """Yield windows of ``size`` sequences, as ``packed_windows``."""
-        for positions, encoded in self._encoded():
-            self._add(positions, encoded)
+        for origins, encoded in self._encoded():
+            self._add(origins, encoded)
             # A window is complete when a further row exists: the last one of the text says that it
             # is the last, whatever the calls of the tokenizer are.
             if len(self._pending) <= size:
@@ -147,92 +176,87 @@ class _Packing:
             while len(self._pending) > size:
                 yield self._window(size)
         self._take(self._packer.finish())
-        self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
         while len(self._pending) > size:
             yield self._window(size)
         if not self._pending and not self._written:
             raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
         yield self._window(len(self._pending), ended=True)
 
-    def _encoded(self) -> Iterator[tuple[list[Position], list[Encoded]]]:
-        """Yield the tokens of the documents of each call, with the places after them."""
-        positions: deque[list[Position]] = deque()
+    def _encoded(self) -> Iterator[tuple[list[_Origin], list[Encoded]]]:
+        """Yield the tokens of the documents of each call, with their origins."""
+        waiting: deque[list[_Origin]] = deque()
 
         def documents() -> Iterator[list[Document]]:
-            for call in self._calls():
-                positions.append([position for _, position in call])
-                yield [document for document, _ in call]
+            for texts, origins in self._calls():
+                waiting.append(origins)
+                yield texts
 
         encoded = self._workers.encode(documents()) if self._workers else map(self._encoder.encode, documents())
-        try:
-            for tokens in encoded:
-                yield positions.popleft(), tokens
-        except UnrenderedConversationError as error:
-            # The documents of all calls before this one are counted.
-            number = self._documents + error.index + 1
-            raise ValueError(f"document {number:,} of the stream, {error}") from error
+        for tokens in encoded:
+            yield waiting.popleft(), tokens
 
-    def _calls(self) -> Iterator[list[tuple[Document, Position]]]:
-        """Yield the documents of each call of the tokenizer, with the places after them."""
-        call: list[tuple[Document, Position]] = []
+    def _calls(self) -> Iterator[tuple[list[Document], list[_Origin]]]:
+        """Yield the documents of each call of the tokenizer, with their origins."""
+        texts: list[Document] = []
+        origins: list[_Origin] = []
         size = 0
-        for document, position in self._stream.read(self._point.position):
-            call.append((document, position))
+        for document, position, place in self._stream.read(self._start):
+            texts.append(document)
+            origins.append(_Origin(position, place))
             size += len(document)
             most = WORKER_CHARACTERS if self._workers and not self._workers.is_alone else CALL_CHARACTERS
-            if len(call) == DOCUMENTS_PER_CALL or size >= most:
-                yield call
-                call, size = [], 0
-        if call:
-            yield call
+            if len(texts) == DOCUMENTS_PER_CALL or size >= most:
+                yield texts, origins
+                texts, origins, size = [], [], 0
+        if texts:
+            yield texts, origins
 
-    def _add(self, positions: list[Position], encoded: list[Encoded]) -> None:
-        """Pack the tokens of documents; ``positions`` are the places after them."""
-        for (tokens, outcome), position in zip(encoded, positions, strict=True):
+    def _add(self, origins: list[_Origin], encoded: list[Encoded]) -> None:
+        """Pack the tokens of documents."""
+        for (tokens, outcome, problem), origin in zip(encoded, origins, strict=True):
             self._documents += 1
             self._tokens += len(tokens)
+            if problem:
+                self._bad_rows.leave_out("not renderable", f"{origin.place}, {problem}")
             if outcome != "complete":
                 self._outcomes[outcome] += 1
-            if len(tokens):
-                before = self._produced
-                self._take(self._packer.add(tokens))
-                if self._produced > before:
-                    self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
-            # Only the last point before the next unwritten row is of use; the state of each point
-            # would cost a copy, so it is asked for where a row was completed.
-            state = self._packer.state() if self._produced > self._points[-1].produced else None
+            if not len(tokens):
+                continue
+            self._take(self._packer.add(tokens))
+            # The state costs a copy, so it is asked for where a row was completed: only the last point
+            # before a row is of use.
+            state = self._packer.state() if self._produced > self._point.produced else None
             if state is not None:
-                self._points.append(_Point(self._produced, position, self._documents, state, dict(self._outcomes)))
+                outcomes = dict(self._outcomes)
+                self._point = _Point(self._produced, origin.position, self._documents, state, outcomes)
 
-    def _take(self, rows: Any) -> None:
+    def _take(self, rows: Sequence[Tokens]) -> None:
         """Add rows that are not written yet to those of the next windows."""
         self._produced += len(rows)
         again = min(self._written_again, len(rows))
         self._written_again -= again
-        self._pending += rows[again:]
+        outcomes = dict(self._outcomes)
+        self._pending += [_Row(tokens, self._point, self._documents, outcomes) for tokens in rows[again:]]
 
     def _window(self, size: int, *, ended: bool = False) -> Window:
         """Return the next ``size`` rows, shuffled."""
         # Neighbouring sequences come from one document; shuffling spreads them over a window.
         rows = np.empty((size, self._config.seq_length), dtype=np.int32)
-        for row, index in enumerate(self._shuffle.permutation(size)):
-            rows[row] = self._pending[index]
-        self._pending = self._pending[size:]
+        for place, index in enumerate(self._shuffle.permutation(size)):
+            rows[place] = self._pending[index].tokens
+        written, self._pending = self._pending[:size], self._pending[size:]
         self._written += size
-        while len(self._points) > 1 and self._points[1].produced <= self._written:
-            del self._points[0]
+        # Going on reads the documents again that have rows in later windows.
+        next_row = self._pending[0] if self._pending else written[-1]
         restart = {
-            "point": vars(self._points[0]),
+            "point": vars(next_row.before),
             "written": self._written,
             "shuffle": self._shuffle.bit_generator.state,
         }
         # The last documents may have completed no row.
         if ended:
             return Window(rows, restart, self._documents, ended, dict(self._outcomes))
-        while self._tallies[0][0] < self._written:
-            del self._tallies[0]
-        _, documents, outcomes = self._tallies[0]
-        return Window(rows, restart, documents, ended, outcomes)
+        return Window(rows, restart, written[-1].documents, ended, written[-1].outcomes)
 
 
 def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import queue
+import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from nxd_memopt.child_process import describe_exit
-from nxd_memopt.training.data.tokenize.chat import UnrenderedConversationError
 from nxd_memopt.training.runtime.distributed import host_only, use_one_tokenizer_thread
 from nxd_memopt.training.runtime.signals import SIGNALS
 
@@ -50,25 +49,30 @@ class TokenWorkers:
         self._count = count
         self._clock = clock
         self._alone_until_s = clock() + FOREGROUND_S
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokens")
-        self._processes: list[BaseProcess] = []
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._pool: ProcessPoolExecutor | None = None
+        self._others: list[BaseProcess] = []
 
     @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that were started."""
-        return [process.pid for process in self._processes if process.pid is not None]
+    def processes(self) -> list[BaseProcess]:
+        """The processes that were started."""
+        if self._pool is None:
+            return []
+        return [process for process in multiprocessing.active_children() if process not in self._others]
 
     @property
     def is_alone(self) -> bool:
         """Whether the next call of the tokenizer is in this process."""
-        return self._count == 1 or (not self._processes and self._clock() < self._alone_until_s)
+        return self._count == 1 or (self._pool is None and self._clock() < self._alone_until_s)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """End the processes at once: they write nothing."""
+        for process in self.processes:
+            process.kill()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def encode(self, calls: Iterator[Sequence[Document]]) -> Iterator[list[Encoded]]:
         """Yield the tokens of each call's documents, in the order of ``calls``.
@@ -79,105 +83,60 @@ class TokenWorkers:
             ValueError: as ``DocumentEncoder.encode``, or a process was killed.
         """
         waiting: deque[Future[list[Encoded]]] = deque()
-        for documents in calls:
-            if self.is_alone:
-                yield self._encoder.encode(documents)
-                continue
-            if not self._processes:
-                self.start()
-            waiting.append(self._threads.submit(self._encode_in_worker, documents))
-            if len(waiting) >= CALLS_PER_WORKER * self._count:
+        try:
+            for documents in calls:
+                if self.is_alone:
+                    yield self._encoder.encode(documents)
+                    continue
+                waiting.append(self._submit(documents))
+                if len(waiting) >= CALLS_PER_WORKER * self._count:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BrokenExecutor as error:
+            raise ValueError(
+                "a process that tokenizes was killed: if the host's memory was full, use fewer --workers; start the "
+                "same command to continue"
+            ) from error
 
-    def start(self) -> None:
-        """Start the processes."""
-        context = multiprocessing.get_context("spawn")
+    def _submit(self, documents: Sequence[Document]) -> Future[list[Encoded]]:
+        """Let a process tokenize documents; the first calls start the processes."""
+        if self._pool is None:
+            self._others = multiprocessing.active_children()
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._count, spawn, _start, (self._encoder,))
+            # It unblocks signals when it starts, so it is started before they are blocked.
+            resource_tracker.ensure_running()
         # A terminal sends SIGINT to all of its processes, and a batch system other signals: this
         # process decides when the others end. They inherit the mask, so that none ends while it
-        # imports. The resource tracker, which unblocks signals when it starts, is started before.
-        resource_tracker.ensure_running()
+        # imports.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            for _ in range(self._count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_main, args=(self._encoder, theirs), daemon=True, name="tokenizer")
-                with host_only():
-                    process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._free.put(_Worker(process, ours))
+            with host_only():
+                return self._pool.submit(_encode, documents)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def close(self) -> None:
-        """End the processes at once: they write nothing."""
-        for process in self._processes:
-            process.kill()
-        # The threads find that their processes have ended.
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.join()
-        while not self._free.empty():
-            self._free.get().connection.close()
 
-    def _encode_in_worker(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Return what a free process answers; runs in a thread, of which there is one for each process."""
-        worker = self._free.get()
-        try:
-            return worker.encode(documents)
-        finally:
-            self._free.put(worker)
+_encoder: DocumentEncoder
 
 
-class _Worker:
-    """A process that tokenizes, and the connection to it."""
-
-    def __init__(self, process: BaseProcess, connection: Any) -> None:
-        self._process = process
-        self.connection = connection
-
-    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Return the tokens of documents.
-
-        Raises:
-            ValueError: of the tokenizer, or the process has ended.
-        """
-        try:
-            self.connection.send(documents)
-            answer = self.connection.recv()
-        except (EOFError, OSError):
-            self._process.join()
-            assert self._process.exitcode is not None
-            reason = describe_exit(self._process.exitcode, remedy="use fewer --workers")
-            raise ValueError(
-                f"a process that tokenizes ended with {reason}; start the same command to continue"
-            ) from None
-        if isinstance(answer, UnrenderedConversationError):
-            raise answer
-        if isinstance(answer, str):
-            raise ValueError(answer)
-        return answer
-
-
-def _main(encoder: DocumentEncoder, connection: Any) -> None:
-    """Answer each call with the tokens of its documents, or the message of an error."""
+def _start(encoder: DocumentEncoder) -> None:
+    """Prepare a process for ``_encode``."""
+    # A process of a pool keeps what its tasks share in its module: the tokenizer has megabytes.
+    global _encoder
+    _encoder = encoder
     use_one_tokenizer_thread()
-    while True:
-        # The process that started this one has ended, even by SIGKILL, when its connection has.
-        try:
-            documents = connection.recv()
-        except (EOFError, OSError):
-            return
-        answer: Any
-        try:
-            answer = encoder.encode(documents)
-        except UnrenderedConversationError as error:
-            answer = error
-        except ValueError as error:
-            answer = str(error)
-        try:
-            connection.send(answer)
-        except OSError:
-            return
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _encode(documents: Sequence[Document]) -> list[Encoded]:
+    return _encoder.encode(documents)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,160 @@
+"""Reads the document of a row; a row without one is an error, or left out and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.data.sources.conversations import COLUMNS, TEMPLATE_COLUMNS, conversation_text, type_of
+
+REMEDY = "correct it, or set data.on_bad_rows to skip to leave such rows out"
+
+
+class Shard(Protocol):
+    """A part of a corpus that is read in order."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What distinguishes the shard's content from that of others, as JSON values."""
+        ...
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts from position ``start`` on, each with the position after it; 0 is the beginning."""
+        ...
+
+    def place_of(self, position: int) -> str:
+        """Return the file, and the line or row, of the document that ends at a position."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where a document is; its name is made when a message needs it: the number of a line is counted then."""
+
+    shard: Shard
+    position: int
+
+    def __str__(self) -> str:
+        return self.shard.place_of(self.position)
+
+
+class BadRowError(ValueError):
+    """A row has no document.
+
+    Args:
+        kind: under which such rows are counted.
+        message: what the row is or has, after its place.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class BadRows:
+    """What happens to rows without a document: ``data.on_bad_rows``.
+
+    Args:
+        config: the policy, and the name of the dataset for messages.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config = config
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.counts.items()))
+
+    def leave_out(self, kind: str, description: str) -> None:
+        """Count a bad row; print a line for the first of its kind, the 10th, the 100th and so on.
+
+        Raises:
+            ValueError: the policy is ``error``.
+        """
+        # What a message quotes of the file may have no UTF-8 form.
+        description = description.encode(errors="replace").decode()
+        if self._config.on_bad_rows == "error":
+            raise ValueError(f"{description}: {REMEDY}")
+        self.counts[kind] += 1
+        if str(self.counts[kind]).strip("0") == "1":
+            rows = f"{self.counts.total():,} rows of {self._config.dataset!r} so far ({self})"
+            print(f"data.on_bad_rows skip: left out {rows}, the last: {description}", flush=True)
+
+
+class RowReader:
+    """Reads rows: a text in one column, or a conversation.
+
+    Args:
+        config: format, columns and the policy for bad rows.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.bad_rows = BadRows(config)
+        self._config = config
+        if config.has_conversations:
+            required, optional = COLUMNS[config.format]
+            self.required, self.optional = required, (*optional, *TEMPLATE_COLUMNS)
+            self.identity = f"ConversationRows(format={config.format!r})"
+            self._option = f"data.format {config.format}"
+        else:
+            self.required, self.optional = (config.text_column,), ()
+            self.identity = f"TextRows(column={config.text_column!r})"
+            self._option = "data.text_column"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read: those that a row must have, and those that it may have."""
+        return (*self.required, *self.optional)
+
+    def require_columns(self, place: str, names: Sequence[str]) -> None:
+        """Raise ``ValueError`` unless a table has the columns that a row must have."""
+        for name in self.required:
+            if name not in names:
+                raise ValueError(f"{name!r} ({self._option}) is not in {place}: its columns are {list(names)}")
+
+    def read(self, load: Callable[[], Any], place: Place) -> str | None:
+        """Return the document of a row, or None if it is left out.
+
+        Args:
+            load: returns the row, or raises what the file's format raises for a damaged one.
+            place: where the row is.
+
+        Raises:
+            ValueError: it has no document, and ``data.on_bad_rows`` is ``error``.
+        """
+        return self.checked(lambda: self._document(load()), place)
+
+    def checked(self, document: Callable[[], str], place: Place) -> str | None:
+        """Return a document that is a text with a UTF-8 form, as ``read``."""
+        try:
+            text = document()
+            text.encode()  # half of a surrogate pair, which the json module accepts, has no UTF-8 form
+            return text
+        except UnicodeError as error:
+            kind, problem = "not UTF-8", f"is not UTF-8 ({error})"
+        except BadRowError as error:
+            kind, problem = error.kind, str(error)
+        except (ValueError, RecursionError) as error:
+            kind, problem = "not JSON", f"is not JSON ({error})"
+        self.bad_rows.leave_out(kind, f"{place} {problem}")
+        return None
+
+    def _document(self, row: Any) -> str:
+        if not isinstance(row, dict):
+            raise BadRowError("not a JSON object", f"is {type_of(row)}, not a JSON object")
+        for name in self.required:
+            if name not in row:
+                message = f"has no {name!r} ({self._option}): its columns are {list(row)}"
+                raise BadRowError("without the column", message)
+        if self._config.has_conversations:
+            try:
+                return conversation_text(row, self._config.format)
+            except ValueError as error:
+                raise BadRowError("not a conversation", f"{error} ({self._option})") from error
+        text = row[self._config.text_column]
+        if not isinstance(text, str):
+            kind = "null" if text is None else "not text"
+            column = f"column {self._config.text_column!r} ({self._option})"
+            raise BadRowError(kind, f"has {type_of(text)} in {column}, not text")
+        return text
