@@ -51,7 +51,9 @@ def write(directory: Path, **sections: dict[str, Any]) -> Path:
     return write_config(directory, **base)
 
 
-def offload(fraction: float | None, *, in_forward: bool = False) -> dict[str, Any]:
+def offload(fraction: float, *, in_forward: bool = False) -> dict[str, Any]:
+    if not fraction:
+        return {}
     return {
         "optimizer_offload_fraction": fraction,
         "optimizer_staging_gib": 3 * 12 * 256 / 2**30,
@@ -67,7 +69,7 @@ def results(directory: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose states all stay on the device, updated by the same arithmetic."""
+    """A run whose states all stay on the device."""
     directory = tmp_path_factory.mktemp("resident")
     with mock.patch.object(type(backend), "host_transfers", lambda self: DeferredTransfers()), small_chunks():
         succeed(run_here(write(directory, optimizer=offload(0.0))))
@@ -85,10 +87,10 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_every_fraction_has_the_bits_of_resident_states(
-    resident: Path, tmp_path: Path, fraction: float | None, in_forward: bool, memory: dict[str, Any]
+    resident: Path, tmp_path: Path, fraction: float, in_forward: bool, memory: dict[str, Any]
 ) -> None:
     output = succeed(run_here(write(tmp_path, optimizer=offload(fraction, in_forward=in_forward), memory=memory)))
-    percent = 100 if fraction is None else round(100 * fraction)
+    percent = round(100 * fraction)
     where = "in the next forward" if in_forward else "after backward"
     assert f"optimizer states: {percent}% of masters and moments in host memory, updated {where}" in output
     assert results(tmp_path) == results(resident)
@@ -274,4 +276,4 @@ def test_what_states_on_the_host_exclude(tmp_path: Path, monkeypatch: pytest.Mon
         trainer={"enable_cuda_graph": True},
     )
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: None)
-    refused(name, f"the backend is {backend.name}", "set it to false", optimizer=offload(1.0))
+    refused(name, f"the backend is {backend.name}", "set it to 0", optimizer=offload(1.0))
