@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.architectures.experts import options_of, require_option_of
@@ -40,10 +39,16 @@ def _descriptions() -> str:
     return f"Args:\n{''.join(kept)}"
 
 
-_Fields: Any = dataclasses.make_dataclass("_Fields", _optional_fields(), frozen=True)
+def _check(options: Any) -> None:
+    check_options(options, "moe")
 
 
-@dataclass(frozen=True)
+# __init__ calls a __post_init__ that exists when it is made: one of a subclass would not be called.
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields", _optional_fields(), frozen=True, namespace={"__post_init__": _check}
+)
+
+
 class MoEOptions(_Fields):
     """Options of mixture-of-experts layers, with Megatron's and NeMo's names.
 
@@ -53,9 +58,6 @@ class MoEOptions(_Fields):
     Models with ``sinkhorn``, ``sigmoid``, a bias of the routers, or a shared expert that transformers' model does not
     have, are trained without export.
     """
-
-    def __post_init__(self) -> None:
-        check_options(self, "moe")
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
