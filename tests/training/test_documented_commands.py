@@ -23,23 +23,21 @@ pytestmark = pytest.mark.skipif(backend.name != "cpu", reason="the commands do n
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = "docs/getting_started.md"
-FENCED = re.compile(r"^```(?:bash)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # language and text
 # The steps of a recipe for a real model; appended to its command.
 FEW_STEPS = ["--trainer.max-steps", "3", "--optimizer.warmup-steps", "1"]
 
 
+def blocks(page: str, *languages: str) -> list[str]:
+    """The fenced blocks of ``languages`` in a page."""
+    found = FENCED.findall((ROOT / page).read_text(encoding="utf-8"))
+    return [text for language, text in found if language in languages]
+
+
 def commands(page: str, *programs: str) -> list[list[str]]:
     """The words of each command of ``programs`` in the fenced blocks of a page."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    lines = [line for block in FENCED.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for text in blocks(page, "", "bash") for line in text.replace("\\\n", " ").splitlines()]
     return [words for line in lines if line.startswith(programs) and (words := shlex.split(line, comments=True))]
-
-
-def block(page: str, language: str) -> str:
-    """The only fenced block of ``language`` in a page."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return found
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def directory(tmp_path: Path) -> Path:
     tokenizer().save_pretrained(tmp_path / "MODEL_DIRECTORY")
     write_rows(tmp_path / "conversations.jsonl", CONVERSATIONS)
     write_jsonl(tmp_path / "corpus.jsonl", LINES)
-    options: dict[str, dict[str, Any]] = yaml.safe_load(block(GUIDE, "yaml"))
+    options: dict[str, dict[str, Any]] = yaml.safe_load("".join(blocks(GUIDE, "yaml")))
     options["data"] |= {"seq_length": 24, "global_batch_size": 2, "eval_sequences": 4}
     options["optimizer"] |= {"lr": 0.001, "warmup_steps": 1}
     options["trainer"] |= {"max_steps": 6}
@@ -93,7 +91,7 @@ def test_the_commands_of_the_guide(directory: Path) -> None:
     assert steps(directory, "two") == list(range(1, 7))
     assert "resuming after step 6" in printed[4] and steps(directory, "mine") == list(range(1, 121))
     # What the guide does with the export.
-    program = [sys.executable, "-c", block(GUIDE, "python")]
+    program = [sys.executable, "-c", *blocks(GUIDE, "python")]
     done = subprocess.run(program, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("def main("), done.stderr[-4000:]
 
