@@ -99,7 +99,7 @@ def page() -> str:
         "## Models with experts, fp32",
         "T and EP = 1, 2 and 4, up to 16 ranks, with and without sequence parallelism, both dispatchers. 2 layers, "
         "hidden 64, 2 x 32 tokens on each data-parallel rank. The loss includes transformers' balancing loss with "
-        "coefficient 0.1; its error is the worst rank's. Gradients are those of the mean loss over data-parallel "
+        "coefficient 0.1; its error is the worst rank's. Gradients are of the mean loss over data-parallel "
         "ranks. Bit-equal: every gradient is the same without recompute, with recompute of the MoE layers and of full "
         "layers. "
         f"{run_of(experts)} ([rows](numerics/experts.csv)).",
