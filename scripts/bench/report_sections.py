@@ -15,19 +15,6 @@ SHARED_HOST = (
     "benchmark."
 )
 Row = dict[str, str]
-# What a later row of optimizer states or of ZeRO-3 replaces.
-STATE_SETTING = (
-    "device",
-    "model",
-    "tensor_parallel",
-    "variant",
-    "tokens",
-    "accumulation",
-    "memory",
-    "states",
-    "cap_gib",
-)
-SHARDED_SETTING = ("device", "model", "data_parallel", "tensor_parallel", "tokens", "states", "recompute", "variant")
 STATE_COLUMNS = {
     "device": "device",
     "model": "model",
@@ -42,6 +29,7 @@ STATE_COLUMNS = {
     "document_tokens": "document",
     "step_ms": "ms",
     "floor_ms": "floor ms",
+    "link_gb_per_s": "link GB/s",
     "tokens_per_s_per_device": "tokens/s/GPU",
     "peak_gib": "GiB",
     "host_gib": "GiB on the host",
@@ -122,13 +110,6 @@ def column_lines(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
     return lines + [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
 
 
-def latest_rows(rows: Sequence[Row], setting: Sequence[str]) -> list[Row]:
-    """Return the last row of each setting, ordered by model and tokens; failures are shortened to the error's name."""
-    latest = {tuple(row[column] for column in setting): row for row in rows}
-    ordered = sorted(latest.values(), key=lambda row: (row["model"], int(row["tokens"])))
-    return [row | {"failure": row["failure"].partition(":")[0]} for row in ordered]
-
-
 def expert_parts() -> list[str]:
     """Return the sections of mixtures of experts."""
     parts: list[str] = []
@@ -167,8 +148,8 @@ def state_parts() -> list[str]:
         "host. `floor ms`: the states once in each direction over the link, at the speed measured before the "
         "row. `cap GiB`: limit of the device memory. `document`: attention within documents of "
         "that many tokens, so the row shows memory only. A row without flash-attn-4 among its peers has cuDNN's "
-        f"attention. {SHARED_HOST} The last row of each setting; [all rows](benchmarks/state_offload.csv).",
-        "\n".join(column_lines(latest_rows(rows, STATE_SETTING), STATE_COLUMNS)),
+        f"attention. {SHARED_HOST} ([rows](benchmarks/state_offload.csv)).",
+        "\n".join(column_lines(rows, STATE_COLUMNS)),
     ]
 
 
@@ -184,8 +165,8 @@ def sharded_parts() -> list[str]:
         "Ours and FSDP2 on transformers' model with Liger-Kernel, one model over D x T GPUs of a host, one sequence "
         "for each T of them, full steps with clipping. `states`: fp32 shards are masters, with fp32 moments and "
         "reductions (16 bytes per parameter over D x T); bf16 shards are weights, with bf16 moments and reductions "
-        "(8 bytes). The last row of each setting; [all rows](benchmarks/sharded_step.csv).",
-        "\n".join(column_lines(latest_rows(rows, SHARDED_SETTING), SHARDED_COLUMNS)),
+        "(8 bytes) ([rows](benchmarks/sharded_step.csv)).",
+        "\n".join(column_lines(rows, SHARDED_COLUMNS)),
     ]
 
 
