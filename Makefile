@@ -50,6 +50,7 @@ check: setup ## lint, format, types, import levels, size limits
 	$(PYTHON) scripts/file_tree.py
 	$(PYTHON) -m scripts.option_reference
 	$(PYTHON) -m scripts.bench.report
+	$(PYTHON) -m scripts.bench.numerics_page
 
 NXD_SOURCE ?= build/neuronx-distributed
 NXD_REVISION := fbac349b61a3adbb123c2983835af692840ff62f
@@ -67,8 +68,9 @@ golden: setup ## record the golden losses anew
 	$(PYTHON) -m scripts.golden
 
 parity: setup ## compare losses and gradients with transformers, and record the tables
-	$(PYTHON) -m scripts.bench.parity --output docs/numerics.md
-	$(PYTHON) -m scripts.bench.moe_parity --output docs/numerics_moe.md
+	$(PYTHON) -m scripts.bench.parity --record
+	$(PYTHON) -m scripts.bench.moe_parity --record
+	$(PYTHON) -m scripts.bench.numerics_page --write
 
 bench: parity ## parity, and the race of forward + backward against transformers
 	$(PYTHON) -m scripts.bench.races.forward_backward --append

@@ -1,6 +1,6 @@
 """Makes the parity table of models with experts: against transformers, over every split T x EP.
 
-    python -m scripts.bench.moe_parity [--output docs/numerics_moe.md] [--world-sizes 1 2 4]
+    python -m scripts.bench.moe_parity [--record] [--world-sizes 1 2 4]
 
 Starts its own gloo ranks, up to 16. The exit status is 1 if a figure is above its bound.
 """
@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -33,7 +29,8 @@ from nxd_memopt.parallel_layers.checkpointing import get_sharded_model_dict
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.resharding import gather_experts, gather_full_tensor
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
-from scripts.bench.parity import GRADIENT_BOUND, LOSS_BOUND, ON_OFF, YES_NO, free_port, relative_error
+from scripts.bench.numerics_page import GRADIENT_BOUND, LOSS_BOUND, ON_OFF, YES_NO, record_rows
+from scripts.bench.parity import free_port, relative_error
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -230,48 +227,32 @@ def run_world(world_size: int) -> list[Row]:
     return rows
 
 
-def report(rows: list[Row]) -> str:
-    """Return the table as Markdown."""
-    lines = [
-        "# Numerics of models with experts",
-        "",
-        "Written by `python -m scripts.bench.moe_parity --output docs/numerics_moe.md` on "
-        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}), gloo.",
-        "",
-        "fp32, random weights, 2 layers, hidden 64, 2 x 32 tokens on each data-parallel rank. The loss has "
-        "transformers' balancing loss with coefficient 0.1; its error is relative, of the worst rank. Gradients are "
-        "those of the mean loss over data-parallel ranks; their error is the largest `|ours - theirs| / |theirs|` "
-        "over every parameter, "
-        "gathered from all ranks. `bit-equal`: every gradient is the same bits with recompute none, of the MoE layers "
-        f"and of full layers. Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}.",
-        "",
-        "| model | T | EP | SP | dispatcher | loss error | gradient error | worst parameter | bit-equal |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.case} | {row.tensor} | {row.expert} | {ON_OFF[row.sequence_parallel]} | {row.dispatcher} | "
-            f"{row.loss_error:.1e} | {row.gradient_error:.1e} | `{row.worst_parameter}` | {YES_NO[row.bit_equal]} |"
-        )
-    return "\n".join(lines) + "\n"
+def expert_row(row: Row) -> dict[str, str]:
+    """Return the recorded row of a split."""
+    return {
+        "model": row.case,
+        "tensor_parallel": str(row.tensor),
+        "expert_parallel": str(row.expert),
+        "sequence_parallel": ON_OFF[row.sequence_parallel],
+        "dispatcher": row.dispatcher,
+        "loss_error": f"{row.loss_error:.1e}",
+        "gradient_error": f"{row.gradient_error:.1e}",
+        "worst_parameter": row.worst_parameter,
+        "bit_equal": YES_NO[row.bit_equal],
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
+    parser.add_argument("--record", action="store_true", help="write docs/numerics/experts.csv")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=WORLD_SIZES, help="T x EP of the splits to run")
     arguments = parser.parse_args()
-    output = arguments.output
     rows = [row for world_size in arguments.world_sizes for row in run_world(world_size)]
     rows.sort(key=lambda row: list(CASES).index(row.case))
-    text = report(rows)
-    print(text)
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
+    if arguments.record:
+        record_rows("experts", [expert_row(row) for row in rows])
     failed = [row for row in rows if not row.holds]
-    for row in failed:
-        print(f"above its bound: {row}", file=sys.stderr)
+    print(f"{len(rows)} rows, {len(failed)} above their bounds", *failed, sep="\n")
     return int(bool(failed))
 
 

@@ -1,6 +1,6 @@
 """Makes the parity table: our models against transformers over T, sequence parallelism and recompute.
 
-    python -m scripts.bench.parity [--output docs/numerics.md]
+    python -m scripts.bench.parity [--record]
 
 Starts its own gloo ranks. The exit status is 1 if a figure is above its bound.
 """
@@ -8,15 +8,12 @@ Starts its own gloo ranks. The exit status is 1 if a figure is above its bound.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import socket
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -35,15 +32,9 @@ from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelL
 from nxd_memopt.parallel_layers.mappings import scatter_to_sequence_parallel_region
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
+from scripts.bench.numerics_page import BF16_BOUND, GRADIENT_BOUND, LOSS_BOUND, ON_OFF, YES_NO, record_rows
 
-LOSS_BOUND = 1e-6
-GRADIENT_BOUND = 2e-5
-# bf16 has 8 significant bits: each rounding is up to 2e-3 relative, and a reduction over T ranks
-# rounds again.
-BF16_BOUND = 1e-2
 WORLD_SIZES = (1, 2, 4)
-ON_OFF = {True: "on", False: "off"}
-YES_NO = {True: "yes", False: "NO"}
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -93,7 +84,7 @@ StepResult = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass
 class Row:
-    """One line of the table of models.
+    """One row of a model.
 
     ``bit_equal`` compares loss and gradients with those of recompute none, without and with
     dropout.
@@ -387,56 +378,36 @@ def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
     return answer
 
 
-def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
-    """Return the tables as Markdown."""
-    lines = [
-        "# Numerics",
-        "",
-        "Written by `python -m scripts.bench.parity --output docs/numerics.md` on "
-        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}), gloo.",
-        "",
-        "## Models against transformers, fp32",
-        "",
-        "Random weights (norms and biases moved off one and zero), 2 layers, hidden 64, 8 heads, vocabulary 131 (not "
-        "divisible by T), batch 2 x 32 tokens; the reference runs in one process. Loss error is relative; gradient "
-        "error is the largest `|ours - theirs| / |theirs|` over every parameter, gathered from all ranks. "
-        "`bit-equal`: loss and every gradient equal those of recompute none on every rank, without dropout and with "
-        f"dropout 0.1. Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}. Sequence parallelism at T=1 is refused as a "
-        "configuration error.",
-        "",
-        "| model | T | SP | recompute | loss error | gradient error | worst parameter | bit-equal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.case} | {row.world_size} | {ON_OFF[row.sequence_parallel]} | {row.recompute} | "
-            f"{row.loss_error:.1e} | {row.gradient_error:.1e} | `{row.worst_parameter}` | "
-            f"{YES_NO[row.bit_equal]} |"
-        )
-    lines += [
-        "",
-        "## Linear layers in bf16",
-        "",
-        "bf16 input 32 x 96, output 80, against float64 on the same bf16 values; fp32 weights run under autocast. The "
-        f"worst rank's relative error; bound {BF16_BOUND:g}.",
-        "",
-        "| layer | weight | T | SP | dX | dW | db |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in layer_rows:
-        errors = " | ".join(f"{row.errors[name]:.1e}" for name in ("dX", "dW", "db"))
-        lines.append(
-            f"| {row.layer} | {row.weight_dtype} | {row.world_size} | {ON_OFF[row.sequence_parallel]} | {errors} |"
-        )
-    return "\n".join(lines) + "\n"
+def model_row(row: Row) -> dict[str, str]:
+    """Return the recorded row of a model."""
+    return {
+        "model": row.case,
+        "tensor_parallel": str(row.world_size),
+        "sequence_parallel": ON_OFF[row.sequence_parallel],
+        "recompute": row.recompute,
+        "loss_error": f"{row.loss_error:.1e}",
+        "gradient_error": f"{row.gradient_error:.1e}",
+        "worst_parameter": row.worst_parameter,
+        "bit_equal": YES_NO[row.bit_equal],
+    }
+
+
+def linear_row(row: LayerRow) -> dict[str, str]:
+    """Return the recorded row of a linear layer."""
+    return {
+        "layer": row.layer,
+        "weight": row.weight_dtype,
+        "tensor_parallel": str(row.world_size),
+        "sequence_parallel": ON_OFF[row.sequence_parallel],
+        **{name.lower(): f"{error:.1e}" for name, error in row.errors.items()},
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the tables to this Markdown file")
-    output = parser.parse_args().output
-    # The table is sorted by model; the sort is stable, so T stays in ascending order within it.
+    parser.add_argument("--record", action="store_true", help="write docs/numerics/models.csv and linear.csv")
+    record = parser.parse_args().record
+    # The rows are sorted by model; the sort is stable, so T stays in ascending order within it.
     rows: list[Row] = []
     layer_rows: list[LayerRow] = []
     for size in WORLD_SIZES:
@@ -444,10 +415,9 @@ def main() -> int:
         rows += model_rows
         layer_rows += linear_rows
     rows.sort(key=lambda row: list(CASES).index(row.case))
-    text = report(rows, layer_rows)
-    print(text)
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
+    if record:
+        record_rows("models", [model_row(row) for row in rows])
+        record_rows("linear", [linear_row(row) for row in layer_rows])
     failed = [row for row in (*rows, *layer_rows) if not row.holds]
     count = len(rows) + len(layer_rows)
     print(f"{count} rows, {len(failed)} above their bounds", *failed, sep="\n")

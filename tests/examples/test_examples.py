@@ -1,4 +1,4 @@
-"""Runs every file of docs/examples on two CPU processes."""
+"""Runs every file of docs/examples, and the README's loop, on two CPU processes."""
 
 from __future__ import annotations
 
@@ -56,6 +56,30 @@ def test_a_training_loop(pretrained: Path, tmp_path: Path) -> None:
     assert len(found) == 10 and found[-1] < found[0]
     assert found == pytest.approx(alone, rel=0.02)  # bf16, sums in another order
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+def loss_of(directory: Path, ids: torch.Tensor) -> float:
+    """The loss that transformers computes in fp32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(ids, labels=ids).loss.item()
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_readme(pretrained: Path, tmp_path: Path) -> None:
+    """The loop as it is printed lowers the loss of its batch, and transformers loads the export."""
+    readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
+    (loop,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert len(loop.splitlines()) <= 25
+    for name, path in (("path/to/llama", pretrained), ("path/to/export", tmp_path / "export")):
+        assert name in loop
+        loop = loop.replace(name, str(path))
+    before, word, after = loop.partition("for input_ids in batches:")
+    batches = "batches = [torch.arange(32, device=backend.device).unsqueeze(0)] * 20\n"
+    (tmp_path / "loop.py").write_text(before + batches + word + after, encoding="utf-8")
+    run(tmp_path / "loop.py")
+    ids = torch.arange(32).unsqueeze(0)
+    assert loss_of(tmp_path / "export", ids) < loss_of(pretrained, ids) - 1e-3
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class Case:
 
 
 # Our own Mixtral has transformers' names and layout, and E instead of E/k in its balancing loss: it
-# is compared with transformers (docs/numerics_moe.md).
+# is compared with transformers (docs/numerics.md).
 BOTH = ("nxd", "ours")
 CASES = (
     Case("llama"),

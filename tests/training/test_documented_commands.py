@@ -1,4 +1,4 @@
-"""Runs each command of docs/training.md, in the page's order, and the README's command of fine-tuning."""
+"""Runs the commands of docs/getting_started.md and docs/training.md, in the pages' order; README has a part of them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ from tests.training.runs import LINES, LLAMA, environment, rows, write_jsonl
 pytestmark = pytest.mark.skipif(backend.name != "cpu", reason="the commands do not depend on the device")
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCED = re.compile(r"^```(?:bash)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+GUIDE = "docs/getting_started.md"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # language and text
 # The steps of a recipe for a real model; appended to its command.
 FEW_STEPS = ["--trainer.max-steps", "3", "--optimizer.warmup-steps", "1"]
 
 
+def blocks(page: str, *languages: str) -> list[str]:
+    """The fenced blocks of ``languages`` in a page."""
+    found = FENCED.findall((ROOT / page).read_text(encoding="utf-8"))
+    return [text for language, text in found if language in languages]
+
+
 def commands(page: str, *programs: str) -> list[list[str]]:
     """The words of each command of ``programs`` in the fenced blocks of a page."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    lines = [line for block in FENCED.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for text in blocks(page, "", "bash") for line in text.replace("\\\n", " ").splitlines()]
     return [words for line in lines if line.startswith(programs) and (words := shlex.split(line, comments=True))]
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A working directory with everything that the commands name."""
+    """A working directory with everything that the commands name; ``my.yaml`` is the guide's, with small sizes."""
     torch.manual_seed(0)
     sizes = LLAMA | {"max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
     config = transformers.LlamaConfig(**{name: value for name, value in sizes.items() if name != "model_type"})
@@ -44,12 +50,10 @@ def directory(tmp_path: Path) -> Path:
     tokenizer().save_pretrained(tmp_path / "MODEL_DIRECTORY")
     write_rows(tmp_path / "conversations.jsonl", CONVERSATIONS)
     write_jsonl(tmp_path / "corpus.jsonl", LINES)
-    options: dict[str, Any] = {
-        "model": {"pretrained": "MODEL_DIRECTORY"},
-        "data": {"dataset": "corpus.jsonl", "seq_length": 24, "global_batch_size": 2, "eval_sequences": 4},
-        "optimizer": {"lr": 0.001, "warmup_steps": 1},
-        "trainer": {"output_dir": "runs/mine", "max_steps": 6},
-    }
+    options: dict[str, dict[str, Any]] = yaml.safe_load("".join(blocks(GUIDE, "yaml")))
+    options["data"] |= {"seq_length": 24, "global_batch_size": 2, "eval_sequences": 4}
+    options["optimizer"] |= {"lr": 0.001, "warmup_steps": 1}
+    options["trainer"] |= {"max_steps": 6}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     return tmp_path
 
@@ -78,16 +82,29 @@ def steps(directory: Path, run: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_command_of_the_page(directory: Path) -> None:
-    found = commands("docs/training.md", "nxd-memopt", "torchrun")
-    *alone, on_hosts = found
-    assert [words[1] for words in alone] == ["train", "prepare", *["train"] * 4] and on_hosts[0] == "torchrun"
-    printed = [finish(start(words + FEW_STEPS * ("--recipe" in words), directory)) for words in alone]
-    assert "⟦" in printed[0] and steps(directory, "fine_tune") == [1, 2, 3]
+def test_the_commands_of_the_guide(directory: Path) -> None:
+    found = commands(GUIDE, "nxd-memopt")
+    assert [words[1] for words in found] == ["doctor", *["train"] * 4, "plan", "plan"]
+    printed = [finish(start(words + FEW_STEPS * ("--recipe" in words), directory)) for words in found]
+    assert "⟦" in printed[1] and steps(directory, "fine_tune") == [1, 2, 3]
     assert (directory / "runs" / "fine_tune" / "export" / "model.safetensors").is_file()
-    assert "resuming after step 6" in printed[3] and steps(directory, "mine") == list(range(1, 9))
-    assert "optimizer.lr: 0.001 -> 0.0001" in printed[4] and steps(directory, "lower") == [9, 10]
-    assert "warm start" in printed[5] and steps(directory, "new") == list(range(1, 7))
+    assert steps(directory, "two") == list(range(1, 7))
+    assert "resuming after step 6" in printed[4] and steps(directory, "mine") == list(range(1, 121))
+    # What the guide does with the export.
+    program = [sys.executable, "-c", *blocks(GUIDE, "python")]
+    done = subprocess.run(program, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("def main("), done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_training_page(directory: Path) -> None:
+    *alone, on_hosts = commands("docs/training.md", "nxd-memopt", "torchrun")
+    assert [words[1] for words in alone] == ["prepare", *["train"] * 3] and on_hosts[0] == "torchrun"
+    printed = [finish(start(words, directory)) for words in alone]
+    assert steps(directory, "mine") == list(range(1, 7))
+    assert "optimizer.lr: 0.001 -> 0.0001" in printed[2] and steps(directory, "lower") == [7, 8, 9, 10]
+    assert "warm start" in printed[3] and steps(directory, "new") == list(range(1, 7))
     # Two hosts, which are this one twice.
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -100,12 +117,13 @@ def test_every_command_of_the_page(directory: Path) -> None:
 
 
 def test_the_extra_that_is_installed_exists() -> None:
-    (words,) = commands("docs/training.md", "pip")
+    (words,) = commands(GUIDE, "pip")
     assert words[:2] == ["pip", "install"] and len(words) == 3
     extra = re.fullmatch(r"\.\[(\w+)\]", words[2])
     assert extra is not None and f'"{extra[1]}": ' in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
-def test_the_readme_fine_tunes_with_one_command_of_the_page() -> None:
-    readme = commands("README.md", "nxd-memopt train --recipe fine_tune")
-    assert len(readme) == 1 and readme[0] in commands("docs/training.md", "nxd-memopt train")
+def test_the_readme_has_commands_of_the_guide() -> None:
+    programs = ("pip", "make", "nxd-memopt")
+    readme = commands("README.md", *programs)
+    assert len(readme) == 3 and all(words in commands(GUIDE, *programs) for words in readme)
