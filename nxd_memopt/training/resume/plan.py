@@ -111,9 +111,9 @@ def find_checkpoint(option: str, name: str) -> Path:
 def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRun, notes: list[str]) -> ResumePlan:
     """Return the plan to continue from ``stored``, after comparing its options with this run's."""
     # Other text under the same options would be read at a position that counts other sequences.
-    if "tokens" not in stored.shared:
+    if "tokens" not in stored.shared or "trainer.precision" not in stored.config:
         raise ValueError(
-            f"{stored.directory} records no tokens to compare: it was written by version 0.2 or earlier, or by another "
+            f"{stored.directory} records no tokens or precision: it was written by version 0.2 or earlier, or by another "
             f"program: continue with the version or the program that wrote it, or {WARM_START}"
         )
     allowed = config.trainer.allow_changes
