@@ -23,7 +23,7 @@ from nxd_memopt.backends import backend
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
-_WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
+_WRITTEN = ("docs/benchmarks", "docs/numerics", "docs/numerics.md", "README.md")
 _VARIABLES = (  # environment variables that change what is measured
     "CUBLAS_WORKSPACE_CONFIG",
     "NVTE_FLASH_ATTN",
