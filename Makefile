@@ -47,7 +47,7 @@ check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/lint-imports
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/check_splits.py
-	$(PYTHON) scripts/file_tree.py
+	$(PYTHON) scripts/file_tree.py > /dev/null
 	$(PYTHON) -m scripts.option_reference
 	$(PYTHON) -m scripts.bench.report
 	$(PYTHON) -m scripts.bench.numerics_page

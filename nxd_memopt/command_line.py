@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         """Raise ``ValueError`` instead of printing the usage and exiting."""
         raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help shows the options")
 
-    def split(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    def separate(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the command's own flags, and the arguments that describe the run as ``nxd-memopt train`` takes them.
 
         Raises:

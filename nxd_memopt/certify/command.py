@@ -107,7 +107,7 @@ def read(arguments: Sequence[str]) -> Asked:
     Raises:
         ValueError: arguments contradict each other or the model's configuration.
     """
-    options, overrides = _parser().split(arguments)
+    options, overrides = _parser().separate(arguments)
     require_one_of("--backend", options.backend, BACKENDS)
     _require_valid_numbers(options)
     run = read_run(options, overrides)

@@ -43,7 +43,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     parser = Parser("prepare", "Tokenize all text of a run before training, which then only reads it.")
     workers = f"processes that tokenize (default: {cores}, a core each)"
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
-    options, train_arguments = parser.split(arguments)
+    options, train_arguments = parser.separate(arguments)
     require_installed(PROGRAM, "tyro", "yaml", "rich", extra="train")
     require_transformers(PROGRAM, extra="train")
     use_host_only()

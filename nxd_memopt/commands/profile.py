@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments, command = arguments[:start], arguments[start + 1 :]
         if not command:
             raise ValueError("-- has no COMMAND after it: write nxd-memopt profile -- nxd-memopt train --config FILE")
-    options, rest = _parser().split(arguments)
+    options, rest = _parser().separate(arguments)
     require_installed("nxd-memopt profile", "matplotlib", extra="train")
     mode = _mode(options, rest, command)
     for name, reader in (("nproc", "run"), ("html", "compare")):

@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("train", "Train on the ranks of this host.")
     parser.add_argument("--nproc", type=count, required=True, metavar="N", help="number of ranks")
     with user_errors():
-        options, train_arguments = parser.split(sys.argv[1:] if arguments is None else arguments)
+        options, train_arguments = parser.separate(sys.argv[1:] if arguments is None else arguments)
         if "RANK" in os.environ:
             raise ValueError(
                 f"--nproc {options.nproc} starts the ranks, but RANK is {os.environ['RANK']}: torchrun has started "

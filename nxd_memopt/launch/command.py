@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: options, configuration, platform and hosts do not fit together.
     """
-    options, train_arguments = parser().split(arguments)
+    options, train_arguments = parser().separate(arguments)
     require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
     launch = plan(options, train_arguments, os.environ)
     for note in launch.notes:

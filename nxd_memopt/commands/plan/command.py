@@ -124,7 +124,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     written = "write the fastest setting as YAML for nxd-memopt train --config"
     parser.add_argument("--write", metavar="FILE", help=written)
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of the shown settings by term as a .png file")
-    options, overrides = parser.split(arguments)
+    options, overrides = parser.separate(arguments)
     if options.plot is not None and not options.plot.endswith(".png"):
         raise ValueError(f"--plot {options.plot} is not a .png file: name one")
     require_memory("--device-memory-gib", options.device_memory_gib)

@@ -33,6 +33,10 @@ _OPTIMIZER = ("optimizer_", "store_param_remainders", "overlap_grad_reduce")
 def cell_of(row: Mapping[str, str]) -> Cell:
     """Return the step of a row."""
     options = {name: _value(text) for name, text in _OPTION.findall(row["options"])}
+    # Rows of before 2026-11-28 name a switch and a number.
+    options.pop("optimizer_cpu_offload", None)
+    if "recompute_keep_core_attn_num_layers" in options:
+        options["recompute_keep_core_attn"] = options.pop("recompute_keep_core_attn_num_layers")
     own = {name: options.pop(name) for name in ("T", "D", "sharding", "compile") if name in options}
     return Cell(
         name=row["cell"],
