@@ -242,10 +242,6 @@ def column_parallel(
         parameters: this rank's weights ``[n_i, H]`` and biases ``[n_i]`` (or None).
         comm: sharding of the input.
     """
-    if input.size(-1) != parameters[0][0].size(1):
-        raise ValueError(
-            f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
-        )
     # Vectors become one row: GEMMs with out= and collectives need rows.
     if input.dim() == 1:
         outputs = column_parallel(input.unsqueeze(0), parameters, comm)
@@ -357,10 +353,6 @@ class RowParallelLinear(BaseParallelLinear):
 
     def _local_input(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            if input.size(-1) != self.full_input_size:
-                raise ValueError(
-                    f"last dimension of the input is {input.size(-1)}, the layer's input_size {self.full_input_size}"
-                )
             # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T]
             # blocks become [T, stride], then shard positions are mapped to ranks.
             padding = self.input_size - self.full_input_size
@@ -369,11 +361,6 @@ class RowParallelLinear(BaseParallelLinear):
             input = swap_blocks(input, self.stride, self._group_size())
             input = swap_blocks(input, self.rank_stride, self._group_size() // self.rank_stride)
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
-        if input.size(-1) != self.input_size_per_partition:
-            raise ValueError(
-                f"last dimension of the input is {input.size(-1)} on this rank, "
-                f"input_size per partition is {self.input_size_per_partition}"
-            )
         return input
 
     def activation_sharding(self) -> ActivationSharding:

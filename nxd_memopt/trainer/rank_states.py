@@ -128,7 +128,7 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     """
     # Ranks that hold the same KV heads in this run must have equal values in the files. In the
     # order of the other platform their values are those of different heads.
-    names = [name for name, param in params.items() if _kv_blocks(param)]
+    names = [name for name, param in params.items() if _has_replicas(param)]
     if not names or not parallel_state.is_global_rank_zero():
         return
     for stage in range(files.pipeline_model_parallel_size):
@@ -146,13 +146,15 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
     """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in
     the files.
     """
-    for first, last in _kv_blocks(param):
-        # Full-parameter row range -> first rank that stores it; every later rank must be
-        # bit-equal.
-        owner: dict[tuple[int, int], int] = {}
-        for rank, shard in enumerate(stored):
-            earlier = owner.setdefault(_range_at(param, rank, first), rank)
-            if not bit_equal(shard[first:last], stored[earlier][first:last]):
+    # Rows of the full parameter -> the first rank that stores them, and its values. Later ranks must have the same.
+    owners: dict[tuple[int, int], tuple[int, Tensor]] = {}
+    for rank, shard in enumerate(stored):
+        offset = 0
+        for start, stop in shard_ranges(param, rank=rank):
+            rows = shard[offset : offset + stop - start]
+            offset += stop - start
+            earlier, values = owners.setdefault((start, stop), (rank, rows))
+            if earlier != rank and not bit_equal(rows, values):
                 raise ValueError(
                     f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these ranks "
                     "hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the other "
@@ -160,34 +162,12 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
                 )
 
 
-def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
-    """Return the local row ranges that other ranks store too."""
+def _has_replicas(param: Tensor) -> bool:
+    """Return whether other ranks store rows of the parameter too."""
     blocks = getattr(param, "blocks", None)
-    if not blocks:
-        if is_sharded(param) and getattr(param, "replicas", 1) > 1:
-            return [(0, param.size(0))]
-        return []
-    # A fused parameter is a sequence of blocks, [q, k, v] for example; only the blocks with
-    # replicas are returned.
-    ranges = []
-    start = 0
-    for block in blocks:
-        if block.replicas > 1:
-            ranges.append((start, start + block.rows))
-        start += block.rows
-    return ranges
-
-
-def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
-    """Return the rows of the full parameter that ``rank`` stores from the local row ``first``
-    on.
-    """
-    offset = 0
-    for start, stop in shard_ranges(param, rank=rank):
-        if offset == first:
-            return start, stop
-        offset += stop - start
-    raise AssertionError(f"no block of the parameter begins at row {first}")
+    if blocks:
+        return any(block.replicas > 1 for block in blocks)
+    return is_sharded(param) and getattr(param, "replicas", 1) > 1
 
 
 def _has_no_weights(files: RankFiles) -> bool:

@@ -41,5 +41,5 @@ UBUNTU = Machine(Path("/nonexistent"), soft_limit=1024, hard_limit=1048576)  # n
 def planned(
     recipe: str, *arguments: str, environ: Mapping[str, str] | None = None, machine: Machine = UBUNTU
 ) -> Launch:
-    options, train_arguments = command.parser().split(["--recipe", recipe, *TOKENIZER, *arguments])
+    options, train_arguments = command.parser().separate(["--recipe", recipe, *TOKENIZER, *arguments])
     return plan(options, train_arguments, environ or {}, machine)

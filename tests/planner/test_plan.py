@@ -46,7 +46,7 @@ def problem(model="llama-3-8b", device="h200", devices=8, length=8192, **options
 
 
 def run_of(*arguments: str) -> Run:
-    return read_run(*Parser("plan", "", models=True).split(arguments))
+    return read_run(*Parser("plan", "", models=True).separate(arguments))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

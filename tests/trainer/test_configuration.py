@@ -36,6 +36,16 @@ def test_what_is_not_offered_is_refused(options, facts):
     assert_says(error_message(lambda: trainer.neuronx_distributed_config(**options)), *facts)
 
 
+def test_a_model_is_its_only_pipeline_stage():
+    """NxD's examples train by ``run_train``, and recomputation takes ``local_modules``."""
+    linear = nn.Linear(2, 1)
+    model = trainer.NxDModel(linear, {})
+    assert model.local_modules() == [linear] and model.original_module() is linear
+    loss = trainer.NxDModel(nn.Sequential(linear, nn.Flatten(0)), {}).run_train(torch.ones(1, 2))
+    assert loss.shape == (1,) and torch.equal(linear.weight.grad, torch.ones(1, 2))
+    assert torch.equal(linear.bias.grad, torch.ones(1))
+
+
 def test_choices_of_recomputation_that_name_nothing_are_refused():
     model = nn.Sequential(nn.Linear(2, 2))
     assert classes_to_recompute(model, nn.Linear) == (nn.Linear,)

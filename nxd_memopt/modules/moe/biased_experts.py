@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,18 +9,13 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
-from nxd_memopt.modules.moe.expert_weights import expert_weight
+from nxd_memopt.modules.moe.experts import Experts, WeightFactory, linear_of_rows
 from nxd_memopt.ops.activation import activation
-from nxd_memopt.ops.autograd import cast_if_autocast_enabled
-from nxd_memopt.ops.block_linear import block_linear
-from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod
-from nxd_memopt.parallel_layers.utils import ShardedModule
 
 
-class BiasedExperts(ShardedModule):
+class BiasedExperts(Experts):
     """E MLPs ``dense_4h_to_h_e(act(dense_h_to_4h_e(x)))`` with biases, in the layout of ``Experts``.
 
     ``dense_h_to_4h`` is ``[E, F, H]`` with a bias ``[E, F]``, ``dense_4h_to_h`` ``[E, H, F]`` with a bias
@@ -37,51 +31,27 @@ class BiasedExperts(ShardedModule):
 
     has_biases = True
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        hidden_act: str,
-        *,
-        init_method: InitMethod,
-        use_cpu_initialization: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
+    def _add_weights(self, hidden_size: int, width: int, weight: WeightFactory, init_method: InitMethod) -> None:
         tensor_size = parallel_state.get_tensor_model_parallel_size()
-        expert_size = parallel_state.get_expert_model_parallel_size()
-        self.act = activation(hidden_act)
-        self.num_experts = num_experts
-        require_divisible("num_moe_experts", num_experts, "expert_model_parallel_size", expert_size)
-        require_divisible("moe_ffn_hidden_size", intermediate_size, "tensor_model_parallel_size", tensor_size)
         require_divisible("hidden_size", hidden_size, "tensor_model_parallel_size", tensor_size)
-        options: dict[str, Any] = {"on_cpu": use_cpu_initialization, "dtype": dtype, "device": device}
-        weight = partial(expert_weight, init_method=init_method, **options)
-        bias = partial(expert_weight, init_method=nn.init.zeros_, **options)
-        self.dense_h_to_4h = weight((num_experts, intermediate_size, hidden_size), 0, 1)
-        self.dense_h_to_4h_bias = bias((num_experts, intermediate_size), 0, 1)
-        self.dense_4h_to_h = weight((num_experts, hidden_size, intermediate_size), 1, 1)
-        self.dense_4h_to_h_bias = bias((num_experts, hidden_size), 0, 1)
+        self.act = activation(self.hidden_act)
+        num_experts = self.num_experts
+        self.dense_h_to_4h = weight((num_experts, width, hidden_size), 0, 1, init_method)
+        self.dense_h_to_4h_bias = weight((num_experts, width), 0, 1, nn.init.zeros_)
+        self.dense_4h_to_h = weight((num_experts, hidden_size, width), 1, 1, init_method)
+        self.dense_4h_to_h_bias = weight((num_experts, hidden_size), 0, 1, nn.init.zeros_)
         for parameter in (self.dense_h_to_4h_bias, self.dense_4h_to_h_bias):
             cast(Any, parameter).is_bias = True
 
-    def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-        """Return this rank's partial sum of each token's weighted outputs; arguments as in ``Experts.routed``."""
-        (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
-        assignment = assignment.without_rest()
-        outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
-        return add_rows(outputs, weights, assignment, x.size(0), masks_padding=True)
+    def _weights_for_kernels(self, x: Tensor) -> None:
+        del x
 
     def forward(self, rows: Tensor, counts: Tensor | None, block_experts: Tensor | None = None) -> Tensor:
         """Return this rank's partial sum of the outputs, ``[R, H]``; arguments as in ``Experts.forward``.
 
         Rows of padding, which are zeros, have outputs other than zero: ``add_rows`` leaves them out.
         """
-        linear = partial(grouped_linear, counts=counts)
-        if block_experts is not None:
-            linear = partial(block_linear, block_experts=block_experts)
+        linear = linear_of_rows(counts, block_experts)
         expert_of_row = _expert_of_row(rows, self.dense_h_to_4h.size(0), counts, block_experts)
         dtype = rows.dtype
         expanded = linear(rows, self.dense_h_to_4h.to(dtype))  # [R, F/T]

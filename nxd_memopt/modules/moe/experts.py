@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible, require_one_of
@@ -20,6 +21,15 @@ from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import ShardedModule
+
+WeightFactory = Callable[[tuple[int, ...], int, int, InitMethod], nn.Parameter]
+
+
+def linear_of_rows(counts: Tensor | None, block_experts: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the linear layer of rows that are sorted by expert, in blocks or by counts; see ``Experts.forward``."""
+    if block_experts is not None:
+        return partial(block_linear, block_experts=block_experts)
+    return partial(grouped_linear, counts=counts)
 
 
 class Experts(ShardedModule):
@@ -60,18 +70,20 @@ class Experts(ShardedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        require_one_of("hidden_act", hidden_act, tuple(ACTIVATIONS))
         tensor_size = parallel_state.get_tensor_model_parallel_size()
         expert_size = parallel_state.get_expert_model_parallel_size()
         self.hidden_act = hidden_act
         self.num_experts = num_experts
         require_divisible("num_moe_experts", num_experts, "expert_model_parallel_size", expert_size)
         require_divisible("moe_ffn_hidden_size", intermediate_size, "tensor_model_parallel_size", tensor_size)
-        weight = partial(
-            expert_weight, init_method=init_method, on_cpu=use_cpu_initialization, dtype=dtype, device=device
-        )
-        self.gate_up_proj = weight((num_experts, 2 * intermediate_size, hidden_size), 0, 2)
-        self.down_proj = weight((num_experts, hidden_size, intermediate_size), 1, 1)
+        weight = partial(expert_weight, on_cpu=use_cpu_initialization, dtype=dtype, device=device)
+        self._add_weights(hidden_size, intermediate_size, weight, init_method)
+
+    def _add_weights(self, hidden_size: int, width: int, weight: WeightFactory, init_method: InitMethod) -> None:
+        """Create the parameters; ``weight`` is ``expert_weight`` with all options but the method."""
+        require_one_of("hidden_act", self.hidden_act, tuple(ACTIVATIONS))
+        self.gate_up_proj = weight((self.num_experts, 2 * width, hidden_size), 0, 2, init_method)
+        self.down_proj = weight((self.num_experts, hidden_size, width), 1, 1, init_method)
 
     def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         """Return this rank's partial sum of each token's weighted outputs, ``[N, H]``.
@@ -86,17 +98,21 @@ class Experts(ShardedModule):
         """
         # Under autocast all matmuls have its dtype, and so have the sums.
         (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
-        gate_up, down = self._weights(x.dtype)
-        has_kernels = assignment.offsets is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act)
-        if not (has_kernels and backend.is_recording):
+        for_kernels = None if assignment.offsets is None else self._weights_for_kernels(x)
+        if for_kernels is None or not backend.is_recording:
             assignment = assignment.without_rest()
         # No row at all: a rank whose experts no token has chosen.
-        if has_kernels and assignment.offsets is not None and assignment.choices.numel() > 0:
+        if for_kernels is not None and assignment.offsets is not None and assignment.choices.numel() > 0:
             return cuda.routed_experts(
-                x, weights, assignment.choices, assignment.offsets, gate_up, down, self.hidden_act
+                x, weights, assignment.choices, assignment.offsets, *for_kernels, self.hidden_act
             )
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
-        return add_rows(outputs, weights, assignment, x.size(0))
+        return add_rows(outputs, weights, assignment, x.size(0), masks_padding=self.has_biases)
+
+    def _weights_for_kernels(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return both weights if kernels of this device compute these experts, otherwise None."""
+        gate_up, down = self._weights(x.dtype)
+        return (gate_up, down) if cuda.can_use_kernels(x, gate_up, down, self.hidden_act) else None
 
     def forward(self, rows: Tensor, counts: Tensor | None, block_experts: Tensor | None = None) -> Tensor:
         """Return this rank's partial sum of the outputs of its experts, ``[R, H]``.
@@ -107,9 +123,7 @@ class Experts(ShardedModule):
             block_experts: ``[blocks]``, the expert of each of equally long blocks of rows; None without blocks.
         """
         gate_up, down = self._weights(rows.dtype)
-        linear = partial(grouped_linear, counts=counts)
-        if block_experts is not None:
-            linear = partial(block_linear, block_experts=block_experts)
+        linear = linear_of_rows(counts, block_experts)
         gate, up = linear(rows, gate_up).chunk(2, dim=-1)  # [R, F/T]
         return linear(gated_activation(gate, up, self.hidden_act), down)
 

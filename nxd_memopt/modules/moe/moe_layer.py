@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
-from nxd_memopt.modules.moe.biased_experts import BiasedExperts
 from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
@@ -50,7 +49,7 @@ class MoELayer(nn.Module):
         *,
         factory: LayerFactory,
         shared_expert: nn.Module | None = None,
-        expert_class: type[Experts | BiasedExperts] = Experts,
+        expert_class: type[Experts] = Experts,
     ) -> None:
         super().__init__()
         width = moe.moe_shared_expert_intermediate_size
@@ -194,13 +193,13 @@ def _router(hidden_size: int, moe: MoEConfig, factory: LayerFactory) -> Router:
 
 
 def _experts(
-    expert_class: type[Experts | BiasedExperts],
+    expert_class: type[Experts],
     num_experts: int,
     hidden_size: int,
     width: int,
     hidden_act: str,
     factory: LayerFactory,
-) -> Experts | BiasedExperts:
+) -> Experts:
     """Build the experts of this rank, sharded over expert- and tensor-parallel ranks."""
     return expert_class(
         num_experts,

@@ -207,13 +207,23 @@ def _sinkhorn_choice(
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
+    """Return ``balance`` of ``logits`` with Megatron-LM's tolerance and neuronx-distributed's number of steps."""
+    matrix, _ = balance(logits, SINKHORN_ITERATIONS, SINKHORN_TOLERANCE)
+    return matrix
+
+
+def balance(logits: Tensor, iterations: int, tolerance: float) -> tuple[Tensor, Tensor]:
     """Scale the rows and columns of ``exp(logits)`` to equal sums: 1/N per token, 1/E per expert.
 
-    The iteration ends as soon as the column factors change by at most 1e-4 on average, and after
-    30 steps at the latest (Megatron-LM's tolerance, neuronx-distributed's number of steps).
+    The iteration ends as soon as the column factors change by at most ``tolerance`` on average.
 
     Args:
         logits: ``[N, E]``, without gradient.
+        iterations: largest number of steps, at least 1.
+        tolerance: 0 takes all steps.
+
+    Returns:
+        The matrix, and the mean change of the column factors in the last step, 0-dim.
     """
     tokens, num_experts = logits.shape
     # A factor of a row cancels in its row factor: the largest entry of each row is 1, so that
@@ -222,12 +232,13 @@ def sinkhorn(logits: Tensor) -> Tensor:
     columns = torch.ones_like(cost[0])
     has_converged = torch.zeros((), dtype=torch.bool, device=logits.device)
     rows = torch.ones_like(cost[:, 0])
-    for _ in range(SINKHORN_ITERATIONS):
+    change = columns
+    for _ in range(iterations):
         # Once converged both factors keep their values: no value is read on the host.
         new_rows = 1 / tokens / ((cost * columns).sum(1) + _SMALL)
         rows = torch.where(has_converged, rows, new_rows)
         new_columns = 1 / num_experts / ((cost * rows.unsqueeze(1)).sum(0) + _SMALL)
         change = (new_columns - columns).abs().mean()
         columns = torch.where(has_converged, columns, new_columns)
-        has_converged = has_converged | (change <= SINKHORN_TOLERANCE)
-    return columns * cost * rows.unsqueeze(1)
+        has_converged = has_converged | (change <= tolerance)
+    return columns * cost * rows.unsqueeze(1), change

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
-
-_SMALL = 1e-8  # keeps divisions finite for an expert that no token may choose
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits ``[T, E]``, affinities of all experts ``[T, E]``, and chosen experts ``[T, k]`` int64."""
@@ -190,7 +189,7 @@ class RouterSinkhorn(RouterBase):
         ValueError: ``sinkhorn_iterations`` is below 1.
     """
 
-    DEFAULT_SINKHORN_ITERS = 30
+    DEFAULT_SINKHORN_ITERS = SINKHORN_ITERATIONS
 
     def __init__(
         self,
@@ -235,22 +234,13 @@ class RouterSinkhorn(RouterBase):
         """
         if num_iters == 0:
             return cost
-        # A factor of a row cancels in its row factor: the largest entry is 1, and nothing overflows.
-        cost = (cost - cost.amax(1, keepdim=True)).exp()
-        rows = torch.ones_like(cost[:, 0])
-        columns = torch.ones_like(cost[0])
-        change = columns
-        for _ in range(num_iters):
-            rows = 1 / (rows.numel() * ((columns * cost).sum(1) + _SMALL))
-            new_columns = 1 / (columns.numel() * ((rows.unsqueeze(1) * cost).sum(0) + _SMALL))
-            change = (new_columns - columns).abs()
-            columns = new_columns
-        if tol is not None and change.mean().item() >= tol:
+        matrix, change = balance(cost, num_iters, 0)
+        if tol is not None and change.item() >= tol:
             raise ValueError(
-                f"Sinkhorn's algorithm changes its factors by {change.mean().item():.3g} after {num_iters} steps, and "
+                f"Sinkhorn's algorithm changes its factors by {change.item():.3g} after {num_iters} steps, and "
                 f"sinkhorn_tol is {tol:g}: raise sinkhorn_iterations or sinkhorn_tol"
             )
-        return columns * cost * rows.unsqueeze(1)
+        return matrix
 
 
 class GroupLimitedRouter(RouterBase):
