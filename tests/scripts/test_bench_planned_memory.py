@@ -96,7 +96,7 @@ def test_a_cell_that_the_card_or_the_host_cannot_hold_is_named(tmp_path, monkeyp
     for name in plans:
         assert run(monkeypatch, path, "--cells", number(name)) == []
     shown = capsys.readouterr().out
-    assert "llama 8k: left out" in shown and "GiB of 37." in shown and "on the device" in shown
+    assert "llama 8k: left out" in shown and "GiB of 38." in shown and "on the device" in shown
     assert "llama 16k layers on host: left out" in shown and "GiB of 0.9 on the host" in shown
 
 
