@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.commands.plan.model_source import read_source
@@ -90,7 +91,7 @@ def test_no_tried_setting_is_refused_by_training(option, file):
     source = read_source(str(file))
     asked = problem("llama-3-8b", "h200", DEVICES, 2048, global_batch_size=16, stages=STAGES)
     precision = source.options["trainer"]["precision"]
-    asked = replace(asked, config=source.model_config(), precision=precision)
+    asked = replace(asked, model=model_spec(source.model_config()), precision=precision)
     if option == "data_parallel.grad_reduce_in_fp32":
         asked = replace(asked, grad_reduce_in_fp32=False)
     tried = list(settings(asked, source.fixed))
@@ -201,7 +202,7 @@ def test_a_yaml_is_planned_and_checked_without_torch(file):
 def test_dropout_has_no_graph():
     """A graph draws no random numbers, and the training program refuses it."""
     config = {**NAMED_CONFIGS["gpt-neox-20b"], "hidden_dropout": 0.1}
-    asked = replace(problem("gpt-neox-20b", "h100", 8, 2048), config=config)
+    asked = replace(problem("gpt-neox-20b", "h100", 8, 2048), model=model_spec(config))
     assert not any(setting.cuda_graph for setting in settings(asked))
 
 
