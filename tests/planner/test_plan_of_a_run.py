@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.commands.plan.fixed import fixed_options, stated_size
@@ -92,7 +93,7 @@ def test_no_tried_setting_is_refused_by_training(option, file):
     run = run_of("--config", str(file))
     asked = problem("llama-3-8b", "h200", DEVICES, 2048, global_batch_size=16, stages=STAGES)
     precision = run.config.trainer.precision
-    asked = replace(asked, config=run.model_config(), precision=precision)
+    asked = replace(asked, model=model_spec(run.model_config()), precision=precision)
     if option == "data_parallel.grad_reduce_in_fp32":
         asked = replace(asked, grad_reduce_in_fp32=False)
     tried = list(settings(asked, fixed_options(run)))
@@ -208,7 +209,7 @@ def test_a_yaml_is_planned_and_checked_without_torch(file):
 def test_dropout_has_no_graph():
     """A graph draws no random numbers, and the training program refuses it."""
     config = {**NAMED_CONFIGS["gpt-neox-20b"], "hidden_dropout": 0.1}
-    asked = replace(problem("gpt-neox-20b", "h100", 8, 2048), config=config)
+    asked = replace(problem("gpt-neox-20b", "h100", 8, 2048), model=model_spec(config))
     assert not any(setting.cuda_graph for setting in settings(asked))
 
 

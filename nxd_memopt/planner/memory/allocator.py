@@ -6,9 +6,10 @@ page only when all of it is free. How much stays free in used pages differs from
 
 from __future__ import annotations
 
-# Fitted once to 456 rows of docs/benchmarks/planned_memory.csv and planned_choice.csv on H200s, as the smallest round
-# figures with which no recorded step was out of memory. Largest needs: 193 MiB of less than 7 GiB of tensors, 2.75 %
-# of more (LLaMA-3-8B with T=4, layers of 104 MiB), and 5.3 % with a CUDA graph (GPT-NeoX-20B with 4,864 tokens).
+# Fitted once to the 497 rows of docs/benchmarks/planned_memory.csv on H200s with reserved bytes, and to the 16 limits
+# of tests/planner/test_recorded_moments.py, as round figures with which no step was out of memory. Largest needs:
+# 201 MiB of less than 7 GiB of tensors (SmolLM2, weights in host memory), 2.75 % of more (LLaMA-3-8B with T=4, layers
+# of 104 MiB), and 5.2 % with a CUDA graph (GPT-NeoX-20B with 4,864 tokens; 49 of the rows).
 MARGIN_BYTES = 208 << 20
 """Smallest margin."""
 MARGIN_FRACTION = 0.03

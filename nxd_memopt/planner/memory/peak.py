@@ -78,6 +78,9 @@ class StepMemory:
 
         While memory is left the allocator takes more, up to a tenth (measured), and returns that before it fails.
         """
+        # Other devices than GPUs have no such allocator.
+        if not self.margin_bytes:
+            return self.device_bytes
         return -(-(self.device_bytes + self.margin_bytes) // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property

@@ -83,9 +83,11 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in resident:
             continue
-        plan = evaluate(problem, setting, models)
-        if plan.fits:
-            found.append(plan)
+        memory = _memory(problem, setting, models)
+        # Most settings of large problems do not fit, and their time is not asked for.
+        fits_device = memory.reserved_bytes <= _usable_bytes(problem, setting)
+        if fits_device and memory.host_bytes <= problem.usable_host_bytes:
+            found.append(_timed(problem, setting, models, memory))
             resident.add(replace(setting, cuda_graph=False))
     return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
@@ -110,20 +112,32 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
     """
     if models is None:
         models = {}
-    model, layout = _model(problem, setting, models), _layout(problem, setting)
-    accumulation = _accumulation_steps(problem, setting)
-    memory = step_memory(
-        model,
+    return _timed(problem, setting, models, _memory(problem, setting, models))
+
+
+def _memory(problem: Problem, setting: Setting, models: Models) -> StepMemory:
+    """Return the memory of a setting; arguments and errors as ``evaluate``."""
+    return step_memory(
+        _model(problem, setting, models),
         setting.memory,
         kernels_of(problem, setting.memory),
-        layout,
-        accumulation_steps=accumulation,
+        _layout(problem, setting),
+        accumulation_steps=_accumulation_steps(problem, setting),
         cuda_graph=setting.cuda_graph,
     )
+
+
+def _usable_bytes(problem: Problem, setting: Setting) -> int:
+    return problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
+
+
+def _timed(problem: Problem, setting: Setting, models: Models, memory: StepMemory) -> Plan:
+    """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
+    accumulation = _accumulation_steps(problem, setting)
     time = step_time(
-        model,
+        _model(problem, setting, models),
         setting.memory,
-        layout,
+        _layout(problem, setting),
         memory,
         problem.placed_device,
         dtype=PRECISIONS[problem.precision][0],
@@ -131,10 +145,10 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         ranks=problem.devices,
         cuda_graph=setting.cuda_graph,
     )
-    usable = problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
     sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
-    return Plan(setting, memory, usable, problem.usable_host_bytes, time, tokens_per_s)
+    usable_bytes = _usable_bytes(problem, setting)
+    return Plan(setting, memory, usable_bytes, problem.usable_host_bytes, time, tokens_per_s)
 
 
 def _replicas(problem: Problem, setting: Setting) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nxd_memopt.architectures.adapters import Adapters, adapters_of
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
@@ -85,7 +86,8 @@ class RankSizes:
             return None
         return self.windows[index]
 
-    @property
+    # Cached: a search asks for them millions of times.
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch, S * B."""
         return self.sequence_length * self.micro_batch_size
@@ -110,7 +112,7 @@ class RankSizes:
         """Whether GPT-NeoX's layers may run both branches as one block; dropout and adapters need each branch."""
         return self.parallel_residual and not self.hidden_dropout and self.adapters is None
 
-    @property
+    @cached_property
     def shard_tokens(self) -> int:
         """Tokens of this rank's part of the residual stream."""
         return self.tokens // self.shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import ExpertShape, parameters
@@ -71,7 +72,8 @@ class StateLayout:
         size = self.data_parallel_size
         require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
 
-    @property
+    # Cached: a search asks for it for every parameter.
+    @cached_property
     def shards(self) -> int:
         """Ranks that share the states of a parameter; 1 without sharding."""
         return 1 if self.sharding == "none" else self.data_parallel_size

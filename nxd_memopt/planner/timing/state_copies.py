@@ -57,10 +57,13 @@ def state_copies_s(
     on_host = parameters_on_host(sizes, layout.optimizer_offload_fraction)
     layers = model.sizes.num_layers
     per_layer = len(model.layer_shapes)
+    arrived = 0
+    first = 0
     for layer in range(layers):
         last = 1 + (layer + 1) * per_layer
         if layer == layers - 1:
             last = len(sizes)
-        arrived = sum(sizes[index] for index in on_host if index < last) * element_bytes
+        arrived += sum(sizes[index] for index in range(first, last) if index in on_host) * element_bytes
+        first = last
         late_s = max(late_s, arrived / copy_rate - staged_s - forward_s * layer / layers)
     return late_s

@@ -113,7 +113,7 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
     # Other text under the same options would be read at a position that counts other sequences.
     if "tokens" not in stored.shared or "trainer.precision" not in stored.config:
         raise ValueError(
-            f"{stored.directory} records no tokens or precision: it was written by version 0.2 or earlier, or by another "
+            f"{stored.directory} records no tokens or precision: it was written by an earlier version, or by another "
             f"program: continue with the version or the program that wrote it, or {WARM_START}"
         )
     allowed = config.trainer.allow_changes

@@ -83,6 +83,10 @@ CASES: tuple[BadInput, ...] = (
         ("are both set", "remove one"),
         ("--model.warm-start", "a", "--trainer.resume-from", "b"),
     ),
-    BadInput("foreign_checkpoint", _foreign_checkpoint, ("step_00000002 records no tokens", "--model.warm-start")),
+    BadInput(
+        "foreign_checkpoint",
+        _foreign_checkpoint,
+        ("step_00000002 records no tokens or precision", "--model.warm-start"),
+    ),
     BadInput("altered_checkpoint_index", _damaged_index, ("index.json", "it was altered: copy it again")),
 )
