@@ -21,8 +21,6 @@ import transformers
 from nxd_memopt._optional import installed, why_missing
 from nxd_memopt.backends import backend
 
-ROOT = Path(__file__).resolve().parents[3]
-BENCHMARKS = ROOT / "docs" / "benchmarks"
 _WRITTEN = ("docs/benchmarks", "docs/numerics", "docs/numerics.md", "README.md")
 _VARIABLES = (  # environment variables that change what is measured
     "CUBLAS_WORKSPACE_CONFIG",
@@ -34,6 +32,8 @@ _VARIABLES = (  # environment variables that change what is measured
 )
 _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4", "deepspeed")
 _KERNELS = {"flash-attn-4": "flash_attn.cute.interface"}  # distributions that ours uses where they can be imported
+ROOT = Path(__file__).resolve().parents[3]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 
 def cpu_name() -> str:

@@ -86,7 +86,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "foreign_checkpoint",
         _foreign_checkpoint,
-        ("step_00000002 records no tokens or precision", "--model.warm-start"),
+        ("step_00000002 records no tokens", "--model.warm-start"),
     ),
     BadInput("altered_checkpoint_index", _damaged_index, ("index.json", "it was altered: copy it again")),
 )
