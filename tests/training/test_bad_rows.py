@@ -14,6 +14,7 @@ import pytest
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.conversations import type_of
+from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.documents import open_documents
 
 GOOD = [f"document {i}" for i in range(25)]
@@ -68,6 +69,17 @@ def test_each_kind_is_counted_with_a_place_and_a_reason(tmp_path: Path, capsys: 
         f"{path} line 13 has a number in {column}"
     ]
     assert "left out 13 of the 38 rows" in total and "(1 not JSON, 1 not text, 11 null)" in total
+
+
+def test_a_row_that_both_splits_read_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "d.jsonl"
+    write_lines(path, BAD_LINES["null text"][0])
+    config = DataConfig(dataset=str(path), on_bad_rows="skip", streaming=True, held_out_every=5)
+    corpus = open_corpus(config, 0)
+    read = [text for stream in (corpus.train, corpus.held_out, corpus.train) for text, *_ in stream.read(None)]
+    assert set(read) == set(GOOD)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "left out 1 rows" in line
 
 
 def test_the_other_rows_stay_in_their_splits(tmp_path: Path) -> None:

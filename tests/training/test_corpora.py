@@ -107,7 +107,7 @@ def test_the_seed_orders_the_documents_of_one_file() -> None:
 
 def test_documents_of_one_file_are_shuffled_over_ten_thousand(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [f"{i} text" for i in range(25_000)])
-    order = [int(text.split()[0]) for text, *_ in open_corpus(streamed(path), 0).train.read(None)]
+    order = [int(str(text).split()[0]) for text, *_ in open_corpus(streamed(path), 0).train.read(None)]
     assert max(order[:2000]) > 9000 and min(order[8000:10_000]) < 1000
     assert max(order[:10_000]) < 12_000  # 10,000 documents and those held out
 

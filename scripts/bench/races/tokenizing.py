@@ -48,7 +48,7 @@ def write_text(path: Path, size: int) -> int:
     written = number = 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:
-            text = documents.text(documents.train[number % len(documents.train)])
+            text = documents.texts.read(number % len(documents.train))
             # Numbered: no document is the copy of another one.
             file.write(json.dumps({"text": f"# {number}\n{text}"}) + "\n")
             written += len(text.encode(errors="replace"))

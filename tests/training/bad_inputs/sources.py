@@ -9,35 +9,8 @@ from typing import Any
 import yaml
 
 from tests.training.bad_inputs.case import BadInput
-from tests.training.runs import LINES, LLAMA, write_config, write_jsonl
+from tests.training.runs import LINES, LLAMA, write_config
 from tests.training.test_dataset_shards import repository
-
-
-def _mixture(weights: dict[str, Any], **data: Any) -> Callable[[Path], Path]:
-    """Two files of different text, ``a.jsonl`` and ``b.jsonl``, and the weights by name."""
-
-    def prepare(directory: Path) -> Path:
-        write_jsonl(directory / "a.jsonl", LINES)
-        write_jsonl(directory / "b.jsonl", [line.upper() for line in LINES])
-        (directory / "copy.jsonl").write_bytes((directory / "a.jsonl").read_bytes())
-        write_config(directory)
-        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-        del options["data"]["dataset"]
-        options["data"] |= {"mixture": {str(directory / name): weight for name, weight in weights.items()}, **data}
-        (directory / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
-        return directory / "config.yaml"
-
-    return prepare
-
-
-def _indexed(index: bytes, tokens: bytes | None) -> Callable[[Path], Path]:
-    def prepare(directory: Path) -> Path:
-        (directory / "t.idx").write_bytes(index)
-        if tokens is not None:
-            (directory / "t.bin").write_bytes(tokens)
-        return write_config(directory, data={"dataset": str(directory / "t.idx")})
-
-    return prepare
 
 
 def _bad_line(line: bytes) -> Callable[[Path], Path]:
@@ -93,30 +66,14 @@ def _repository(kind: str, broken: bytes | None = None, **data: Any) -> Callable
 STREAMED: dict[str, Any] = {"streaming": True}
 CASES: tuple[BadInput, ...] = (
     BadInput("hub_split", _repository("parquet", split="none"), ("repository", "none", "'train', 'test'")),
-    BadInput("hub_streamed_split", _repository("parquet", split="none", **STREAMED), ("none", "'train', 'test'")),
     BadInput("hub_streamed_config", _repository("parquet", dataset_config="en", **STREAMED), ("'en'", "'default'")),
-    BadInput(
-        "hub_streamed_column", _repository("parquet", text_column="body", **STREAMED), ("'body'", "['id', 'text']")
-    ),
     BadInput(
         "hub_streamed_file", _repository("parquet", b"PAR1", **STREAMED), ("train-00001.parquet row 1", "correct")
     ),
     BadInput(
         "hub_streamed_line", _repository("jsonl", b"no\n", **STREAMED), ("train-00001.jsonl row 1", "JSON", "correct")
     ),
-    BadInput("hub_streamed_rows", _repository("jsonl", b'{"text": null}\n', **STREAMED), ("train-00001.jsonl row 1",)),
-    BadInput("mixture_weight_zero", _mixture({"a.jsonl": 0.0, "b.jsonl": 1}), ("data.mixture", "a.jsonl", "positive")),
-    BadInput("mixture_weight_a_text", _mixture({"a.jsonl": "much"}), ("mixture", "a.jsonl", "much")),
-    BadInput("mixture_file_missing", _mixture({"a.jsonl": 1, "none.jsonl": 1}), ("none.jsonl", "no such file")),
-    BadInput("mixture_of_copies", _mixture({"a.jsonl": 1, "copy.jsonl": 1}), ("copy.jsonl", "a.jsonl", "same text")),
-    BadInput("mixture_and_dataset", _mixture({"a.jsonl": 1}, dataset="b.jsonl"), ("data.dataset", "data.mixture")),
-    BadInput("tokens_not_an_index", _indexed(b"text" * 20, b"0" * 80), ("t.idx",)),
-    BadInput("tokens_without_bin", _indexed(b"MMIDIDX\0\0" + b"\1" + b"\0" * 40, None), ("t.",)),
     BadInput("text_not_json", _bad_line(b'{"text": "a'), ("d.jsonl line 3", "not JSON")),
-    BadInput("text_a_list", _bad_line(b'["a"]'), ("d.jsonl line 3",)),
-    BadInput("text_null", _bad_line(b'{"text": null}'), ("d.jsonl line 3", "null")),
-    BadInput("text_not_utf8", _bad_line(b'{"text": "\xff"}'), ("d.jsonl line 3", "UTF-8")),
-    BadInput("validation_missing", _section("data", validation_dataset="/absent/v.jsonl"), ("v.jsonl", "no such file")),
     BadInput("validation_empty", _validation("v.jsonl", b""), ("v.jsonl", "empty")),
     BadInput("nemo_norm", _nemo(normalization="layernorm1p"), ("model.normalization 'layernorm1p'", "'rmsnorm'")),
     BadInput("nemo_reference", _nemo(kv_channels="${.absent}"), ("model.kv_channels '${.absent}'", "nothing")),

@@ -88,7 +88,6 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
         corpus = _open_small(config, seed)
         note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
-    reader.bad_rows.counts.clear()  # the run reads and counts these rows again
     facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (

@@ -91,6 +91,7 @@ class RowReader:
 
     def __init__(self, config: DataConfig) -> None:
         self.bad_rows = BadRows(config)
+        self._reported: dict[Shard, int] = {}
         self._config = config
         if config.has_conversations:
             required, optional = COLUMNS[config.format]
@@ -137,7 +138,10 @@ class RowReader:
             kind, problem = error.kind, str(error)
         except (ValueError, RecursionError) as error:
             kind, problem = "not JSON", f"is not JSON ({error})"
-        self.bad_rows.leave_out(kind, f"{place} {problem}")
+        # Both splits read all rows, and so does the search for held-out text: a row counts once.
+        if place.position > self._reported.get(place.shard, 0):
+            self.bad_rows.leave_out(kind, f"{place} {problem}")
+            self._reported[place.shard] = place.position
         return None
 
     def _document(self, row: Any) -> str:
