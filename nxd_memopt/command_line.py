@@ -23,8 +23,7 @@ from nxd_memopt.architectures.parameters import require_supported_values
 from nxd_memopt.architectures.published import published_name, spelled
 from nxd_memopt.config import require_one_of
 from nxd_memopt.planner.hardware import Device, device_named
-from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import RECIPES, TrainConfig
+from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, TrainConfig
 
 OVERRIDES = (
     "Every option of a run overrides the file's: --SECTION.OPTION VALUE, such as --data.seq-length 8192 or "

@@ -18,7 +18,8 @@ from typing import Any
 
 from nxd_memopt.options import declaration
 from nxd_memopt.training.config.nemo.switches import OF_THE_MODEL, REPLACED, SWITCHES
-from nxd_memopt.training.config.parsing import NEUTRAL, SECTIONS
+from nxd_memopt.training.config.parsing import NEUTRAL
+from nxd_memopt.training.config.train_config import SECTIONS
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _ARGUMENT = re.compile(r"^    (\w+): (.*)$")

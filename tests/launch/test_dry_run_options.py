@@ -12,8 +12,7 @@ from nxd_memopt.certify.command import _optimizer
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.command_line import Run
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
 from tests.launch.launching import planned
 from tests.reference import assert_says, error_message
 

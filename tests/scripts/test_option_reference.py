@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nxd_memopt.training.config.parsing import SECTIONS
+from nxd_memopt.training.config.train_config import SECTIONS
 from scripts import option_reference
 
 

@@ -10,8 +10,7 @@ import pytest
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.training import device_support, memory_plan
-from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
 from tests.launch.launching import planned as launched

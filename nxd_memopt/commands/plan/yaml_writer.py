@@ -12,8 +12,7 @@ from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.search.plan import Plan, shards_sequences
 from nxd_memopt.planner.search.problem import Problem, Setting
-from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
+from nxd_memopt.training.config.train_config import SECTIONS, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 _CHOSEN = {
     "optimizer": (

@@ -11,37 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nxd_memopt.architectures.published import spelled
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
+from nxd_memopt.config import from_mapping
 from nxd_memopt.options import declaration, default_of, field_types, fit, require_one_of
 from nxd_memopt.training.config.command_line import override
-from nxd_memopt.training.config.data_parallel import DataParallelConfig
-from nxd_memopt.training.config.lora import LoraOptions
-from nxd_memopt.training.config.moe import MoEOptions
 from nxd_memopt.training.config.nemo.model import translate
 from nxd_memopt.training.config.nemo.switches import knows, take_switches
-from nxd_memopt.training.config.train_config import (
-    RECIPES,
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrainerConfig,
-)
+from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, DataConfig, TrainConfig
 from nxd_memopt.training.config.yaml_file import read_yaml_file
-
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "memory": MemoryConfig,
-    "data": DataConfig,
-    "data_parallel": DataParallelConfig,
-    "moe": MoEOptions,
-    "lora": LoraOptions,
-    "optimizer": OptimizerConfig,
-    "trainer": TrainerConfig,
-    "launch": LaunchConfig,
-}
 
 
 def _other_names() -> dict[str, tuple[str, str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
-from nxd_memopt.options import Resume, check_options, option, require_named, require_one_of
+from nxd_memopt.options import Resume, check_options, field_types, option, require_named, require_one_of
 from nxd_memopt.training.config.combinations import conflict_with_graphs, require_compatible
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
@@ -330,3 +331,9 @@ class TrainConfig:
                 f"global_batch_size to {sequences_per_pass}, a larger micro_batch_size, or in_backward to false"
             )
         return steps
+
+
+SECTIONS: dict[str, type] = {
+    name: cls for name, cls in field_types(TrainConfig).items() if dataclasses.is_dataclass(cls)
+}
+"""Section of a configuration file -> its options."""

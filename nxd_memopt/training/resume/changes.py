@@ -11,8 +11,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
 from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume, require_one_of
-from nxd_memopt.training.config.parsing import SECTIONS
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
 from nxd_memopt.training.resume.rules import (
     ARCHITECTURE_SHAPE,
     ARCHITECTURE_WHEN_ASKED,

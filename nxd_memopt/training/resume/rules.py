@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nxd_memopt.options import Declaration, Resume, declaration
-from nxd_memopt.training.config.parsing import SECTIONS
+from nxd_memopt.training.config.train_config import SECTIONS
 
 RULES: dict[str, Declaration] = {
     f"{section}.{field.name}": declaration(field)
