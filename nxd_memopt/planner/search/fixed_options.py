@@ -47,7 +47,7 @@ class FixedOptions:
     @property
     def stages(self) -> set[str]:
         """ZeRO stages with which the training program has the options."""
-        allowed = set(STAGES)
+        allowed: set[str] = set(STAGES)
         # Both work on full gradients.
         if self.setting.overlap_grad_reduce or self.setting.optimizer_in_backward:
             allowed &= {"none"}
