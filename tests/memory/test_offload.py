@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory, apply_recompute, is_compiled, is_recomputed, offload
 from nxd_memopt.memory.host_arena import HostArena
@@ -345,7 +346,7 @@ def test_host_memory_is_that_of_the_formula(monkeypatch):
         pool = HostPool(block_bytes=BLOCK)
         memory = MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True, **options)
         apply_memory(model, memory, pool=pool)
-        expected = offloaded_checkpoint_bytes(config, ParallelConfig(1), memory, **sizes, smallest_bytes=1)
+        expected = offloaded_checkpoint_bytes(model_spec(config), ParallelConfig(1), memory, **sizes, smallest_bytes=1)
         for _ in range(3):
             gradients(model)
             assert expected <= pool.allocated_bytes < expected + BLOCK

@@ -164,7 +164,11 @@ def test_dropout_of_attention(config, technique, dtype):
 
 def test_dropout_in_plain_kernels_of_attention_is_not_planned():
     sizes = rank_sizes(
-        llama_config(attention_dropout=0.2), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32"
+        model_spec(llama_config(attention_dropout=0.2)),
+        ONE_RANK,
+        sequence_length=8,
+        micro_batch_size=1,
+        dtype="float32",
     )
     message = error_message(lambda: activations(sizes, MemoryConfig(), Kernels(fused=False, attention="sdpa")))
     assert_says(message, "attention_dropout", "'sdpa'", "'math'")

@@ -156,7 +156,12 @@ def test_adapters_that_are_not_planned():
     assert_says(refusal(gpt_neox_config(), ("q_proj",)), "'q_proj'", "query_key_value")
     assert_says(refusal(mixtral_config(), ("q_proj",)), "experts", "not planned")
     sizes = rank_sizes(
-        llama_config(), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32", lora=lora_of(("q_proj",))
+        model_spec(llama_config()),
+        ONE_RANK,
+        sequence_length=8,
+        micro_batch_size=1,
+        dtype="float32",
+        lora=lora_of(("q_proj",)),
     )
     memory = MemoryConfig(mlp_tile_tokens=4)
     message = error_message(lambda: activations(sizes, memory, Kernels(fused=True, attention="flash4")))

@@ -58,6 +58,11 @@ class Activations:
         """Bytes of each decoder layer on the device."""
         return tuple(sum(layer.values()) for layer in self.layers)
 
+    @cached_property
+    def offloaded_bytes(self) -> tuple[int, ...]:
+        """Bytes of each decoder layer in host memory."""
+        return tuple(sum(layer.values()) for layer in self.offloaded)
+
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
@@ -66,7 +71,7 @@ class Activations:
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory."""
-        return sum(sum(layer.values()) for layer in self.offloaded)
+        return sum(self.offloaded_bytes)
 
 
 def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int = BLOCK_BYTES) -> int:
@@ -84,9 +89,8 @@ def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int
     chunk = 1
     if memory.cpu_offloading_activations:
         chunk = Recomputation.of(memory, depth).chunk
-    by_layer = [sum(layer.values()) for layer in kept.offloaded]
     offloaded = memory.num_offloaded_layers(depth)
-    together = [sum(by_layer[start : start + chunk]) for start in range(0, offloaded, chunk)]
+    together = [sum(kept.offloaded_bytes[start : start + chunk]) for start in range(0, offloaded, chunk)]
     return -(-max(together, default=0) * len(together) // block_bytes) * block_bytes
 
 

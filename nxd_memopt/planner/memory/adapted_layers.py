@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxd_memopt.architectures.adapters import QKV, Adapters
+from nxd_memopt.architectures.adapters import Adapters
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import (
     HEAD_NORMS,
@@ -251,5 +251,4 @@ def rotates_with_grad(sizes: RankSizes, memory: MemoryConfig) -> bool:
     """Return whether a layer keeps the tables of RoPE for backward; the only one may have no such gradient."""
     if sizes.adapters is None or sizes.num_layers > 1 or memory.recompute_granularity == "full":
         return True
-    names = tuple(name for name in QKV if name != "v_proj")
-    return sizes.adapters.on(*names)
+    return sizes.adapters.on("q_proj", "k_proj", "query_key_value")

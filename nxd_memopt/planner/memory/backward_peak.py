@@ -229,4 +229,4 @@ def _prefetched(kept: Activations, recomputation: Recomputation, index: int) -> 
     start = recomputation.unit(index)[0]
     if start == 0:
         return 0
-    return sum(sum(layer.values()) for layer in kept.offloaded[recomputation.unit(start - 1)[0] : start])
+    return sum(kept.offloaded_bytes[recomputation.unit(start - 1)[0] : start])

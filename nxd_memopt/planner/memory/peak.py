@@ -250,7 +250,7 @@ def _in_forward(step: Step) -> Moment:
     return "forward of the last layer", {
         ABSENT: step.absent_weights(step.sizes.num_layers - 1),
         "gradients": step.standing_gradients,
-        "activations": sum(kept.layer_bytes) + sum(kept.offloaded[-1].values()) + shared,
+        "activations": sum(kept.layer_bytes) + kept.offloaded_bytes[-1] + shared,
         "temporary tensors": sum(temporaries.values()),
     }
 
@@ -265,7 +265,7 @@ def _in_loss(step: Step) -> Moment:
     in_flight = 0
     # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
     if step.kernels.fused and step.memory.cpu_offloading_activations:
-        in_flight = sum(step.kept.offloaded[-1].values())
+        in_flight = step.kept.offloaded_bytes[-1]
     # The head's gradient is cast before that of any layer.
     if not step.standing_gradients and step.casts_gradients:
         temporaries = max(temporaries, gradient_bytes(step.model.head, step.layout))

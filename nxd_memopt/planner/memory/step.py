@@ -71,8 +71,10 @@ class Step:
     @property
     def kept_in_backward(self) -> int:
         """Bytes of the activations when the backward of the layers begins: loss and final norm are done."""
-        done = [size for name, size in self.kept.around.items() if name not in SHARED_TENSORS]
-        return self.kept.device_bytes - sum(done)
+        remaining = sum(self.kept.layer_bytes)
+        for name in SHARED_TENSORS:
+            remaining += self.kept.around.get(name, 0)
+        return remaining
 
     @property
     def casts_gradients(self) -> bool:

@@ -70,9 +70,10 @@ def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, 
     tried = problem.stages
     if replicas == 1:
         tried = ("none",)
+    allowed = fixed.stages
     if problem.device.kind != "cuda":
-        tried = tuple(stage for stage in tried if stage in ("none", "zero1"))
-    return tuple(stage for stage in tried if stage in fixed.stages)
+        allowed &= {"none", "zero1"}
+    return tuple(stage for stage in tried if stage in allowed)
 
 
 def tensor_parallel_sizes(problem: Problem) -> list[int]:

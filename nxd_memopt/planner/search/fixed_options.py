@@ -45,18 +45,18 @@ class FixedOptions:
     compiles_layers: bool = False
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self) -> set[str]:
         """ZeRO stages with which the training program has the options."""
-        allowed = STAGES
+        allowed: set[str] = set(STAGES)
         # Both work on full gradients.
         if self.setting.overlap_grad_reduce or self.setting.optimizer_in_backward:
-            allowed = ("none",)
+            allowed &= {"none"}
         # Stage 1 shards over all data-parallel ranks.
         if self.optimizer_instances != 1:
-            allowed = tuple(stage for stage in allowed if stage in ("zero2", "zero3"))
+            allowed &= {"zero2", "zero3"}
         # Stage 3 alone gathers weights.
         if not self.setting.reshard_after_forward:
-            allowed = tuple(stage for stage in allowed if stage == "zero3")
+            allowed &= {"zero3"}
         return allowed
 
     @property

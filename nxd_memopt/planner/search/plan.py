@@ -254,9 +254,10 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
     for setting in settings(problem, fixed):
         is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
         if is_lean and not setting.cuda_graph:
-            found.append(evaluate(problem, setting, models))
-    fitting = [plan for plan in found if plan.fits]
-    return max(fitting, key=lambda plan: plan.least_tokens_per_s, default=None)
+            plan = evaluate(problem, setting, models)
+            if plan.fits:
+                found.append(plan)
+    return max(found, key=lambda plan: plan.least_tokens_per_s, default=None)
 
 
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:

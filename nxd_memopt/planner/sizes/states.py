@@ -235,9 +235,8 @@ def parameters_on_host(
 def offloaded_state_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes of masters and moments in host memory: 12 for each element, 10 with remainders."""
     # The updates are ordered so: AdamW has a group with weight decay, and one of vectors without.
-    matrices = [shape for shape in shapes if len(shape) >= 2]
-    vectors = [shape for shape in shapes if len(shape) < 2]
-    sizes = [shard_elements(shape, layout) for shape in (*matrices, *vectors)]
+    ordered = sorted(shapes, key=lambda shape: len(shape) < 2)
+    sizes = [shard_elements(shape, layout) for shape in ordered]
     chosen = parameters_on_host(sizes, layout.optimizer_offload_fraction)
     return sum(sizes[index] for index in chosen) * optimizer_element_bytes(param_remainders=layout.param_remainders)
 

@@ -117,7 +117,7 @@ def reserve_checkpoints(model: nn.Module, memory: MemoryConfig, tokens: int, poo
         return 0
     apply_memory(causal_lm, memory, pool=pool)
     size = offloaded_checkpoint_bytes(
-        causal_lm.config,
+        causal_lm.spec,
         causal_lm.parallel,
         memory,
         sequence_length=tokens,
