@@ -118,19 +118,20 @@ def note_accumulation(param: Tensor) -> None:
     forget_sum(param, grad)
 
 
-def needs_sum(param: Tensor) -> bool:
+def needs_sum(param: Tensor, grad: Tensor | None = None) -> bool:
     """Return whether the gradient of ``param``, a tagged parameter, is still this rank's part.
+
+    Args:
+        param: the parameter.
+        grad: its gradient; default ``gradient_of(param)``.
 
     Raises:
         ValueError: it is unknown whether the gradient is a sum.
     """
     observe([param])
-    grad = gradient_of(param)
+    if grad is None:
+        grad = gradient_of(param)
     assert grad is not None
-    return _needs_sum(param, grad)
-
-
-def _needs_sum(param: Tensor, grad: Tensor) -> bool:
     if is_sum(grad):
         return False
     if not was_summed(grad):
@@ -209,7 +210,7 @@ def marking_sum(tensor: Tensor, *, over_tensor_ranks: bool) -> Iterator[None]:
     if over_tensor_ranks:
         inside = [(param, grad) for param, grad in gradients if _is_same_memory(param, grad, tensor)]
     for param, grad in inside:
-        if not _needs_sum(param, grad):
+        if not needs_sum(param, grad):
             raise ValueError(_message(param, _TWICE))
     with keep_sums([grad for _, grad in gradients]):
         yield

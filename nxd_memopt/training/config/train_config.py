@@ -333,7 +333,7 @@ class TrainConfig:
         return steps
 
 
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, Any] = {
     name: cls for name, cls in field_types(TrainConfig).items() if dataclasses.is_dataclass(cls)
 }
 """Section of a configuration file -> its options."""
