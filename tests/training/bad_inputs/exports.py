@@ -189,7 +189,7 @@ CASES: tuple[BadInput, ...] = (
         ("step_00000004", "delete"),
     ),
     BadInput("checkpoint_of_another_model", _resumed(_edit_config), ("hidden_size", "24", "another")),
-    BadInput("checkpoint_shortened", _resumed(_shorten("*.safetensors")), ("step_00000004", "delete")),
+    BadInput("checkpoint_shortened", _resumed(_shorten("step_*/*.safetensors")), ("step_00000004", "delete")),
     BadInput("checkpoint_index_broken", _resumed(_shorten("step_*/*.json")), ("step_00000004", "delete")),
     BadInput(
         "end_of_text_of_another_model",

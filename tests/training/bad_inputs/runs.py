@@ -134,7 +134,7 @@ CASES: tuple[BadInput, ...] = (
         ("--trainer.max-steps", "2"),
     ),
     BadInput("output_dir_links_to_itself", _linked_in_a_circle, ("/run is not writable", "choose another")),
-    BadInput("tokens_are_a_file", _tokens_are_a_file, ("/run/tokens/", "is a file", "delete it")),
+    BadInput("tokens_are_a_file", _tokens_are_a_file, ("/run/tokens/", "File exists")),
     *(
         BadInput(f"{name}_is_a_file", _replaced(name, "x"), (f"/run/{name} is not a directory", "rename it"))
         for name in ("tokens", "checkpoints", "tensorboard")
@@ -152,7 +152,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "no_row_is_left",
         _dataset(b""),
-        ("skip leaves no row", "without the text column"),
+        ("skip leaves no row", "without the column"),
         ("--data.on-bad-rows", "skip", "--data.text-column", "body"),
     ),
 )
