@@ -375,8 +375,6 @@ REFUSALS = {
         ),
         ["sequence length 1000", "tensor_model_parallel_size 3", "1002", "sequence_parallel_enabled"],
     ),
-    "column input": (lambda: layers.ColumnParallelLinear(4, 6)(torch.zeros(2, 5)), ["5", "input_size", "4"]),
-    "row input": (lambda: layers.RowParallelLinear(6, 4, input_is_parallel=True)(torch.zeros(2, 6)), ["6", "2"]),
 }
 
 
