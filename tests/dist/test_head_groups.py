@@ -165,7 +165,11 @@ def test_refusals():
     message = error_message(lambda: apply_memory(model, MemoryConfig(attention_head_groups=3)))
     assert_says(message, "attention_head_groups 3", "8 query heads", "4 KV heads", "divisor of 8")
     for value in (0, True, 2.0, "all"):
-        assert_says(error_message(partial(MemoryConfig, attention_head_groups=value)), "at least 1", repr(value))
+        assert_says(
+            error_message(partial(MemoryConfig, attention_head_groups=value)),
+            "attention_head_groups must be",
+            repr(value),
+        )
     for options, word in (
         ({"recompute_granularity": "selective"}, "['core_attn']"),
         ({"recompute_granularity": "full", "recompute_keep_core_attn": True}, "recompute_keep_core_attn"),

@@ -179,7 +179,7 @@ def test_refusals():
     assert_says(error_message(lambda: apply_memory(model, tiles, compile="layer")), "compile 'layer'", "null")
     for tokens in (True, "some", 0.5):
         assert_says(
-            error_message(partial(MemoryConfig, mlp_tile_tokens=tokens)), "integer, 'auto' or null", repr(tokens)
+            error_message(partial(MemoryConfig, mlp_tile_tokens=tokens)), "mlp_tile_tokens must be", repr(tokens)
         )
     assert_says(error_message(lambda: MemoryConfig(mlp_tile_tokens=0)), "at least 1, got 0")
     both = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp")}

@@ -27,7 +27,7 @@ def test_functionalization_is_on_unless_the_user_turns_it_off() -> None:
 
 def test_a_variable_names_the_versions_that_read_it() -> None:
     text = planned("llama3_8b", environ=FOUR_HOSTS).text()
-    assert "REQUESTS=3  # the host runs ahead by up to three graphs [Neuron SDK <= 2.30; from 2.31 on" in text
+    assert "REQUESTS=3  # graphs that the host runs ahead [Neuron SDK <= 2.30; from 2.31 on" in text
     assert "pytorch/xla#8640) [torch-xla 2.1 to 2.9]" in text and "[Linux kernels below 5.15]" in text
 
 

@@ -85,7 +85,7 @@ def test_storages_of_every_technique(config, name, dtype, attention):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("full", None), ("uniform", None), ("full", 1), ("full", LAYERS), ("block", 2)]
+    ("name", "number"), [("full", "all"), ("uniform", "all"), ("full", 1), ("full", LAYERS), ("block", 2)]
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_kept_attention(config, name, number):

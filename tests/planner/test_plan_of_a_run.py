@@ -24,7 +24,7 @@ from nxd_memopt.planner.search.candidates import settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import Setting
 from nxd_memopt.planner.sizes.states import STAGES
-from nxd_memopt.training import memory_plan, model
+from nxd_memopt.training import device_support, memory_plan
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.model import load_hf_config
 from tests.planner.test_plan import problem, run_of
@@ -79,9 +79,9 @@ def test_a_stated_option_is_planned_and_kept(option, file, capsys, monkeypatch):
     config = parse_config(["--config", str(written), "--model.tokenizer", "somewhere"])
     section, name = option.split(".")
     assert getattr(getattr(config, section), name) == STATED[option][section][name]
-    for module in (memory_plan, model):
+    for module in (memory_plan, device_support):
         monkeypatch.setattr(module, "world_size", lambda: DEVICES)
-    monkeypatch.setattr(model, "ranks_per_host", lambda: DEVICES)
+    monkeypatch.setattr(device_support, "ranks_per_host", lambda: DEVICES)
     _, plan = memory_plan.planned(config, load_hf_config(config.model), device_named("h200"))
     assert plans[0]["device_bytes"] == plan.memory.device
     assert plans[0]["host_bytes"] == plan.memory.host
@@ -113,12 +113,12 @@ def test_no_tried_setting_is_refused_by_training(option, file):
         (
             {"data_parallel": {"num_distributed_optimizer_instances": 3}},
             (),
-            ("num_distributed_optimizer_instances 3", "leave it out"),
+            ("num_distributed_optimizer_instances is 3", "zero2 or zero3"),
         ),
         (
             {"data_parallel": {"reshard_after_forward": False}, "optimizer": {"overlap_grad_reduce": True}},
             (),
-            ("reshard_after_forward is false", "leave it out, or set sharding to zero3"),
+            ("reshard_after_forward is false", "data_parallel.sharding to zero3"),
         ),
         ({"memory": {"attention_backend": "nki"}}, (), ("attention_backend on h200 'nki'", "flash4")),
         (

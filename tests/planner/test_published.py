@@ -7,7 +7,8 @@ import math
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, load_model_config, require_sizes, with_defaults
-from nxd_memopt.architectures.parameters import attention_windows, parameters, require_supported_values, sizes
+from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.parameters import parameters, require_supported_values
 from nxd_memopt.architectures.published import published_name, spelled
 from nxd_memopt.command_line import recipes
 from nxd_memopt.training.config.parsing import recipe_path
@@ -51,15 +52,15 @@ def test_models_have_their_published_numbers_of_parameters():
         config = with_defaults(published)
         require_sizes(config)
         require_supported_values(config, "it")
-        found[name] = sum(math.prod(parameter.shape) for parameter in parameters(config))
+        found[name] = sum(math.prod(parameter.shape) for parameter in parameters(model_spec(config)))
     assert found == PUBLISHED
 
 
 def test_what_the_number_of_parameters_does_not_show():
     """Heads, windows and RoPE."""
-    assert sizes(with_defaults(NAMED_CONFIGS["qwen3-0.6b"]))["d"] == 128
-    assert sizes(with_defaults(NAMED_CONFIGS["llama-3.2-3b"]))["d"] == 128
-    windows = {name: set(attention_windows(with_defaults(config))) for name, config in NAMED_CONFIGS.items()}
+    assert model_spec(with_defaults(NAMED_CONFIGS["qwen3-0.6b"])).head_dim == 128
+    assert model_spec(with_defaults(NAMED_CONFIGS["llama-3.2-3b"])).head_dim == 128
+    windows = {name: set(model_spec(with_defaults(config)).windows) for name, config in NAMED_CONFIGS.items()}
     assert windows.pop("mistral-7b-v0.1") == {4096}
     assert set().union(*windows.values()) == {None}
     rope = NAMED_CONFIGS["llama-3.2-1b"]["rope_parameters"]

@@ -90,7 +90,7 @@ def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.Monke
     config = TrainConfig(model=model, trainer=TrainerConfig(compile="layer"))
     require_executable(config, load_hf_config(model))
     monkeypatch.setattr(backend, "compile_refusal", lambda: XlaBackend.compile_refusal(object.__new__(XlaBackend)))
-    with pytest.raises(ValueError, match=r"trainer\.compile 'layer' is not for the backend xla.* set it to null"):
+    with pytest.raises(ValueError, match=r"trainer\.compile layer is not for the backend xla.* set it to null"):
         require_executable(config, load_hf_config(model))
 
 

@@ -187,7 +187,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "trainer.export is true",
     ),
     "tiles": (MIXTRAL, {"memory": {"mlp_tile_tokens": 8}}, "mlp_tile_tokens 8"),
-    "compile": (MIXTRAL, {"trainer": {"compile": "layer"}}, "trainer.compile 'layer'.*set it to null"),
+    "compile": (MIXTRAL, {"trainer": {"compile": "layer"}}, "trainer.compile layer.*set it to null"),
     "dense": (LLAMA, {"moe": {"moe_aux_loss_coeff": 0.1}}, "moe.moe_aux_loss_coeff 0.1 needs a model with experts"),
     "dense layers": (QWEN3, {"moe": {"moe_layer_freq": [1, 0]}}, r"moe_layer_freq \[1, 0\] is an option of the model"),
     "biases": (

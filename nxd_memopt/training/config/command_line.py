@@ -63,6 +63,9 @@ def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
             converted = [f"{section}.{_FLAGS[value.lower()]}{option}"]
         elif value in _WORDS and type(_WORDS[value]) in typing.get_args(hint):
             converted = [name, str(_WORDS[value])]
+        elif bool in typing.get_args(hint) and not separator and (not value or value.startswith("--")):
+            result += [name, "True"]
+            continue
         elif (name, value) == ("--memory", "auto"):
             converted = ["--auto-memory"]
         elif _is_list(hint) and name.replace("_", "-") != "--launch.neuron-cc-flags":

@@ -319,7 +319,7 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
     options = resolved.setdefault(target, {})
     # An alias and the name it stands for would otherwise overwrite each other in file order. Megatron has
     # two options for ZeRO-1, which agree.
-    if options.get(target_name, value) != value:
+    if target_name in options and options[target_name] != value:
         names = [target_name, *(alias for alias, known in ALIASES.items() if known == (target, target_name))]
         raise ValueError(
             f"{section}.{name} sets {target}.{target_name} a second time: remove one of "

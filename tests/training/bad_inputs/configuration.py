@@ -125,7 +125,7 @@ FILES = (
     BadInput("section_a_list", _file(lambda text: f"{text}launch: [1]\n"), ("launch", "mapping")),
     BadInput(
         "option_and_its_alias",
-        _option("data", "encoder_seq_length", 24),
+        _option("data", "encoder_seq_length", 48),
         ("encoder_seq_length", "seq_length", "remove one"),
     ),
     BadInput("unknown_option", _option("trainer", "max_step", 3), ("max_step", "max_steps")),

@@ -19,6 +19,6 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "save_interval_is_true",
         lambda directory: write_config(directory, trainer={"save_interval": True}),
-        ("trainer.save_interval", "auto or a number of steps", "True"),
+        ("trainer.save_interval", "int or 'auto' or 'never'", "True"),
     ),
 )

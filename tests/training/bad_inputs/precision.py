@@ -45,7 +45,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "tf32_on_the_cpu",
         _config(trainer={"allow_tf32": True}),
-        ("trainer.allow_tf32 needs an NVIDIA GPU", "set it to false"),
+        ("trainer.allow_tf32 true needs an NVIDIA GPU", "set it to false"),
     ),
     BadInput(
         "loss_scale_below_the_smallest",

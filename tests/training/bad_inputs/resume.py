@@ -80,7 +80,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "warm_start_and_resume_from",
         write_config,
-        ("are both set", "remove one"),
+        ("trainer.resume_from is b and model.warm_start is a", "to null"),
         ("--model.warm-start", "a", "--trainer.resume-from", "b"),
     ),
     BadInput(
