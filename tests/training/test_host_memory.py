@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ OFFLOAD = {"recompute_granularity": "full", "cpu_offloading_activations": True}
 def simulated_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: HostOnly())
     monkeypatch.setattr("nxd_memopt.memory.offload._MIN_BYTES", CHECKPOINT_BYTES)  # not the RoPE tables
-    monkeypatch.setattr("nxd_memopt.planner.memory.activations.OFFLOADED_STORAGE_BYTES", CHECKPOINT_BYTES)
+    planned = partial(offloaded_checkpoint_bytes, smallest_bytes=CHECKPOINT_BYTES)
+    monkeypatch.setattr("nxd_memopt.training.host_memory.offloaded_checkpoint_bytes", planned)
     parallel_state.initialize_model_parallel()
 
 

@@ -136,7 +136,7 @@ def test_devices_without_tf32_or_fp16_refuse(tmp_path: Path, monkeypatch: pytest
     config = write_config(tmp_path)
     outcome = run_here(config, "--trainer.allow-tf32")
     assert outcome.returncode == 2
-    assert "trainer.allow_tf32 needs an NVIDIA GPU, and the backend is cpu: set it to false" in outcome.stderr
+    assert "trainer.allow_tf32 true needs an NVIDIA GPU, and the backend is cpu; set it to false" in outcome.stderr
     monkeypatch.setattr(type(backend), "loss_scaling_refusal", lambda self: "is not supported here")
     outcome = run_here(config, "--trainer.precision", "16-mixed")
     assert outcome.returncode == 2

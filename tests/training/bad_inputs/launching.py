@@ -9,7 +9,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "save_interval_is_a_word",
         lambda directory: write_config(directory, trainer={"save_interval": "sometimes"}),
-        ("trainer.save_interval", "auto or a number of steps", "'sometimes'"),
+        ("trainer.save_interval", "int or 'auto' or 'never'", "'sometimes'"),
     ),
     BadInput(
         "save_interval_is_negative",
