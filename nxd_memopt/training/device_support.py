@@ -39,7 +39,7 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     refusals = (
         ("trainer.allow_tf32", trainer.allow_tf32, backend.tf32_refusal(), "set it to false"),
         (
-            "trainer.precision 16-mixed",
+            "trainer.precision",
             trainer.precision == "16-mixed",
             backend.loss_scaling_refusal(),
             "use bf16-mixed",

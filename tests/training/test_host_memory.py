@@ -12,6 +12,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.memory.activations import offloaded_checkpoint_bytes
 from nxd_memopt.training import host_memory
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.model import build_model, load_hf_config

@@ -140,7 +140,7 @@ def test_devices_without_tf32_or_fp16_refuse(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(type(backend), "loss_scaling_refusal", lambda self: "is not supported here")
     outcome = run_here(config, "--trainer.precision", "16-mixed")
     assert outcome.returncode == 2
-    assert "trainer.precision 16-mixed is not supported here: use bf16-mixed" in outcome.stderr
+    assert "trainer.precision 16-mixed is not supported here; use bf16-mixed" in outcome.stderr
 
 
 def test_trainium_refuses_fp16() -> None:
