@@ -70,7 +70,7 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
         "model": {"config_overrides": NAMED_CONFIGS["smollm2-135m"], "tokenizer": "somewhere"},
         "data": {"dataset": "d.jsonl", "seq_length": 4096, "micro_batch_size": 4, "eval_sequences": 5},
         "optimizer": {"lr": 1e-3, "warmup_steps": 7, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
-        "trainer": {"output_dir": "mine", "precision": "bf16-true", "max_steps": 9},
+        "trainer": {"output_dir": "mine", "precision": "bf16-mixed", "max_steps": 9},
     }
     file.write_text(yaml.safe_dump(source))
     arguments = ["--config", str(file), "--device", "h200", "--devices", "1", "--write", str(written)]
