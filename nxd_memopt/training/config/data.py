@@ -62,7 +62,8 @@ class DataConfig:
         eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
         on_bad_rows: what a row without text does: a line that is not JSON, a row that is null,
             not text, not UTF-8 or without the text column. ``error`` stops the run before it
-            trains; ``skip`` leaves such rows out and prints their number and the first place.
+            trains; ``skip`` leaves such rows out, and conversations that the chat template cannot render, and
+            prints their number with places and reasons.
         streaming: ``true`` reads the data once, in shards, while the run trains: the start and the
             memory do not depend on its size. Files are shuffled, and documents within windows of
             10,000. ``false`` reads and checks all data before training and shuffles it as a whole.

@@ -277,10 +277,13 @@ class TrainConfig:
             return
         warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
         if warmup + decay > self.decay_steps:
+            steps = f"optimizer.warmup_steps {warmup}"
+            if decay:
+                steps += f" and wsd_decay_steps {decay} together"
             raise ValueError(
-                f"optimizer.warmup_steps {warmup} and wsd_decay_steps {decay} together exceed the schedule of "
-                f"{self.decay_steps} steps (optimizer.decay_steps, else trainer.max_steps): the learning rate would "
-                "never reach optimizer.lr; shorten one of them or set decay_steps"
+                f"{steps} exceed the schedule of {self.decay_steps} steps (optimizer.decay_steps, else "
+                "trainer.max_steps): the learning rate would never reach optimizer.lr; shorten one of them or set "
+                "decay_steps"
             )
 
     @property
