@@ -46,6 +46,7 @@ XLA_PACKAGES = (
 # Modules and names that test files import for tests that are not selected: layers' helpers,
 # quantization, and what is for inference.
 UNUSED_MODULES = (
+    "torch_neuronx.testing",
     "neuronx_distributed.parallel_layers.layers_utils",
     "neuronx_distributed.modules.moe.blockwise",
     "neuronx_distributed.quantization",
@@ -111,6 +112,8 @@ def stub_unused_names() -> None:
     """Replace what the test files import, but the selected tests do not use, by stubs."""
     for name in UNUSED_MODULES:
         sys.modules[name] = StubModule(name)
+    # The alias has torch_neuronx, which imports no module that is only named.
+    importlib.import_module("torch_neuronx").testing = sys.modules["torch_neuronx.testing"]  # pyright: ignore[reportAttributeAccessIssue]
     for module, names in UNUSED_NAMES.items():
         for name in names:
             setattr(importlib.import_module(module), name, getattr(StubModule(module), name))
