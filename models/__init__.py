@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from nxd_memopt._optional import require_transformers
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import require_one_of
 
 # Every modeling file needs transformers' configs. Python imports this package first, so one check
 # covers `import nxd_memopt.models` and `from nxd_memopt.models.llama import ...`.

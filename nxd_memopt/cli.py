@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from nxd_memopt._optional import MissingDependencyError, require_installed
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import require_one_of
 
 _SIGNALLED = 128  # greater statuses are those of processes that a signal has stopped
 COMMANDS = {

@@ -21,7 +21,7 @@ from nxd_memopt.architectures.configs import (
 )
 from nxd_memopt.architectures.parameters import require_supported_values
 from nxd_memopt.architectures.published import published_name, spelled
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import Device, device_named
 from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, TrainConfig
 
@@ -142,7 +142,7 @@ class Run:
     Args:
         name: how the user named it.
         config: its options.
-        stated: names of options without their sections, those of a file or of the command line.
+        stated: names, without sections, of options that a file or the command line states.
         is_bare: only a model is named: the run has no configuration.
     """
 
@@ -197,7 +197,7 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
         stated.add("seq_length")
     if options.model is not None:
         _require_model(options.model)
-        # Of a model alone, rows have one document, and the precision is that of the recipes.
+        # Of a model alone, rows have one document, and the recipes' precision.
         bare = ["--data.isolate-documents=false", "--trainer.precision=bf16-mixed"]
         arguments = ["--model.pretrained", options.model, *bare, *arguments]
     elif options.config is not None:

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from nxd_memopt.options import Resume, check_options, nearest, option
-from nxd_memopt.options import require_at_least as require_at_least
-from nxd_memopt.options import require_named as require_named
-from nxd_memopt.options import require_one_of as require_one_of
+from nxd_memopt.options import Resume, check_options, nearest, option, require_one_of
 
 COMPILE = (None, "layer")
 HIDDEN_ACTS = (

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nxd_memopt.config import require_one_of, require_positive_integer
+from nxd_memopt.config import require_positive_integer
+from nxd_memopt.options import require_one_of
 
 # PEFT's default: query and value (arXiv:2106.09685, section 4.2).
 DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}

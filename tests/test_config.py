@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_divisible, require_one_of
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_divisible
+from nxd_memopt.options import require_one_of
 from tests.reference import assert_says, error_message
 
 

@@ -12,8 +12,8 @@ from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
 from nxd_memopt.architectures.model_spec import moe_layers, num_kv_heads, rope_options, shared_expert
 from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name
-from nxd_memopt.config import require_one_of
 from nxd_memopt.lora_config import require_no_adapters
+from nxd_memopt.options import require_one_of
 
 _QWEN: dict[str, Any] = {
     "attention_dropout": 0.0,

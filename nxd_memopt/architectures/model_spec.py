@@ -8,7 +8,8 @@ from typing import Any
 
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, MODELS_WITH_EXPERTS, option, raw_option, reads
 from nxd_memopt.architectures.layers import LAYERS, QWEN2_MOE, Layer
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
+from nxd_memopt.options import require_one_of
 
 _QWEN_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
 

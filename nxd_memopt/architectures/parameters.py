@@ -12,7 +12,8 @@ from typing import Any
 from nxd_memopt.architectures.config_options import option
 from nxd_memopt.architectures.layers import EXPERT_SHARDINGS, LAYERS, SHARDED_DIMENSIONS, Layer
 from nxd_memopt.architectures.model_spec import ModelSpec, model_spec, rope_options
-from nxd_memopt.config import HIDDEN_ACTS, ROPE_TYPES, require_divisible, require_one_of
+from nxd_memopt.config import HIDDEN_ACTS, ROPE_TYPES, require_divisible
+from nxd_memopt.options import require_one_of
 
 
 class ExpertShape(tuple[int, ...]):

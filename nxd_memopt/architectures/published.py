@@ -35,7 +35,7 @@ _SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "rms_norm_eps": 1e-5, "m
 _MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
 _MIXTRAL = {"model_type": "mixtral", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6}
 _EXPERTS_OF_2 = {"num_local_experts": 8, "num_experts_per_tok": 2}
-# Tensors of the small sizes have 151,936 rows for 151,643 tokens, those of the large ones 152,064.
+# Tensors of the small sizes have 151,936 rows for 151,643 tokens, tensors of the large sizes 152,064.
 _QWEN_25 = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 131072}
 _QWEN_25_SMALL = _QWEN_25 | {"vocab_size": 151936, "rms_norm_eps": 1e-6}
 _QWEN_25_LARGE = _QWEN_25 | {"vocab_size": 152064, "rms_norm_eps": 1e-5}

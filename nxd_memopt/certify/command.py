@@ -18,8 +18,8 @@ from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.certify.request import Request, request_of
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
-from nxd_memopt.config import require_one_of
 from nxd_memopt.files import write_text
+from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import RESERVE_GIB
 from nxd_memopt.planner.search.problem import require_memory, require_size
 

@@ -21,7 +21,7 @@ USAGE = """nxd-memopt profile [options] -- COMMAND ...
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status, that of a failed COMMAND.
+    """Run the command; return its exit status, of COMMAND if that failed.
 
     Raises:
         ValueError: the arguments are not valid, or COMMAND has profiled nothing.
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     if mode == "run":
         if any(word.partition("=")[0].replace("_", "-") == "--trainer.output-dir" for word in rest):
-            raise ValueError("--trainer.output-dir is that of the profiled run, in --output: leave it out")
+            raise ValueError("--trainer.output-dir of the profiled run is in --output: leave it out")
         command = _training_command(options, rest, output)
     return _profile(options, command, output, stop=mode == "run")
 

@@ -10,7 +10,6 @@ from functools import partial
 from importlib.util import find_spec
 
 from nxd_memopt.command_line import INSTANCES
-from nxd_memopt.config import require_one_of
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.trainium import (
     TRN1_2XLARGE_GROUP_SIZES,
@@ -23,6 +22,7 @@ from nxd_memopt.launch.trainium import (
     trn1,
 )
 from nxd_memopt.launch.variables import Run, Variable
+from nxd_memopt.options import require_one_of
 
 ROOT_COMM_PORT = 62182  # the Neuron runtime's default with torch_xla
 TORCH_NEURON_PACKAGE = "torch_neuronx"

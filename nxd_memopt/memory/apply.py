@@ -7,7 +7,7 @@ from typing import Literal, cast
 from torch import nn
 
 from nxd_memopt.backends import HostTransfers, backend
-from nxd_memopt.config import COMPILE, MemoryConfig, require_one_of
+from nxd_memopt.config import COMPILE, MemoryConfig
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import LAYERS_IN_FLIGHT, ActivationOffload, apply_offload, new_pool, remove_offload
@@ -20,6 +20,7 @@ from nxd_memopt.memory.recompute import (
 )
 from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles, require_head_groups, require_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.wrapping import is_wrapped
 from nxd_memopt.planner.techniques.recomputation import Recomputation

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import require_one_of
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cuda import elementwise as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.options import require_one_of
 
 
 def _fused(name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

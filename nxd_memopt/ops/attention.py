@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
+from nxd_memopt.config import ATTENTION_BACKENDS
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.cuda import attention as cuda
 from nxd_memopt.ops.math_attention import math_attention, window_mask
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
+from nxd_memopt.options import require_one_of
 
 # Limits of this library's implementations; the backend knows the limits of PyTorch's kernels.
 _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {

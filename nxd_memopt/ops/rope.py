@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_memopt.config import ROPE_TYPES, require_one_of
+from nxd_memopt.config import ROPE_TYPES
 from nxd_memopt.ops.cuda import rope as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.options import require_one_of
 
 
 class RotaryEmbedding:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import require_one_of
 
 GIB = 2**30
 RESERVE_GIB = 1.25

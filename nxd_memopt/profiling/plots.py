@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,6 @@ def draw_time(time: Mapping[str, Any], path: Path) -> None:
         start = [left + value for left, value in zip(start, values, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.legend(fontsize="small")
-    _save(figure, path)
-
-
-def draw_timelines(timelines: Mapping[str, Sequence[tuple[float, int]]], path: Path, title: str) -> None:
-    """Draw several memory timelines in one plot.
-
-    Args:
-        timelines: name -> (seconds, bytes).
-        path: PNG file.
-        title: title of the plot.
-    """
-    figure, axes = _figure(title)
-    for name, points in timelines.items():
-        axes.step([s * 1e3 for s, _ in points], [size / MIB for _, size in points], where="post", label=name)
-    axes.set_xlabel("ms, slowed down by the recording of allocations")
-    axes.set_ylabel("MiB")
     axes.legend(fontsize="small")
     _save(figure, path)
 

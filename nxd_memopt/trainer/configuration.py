@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import parallel_state
 
 _OPTIMIZER = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _calibrate(arguments: Sequence[str]) -> int:
-    """Measure this machine and write its rates; under torchrun also those of its collectives."""
+    """Measure this machine and write its rates; under torchrun also the rates of its collectives."""
     if len(arguments) != 1 or not arguments[0].endswith(".json"):
         raise ValueError("--calibrate takes the .json file to write and nothing else: plan --calibrate FILE.json")
     from nxd_memopt.backends import backend
@@ -115,7 +115,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     devices = f"{', '.join(DEVICES)}; an AWS instance; a FILE.json of plan --calibrate FILE.json, run on the machine"
     parser.add_argument("--device", required=True, help=devices)
-    parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: those of one host")
+    parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: the ranks of one host")
     parser.add_argument("--device-memory-gib", type=float, help="instead of the device's")
     parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
     parser.add_argument("--show", type=count, default=10, help="number of settings to show")
@@ -199,7 +199,7 @@ def _print(
     for note in attention_notes(problem, best.setting):
         print(f"{note[0].upper()}{note[1:]}.")
     if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
-        print(f"With EP above 1 the figures are those of {BALANCED_ROUTING}.")
+        print(f"With EP above 1 the figures assume {BALANCED_ROUTING}.")
     if problem.moe is not None and problem.moe.moe_expert_block_size is not None:
         block = problem.moe.moe_expert_block_size
         print(f"Experts in blocks of {block} rows, of fixed shapes (moe.moe_expert_block_size).")

@@ -37,7 +37,7 @@ def fixed_options(run: Run) -> FixedOptions:
         memory=MemoryConfig(
             attention_backend=memory.attention_backend, fused_linear_cross_entropy=memory.fused_linear_cross_entropy
         ),
-        # The default, False, is that of a run without tensor parallelism.
+        # The default, False, is for a run without tensor parallelism.
         sequence_parallel_enabled=stated_size(run, "sequence_parallel_enabled"),
         reduce_dtype=config.parallel.reduce_dtype,
         optimizer_staging_gib=optimizer.optimizer_staging_gib,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
 from nxd_memopt.modules.moe.expert_weights import expert_weight
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
@@ -18,6 +18,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled
 from nxd_memopt.ops.block_linear import block_linear
 from nxd_memopt.ops.cuda import experts as cuda
 from nxd_memopt.ops.grouped_linear import grouped_linear
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import ShardedModule

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cross_entropy import LossTerms
+from nxd_memopt.options import require_one_of
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -18,7 +18,7 @@ GRAPH_MARGIN_FRACTION = 0.07
 """The same with a CUDA graph, in whose pool gradients also find no room between the tensors of a layer."""
 
 _POOL_PAGES_BYTES = 40 << 20
-"""Two pages of a graph's pool that are used in part: its bytes are those of its pages."""
+"""Two pages of a graph's pool that are used in part: its bytes are counted in pages."""
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
 

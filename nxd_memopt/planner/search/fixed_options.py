@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.techniques.gpu_attention import implementations, limit_refusal

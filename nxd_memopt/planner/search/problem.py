@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nxd_memopt.architectures.model_spec import ModelSpec
-from nxd_memopt.config import MemoryConfig, require_one_of
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.memory.layer_tensors import WINDOWED_KERNELS, Kernels
 from nxd_memopt.planner.sizes.states import STAGING_BYTES

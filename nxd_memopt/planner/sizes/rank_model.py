@@ -66,11 +66,6 @@ class RankModel:
         """Trained parameters of the rank."""
         return self.sizes.num_layers * elements(self.layer_shapes) + elements(self.other_shapes)
 
-    @property
-    def num_frozen(self) -> int:
-        """Parameters of the rank that are not trained."""
-        return self.sizes.num_layers * elements(self.frozen_layer_shapes) + elements(self.frozen_other_shapes)
-
     def gathered_elements(self, num_layers: int) -> int:
         """Return the elements of all parameters of ``num_layers`` layers, embedding, final norm and head."""
         layer = elements(self.layer_shapes) + elements(self.frozen_layer_shapes)

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import ExpertShape, parameters
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
+from nxd_memopt.options import require_one_of
 
 FP32_BYTES = 4
 REMAINDER_BYTES = 2

@@ -128,7 +128,7 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, float]:
-        """Weights by dataset: those of ``mixture``, or ``dataset`` alone."""
+        """Weights by dataset: ``mixture``, or ``dataset`` alone."""
         return dict(self.mixture) or {self.dataset: 1.0}
 
     def of_source(self, dataset: str) -> DataConfig:

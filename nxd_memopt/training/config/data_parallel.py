@@ -8,9 +8,6 @@ from typing import Literal
 from nxd_memopt.config import require_divisible
 from nxd_memopt.options import Resume, check_options, option
 
-STAGES = ("none", "zero1", "zero2", "zero3")
-"""ZeRO stages, each of which shards what the one before does and more."""
-
 # Megatron's values of data_parallel_sharding_strategy.
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
 

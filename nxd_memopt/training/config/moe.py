@@ -72,7 +72,7 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
 
     Args:
         options: the ``moe`` section.
-        hf_config: the model's configuration, that of the model with experts if the section adds them.
+        hf_config: the model's configuration, with experts if the section adds them.
 
     Raises:
         ValueError: options contradict each other or the model, or the model has no experts.
@@ -93,7 +93,7 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
 
 
 def completed_options(options: MoEOptions, config: Any) -> MoEConfig:
-    """Return the options of a model with experts: those that are given, else those of its config.
+    """Return the options of a model with experts: given options, and its config's for the others.
 
     Args:
         options: the ``moe`` section.

@@ -28,7 +28,7 @@ class OptimizerConfig:
             ``max_steps`` will be raised later.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
         no_decay: patterns of names of parameters without weight decay, such as ``[embed_tokens]``. A
-            pattern matches a part of a name; ``*`` and ``?`` are those of a shell. One that matches
+            pattern matches a part of a name; ``*`` and ``?`` match as in a shell. One that matches
             nothing is an error.
         do_layer_norm_weight_decay: decay norms and biases too (NeMo's name).
         lr_multipliers: factors of the learning rate for parameters whose names a pattern matches,
@@ -39,7 +39,7 @@ class OptimizerConfig:
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
         in_backward: update each parameter in backward, as soon as its gradient is complete, and free
-            the gradient. The results are those of an update after backward. Excludes what needs all
+            the gradient. The results equal an update after backward. Excludes what needs all
             gradients at once: clipping, several micro-batches per step, master weights, ZeRO,
             ``overlap_grad_reduce``, offloaded states and CUDA graphs.
         optimizer_offload_fraction: part of the fp32 master weights and optimizer states that is in host

@@ -81,7 +81,7 @@ class TrainerConfig:
         resume_from: the output directory of another run, or one of its checkpoints, which this
             run continues in its own ``output_dir``: nothing is written to the other directory. A
             run that has a checkpoint of its own continues from that.
-        allow_changes: options that change the results and may differ from those of the checkpoint
+        allow_changes: options that change the results and may differ from the options of the checkpoint
             that a run resumes from, such as ``optimizer.lr``. The error that refuses a change says
             whether it can be allowed.
         max_steps: total number of optimizer steps, including the steps before a resume.

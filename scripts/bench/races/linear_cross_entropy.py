@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.profiling.plots import draw_timelines
 from scripts.bench.harness.gpu_race import first_line, memory_over_time, peak_gib, race, race_parser
 from scripts.bench.harness.record import publish
 from scripts.bench.races.peers import dtype
@@ -347,6 +346,22 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--malek", type=Path, metavar="DIR", help="checkout of mgmalek/efficient_cross_entropy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory of each variant over time")
     return parser
+
+
+def draw_timelines(timelines: Mapping[str, Sequence[tuple[float, int]]], path: Path, title: str) -> None:
+    """Draw memory timelines, name -> (seconds, bytes), in one plot; write a PNG file."""
+    # A figure without pyplot needs no display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5))
+    axes = figure.subplots()
+    axes.set_title(title)
+    for name, points in timelines.items():
+        axes.step([s * 1e3 for s, _ in points], [size / 2**20 for _, size in points], where="post", label=name)
+    axes.set_xlabel("ms, slowed down by the recording of allocations")
+    axes.set_ylabel("MiB")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:

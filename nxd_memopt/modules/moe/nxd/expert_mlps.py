@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
 from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.expert_weights import expert_weight
 from nxd_memopt.ops.grouped_linear import grouped_linear
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import ShardedModule

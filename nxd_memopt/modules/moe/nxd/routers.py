@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.config import require_divisible
 from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel

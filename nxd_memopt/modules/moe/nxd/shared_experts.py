@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.config import require_one_of
 from nxd_memopt.modules.moe.nxd.expert_mlps import ACT2FN
+from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Values that such a section may have, instead of those of the LLaMA family.
+# Values that such a section may have, instead of the LLaMA family's values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "normalization": ("layernorm",),
     "activation": ("gelu", None),

@@ -272,7 +272,7 @@ def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name, theirs in SIZES.items():
         value = model.get(name)
-        # null is NeMo's default, which is that of transformers too, but for the number of KV heads.
+        # null means NeMo's default; it equals transformers' except for num_key_value_heads.
         if value is None:
             continue
         if sizes.setdefault(theirs, value) != value:

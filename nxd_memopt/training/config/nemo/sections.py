@@ -59,7 +59,7 @@ def read_tokenizer(tokenizer: Mapping[str, Any], sections: Sections, problems: l
 
 
 def read_optimizer(optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    """Set the options of ``optimizer`` to those of ``optim``, with NeMo's values of what it leaves out."""
+    """Set the section ``optimizer`` from ``optim``, with NeMo's values for options that it leaves out."""
     target = sections.setdefault("optimizer", {})
     for name, value in optim.items():
         if name in ("lr", "weight_decay", "betas", "eps"):
@@ -114,7 +114,7 @@ def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections:
 
 
 def read_data(data: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
-    """Set the options of ``data``; paths without a suffix are those of Megatron's ``.idx`` files."""
+    """Set the options of ``data``; paths without a suffix name Megatron's ``.idx`` files."""
     target = sections.setdefault("data", {})
     # Megatron's two options are one here; NeMo's default of both is False.
     isolated = {bool(data.get(name)) for name in ("reset_position_ids", "reset_attention_mask")}

@@ -187,8 +187,8 @@ def _json_line(data: bytes) -> Any:
 
 
 @dataclass(frozen=True)
-class JsonArray:
-    """The elements of a file's JSON array, or its one value; positions are their numbers."""
+class NumberedRows:
+    """A file of rows; positions are their numbers."""
 
     path: Path
     reader: RowReader
@@ -196,6 +196,13 @@ class JsonArray:
     @property
     def identity(self) -> list[Any]:
         return [*file_identity(self.path), self.reader.identity]
+
+    def place_of(self, position: int) -> str:
+        return f"{self.path} row {position}"
+
+
+class JsonArray(NumberedRows):
+    """The elements of a file's JSON array, or its one value; positions are their numbers."""
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the texts of the elements."""
@@ -209,20 +216,9 @@ class JsonArray:
             if text is not None:
                 yield text, number
 
-    def place_of(self, position: int) -> str:
-        return f"{self.path} row {position}"
 
-
-@dataclass(frozen=True)
-class ParquetFile:
+class ParquetFile(NumberedRows):
     """The rows of a Parquet file; positions are their numbers."""
-
-    path: Path
-    reader: RowReader
-
-    @property
-    def identity(self) -> list[Any]:
-        return [*file_identity(self.path), self.reader.identity]
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the documents of the rows, one row group at a time."""
@@ -249,9 +245,6 @@ class ParquetFile:
                             text = self.reader.read(partial(_batch_row, batch, index), Place(self, number))
                             if text is not None:
                                 yield text, number
-
-    def place_of(self, position: int) -> str:
-        return f"{self.path} row {position}"
 
 
 def _batch_row(batch: Any, index: int) -> dict[str, Any]:
