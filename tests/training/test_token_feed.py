@@ -84,6 +84,8 @@ def test_ranks_read_the_same_windows_of_a_slow_tokenizer(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(token_feed, "REPORT_S", 0.3)
+    # A window takes longer than a file may take to appear on the other host.
+    monkeypatch.setattr(token_feed, "VISIBLE_S", 0.3)
     assert ranks.each(lambda feed: feed.wait("train", 10)) == [None, None]
     writer, reader = (feed.windows["train"] for feed in ranks.feeds)
     assert reader.last == writer.last and reader.last.rows >= 10

@@ -115,6 +115,17 @@ class DataConfig:
             self.micro_batch_size,
         )
 
+    def accumulation_steps(self, replicas: int) -> int:
+        """Return the micro-batches per optimizer step on each rank: global batch / (B * D).
+
+        Raises:
+            ValueError: the global batch size is not a multiple of B * D. A step without micro-batches would
+                have a loss of 0.
+        """
+        # The divisor's name shows how it was computed: "... B x data-parallel size D = B * D".
+        by = f"data.micro_batch_size {self.micro_batch_size} x data-parallel size {replicas} ="
+        return require_divisible("data.global_batch_size", self.global_batch_size, by, self.micro_batch_size * replicas)
+
     @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations, not texts."""

@@ -318,20 +318,13 @@ class TrainConfig:
                 world size.
         """
         replicas = self.data_parallel_size(world_size)
-        # The divisor's name shows how it was computed: "... B x data-parallel size D = B * D".
-        sequences_per_pass = self.data.micro_batch_size * replicas
-        by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
-        steps = require_divisible(
-            "data.global_batch_size",
-            self.data.global_batch_size,
-            by,
-            sequences_per_pass,
-        )
+        steps = self.data.accumulation_steps(replicas)
         if self.optimizer.in_backward and steps > 1:
+            size = self.data.global_batch_size // steps
             raise ValueError(
                 f"optimizer.in_backward updates in each backward, and data.global_batch_size "
-                f"{self.data.global_batch_size} is {steps} micro-batches of {sequences_per_pass} sequences: set "
-                f"global_batch_size to {sequences_per_pass}, a larger micro_batch_size, or in_backward to false"
+                f"{self.data.global_batch_size} is {steps} micro-batches of {size} sequences: set global_batch_size "
+                f"to {size}, a larger micro_batch_size, or in_backward to false"
             )
         return steps
 

@@ -133,7 +133,7 @@ def micro_batches(data: DataConfig, tokens: Sequences, first: int) -> list[Micro
     rank = parallel_state.get_data_parallel_rank()
     num_boundaries = boundaries_per_batch(data, tokens)
     batches = []
-    for micro_step in range(data.global_batch_size // (data.micro_batch_size * replicas)):
+    for micro_step in range(data.accumulation_steps(replicas)):
         rows = step_rows[micro_batch_rows(data, micro_step=micro_step, rank=rank, replicas=replicas)]
         batch = MicroBatch.of(
             rows, divisor=divisor, num_boundaries=num_boundaries, has_padding=data.packing == "best_fit"

@@ -66,7 +66,7 @@ class TokenFeed:
         self._process: TokenProcess | None = None
         self._work = "opening the data"
         self._written = dict.fromkeys(SPLITS, 0)
-        self._changed_s = self._reported_s = clock()
+        self._written_s = self._reported_s = clock()
 
     def wait(self, name: str, rows: int) -> None:
         """Return when a split has ``rows`` sequences, or all of its text.
@@ -79,7 +79,7 @@ class TokenFeed:
         windows = self.windows[name]
         if windows.has(rows):
             return
-        self._changed_s = self._reported_s = self._clock()
+        self._reported_s = self._clock()
         while True:
             self._exchange(name)
             if windows.has(rows):
@@ -116,17 +116,17 @@ class TokenFeed:
         for _, number, _ in answers:
             if number is not None:
                 raise WaitStoppedError(number)
+        # The other hosts may take VISIBLE_S from here on: rank 0 may have waited for minutes for this window.
+        if answers[0][0] > self._written[name]:
+            self._written_s = self._clock()
         self._written[name], _, self._work = answers[0]
-        count = min(found for found, *_ in answers)
-        if count > windows.count:
-            self._changed_s = self._clock()
-        windows.count = count
+        windows.count = min(found for found, *_ in answers)
 
     def _advance(self, name: str, rows: int) -> None:
         """Write for some seconds, or watch the process that does, on rank 0."""
         windows = self.windows[name]
         if self._written[name] > windows.count:
-            if self._clock() - self._changed_s > VISIBLE_S:
+            if self._clock() - self._written_s > VISIBLE_S:
                 raise ValueError(
                     f"{windows.path(self._written[name] - 1)}, written by rank 0, is not visible on every host: use "
                     "an output_dir that all hosts share"
