@@ -195,7 +195,7 @@ def resolve_parallel(
         ValueError: the process groups have another tensor- or expert-parallel size, or a dense model
             is to have expert-parallel ranks.
     """
-    sizes = {"tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size()}
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size()}
     # A dense model has the same weights on all ranks that would share experts.
     sizes["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_size() if has_experts else 1
     if parallel is None:

@@ -100,7 +100,9 @@ class MoECausalLM(ParallelCausalLM):
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
         """Return the modules of all layers by name; ``mlp`` and ``mlp_act`` are of dense layers."""
-        return super().recompute_modules() | {"moe": list(self.moe_layers())}
+        modules = super().recompute_modules()
+        modules["moe"] = [*self.moe_layers()]
+        return modules
 
     def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
         token_mask = self._token_mask

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.moe.router import Router, Routing, wide
+from nxd_memopt.modules.moe.router import SMALLEST_SUM, Router, Routing, wide
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
-
-_SMALLEST_SUM = 1e-20  # of sigmoid scores, as in DeepSeek-V3
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def _balancing_scores(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     """Return the scores of all experts, which add up to 1, and the k best experts by score."""
     if moe.moe_router_score_function == "sigmoid":
         scores = logits.sigmoid()
-        scores = scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
     else:
         scores = logits.softmax(-1)
     return scores, torch.topk(logits.detach(), moe.moe_router_topk).indices
@@ -125,7 +123,7 @@ def balancing_loss(
     if kind == "global_aux_loss":
         means = step_means
         if means is None:
-            means = _global_means(sums, _data_parallel_group() if training else None)
+            means = _global_means(sums, parallel_state.get_data_parallel_group() if training else None)
         # This micro-batch's term of P_e: the mean of the terms, which the average of gradients over
         # ranks and micro-batches is, is the sum of scores divided by the sum of tokens.
         means = means.to(sums.scores.dtype)
@@ -148,10 +146,6 @@ def means_of_totals(totals: Tensor, micro_batches: int) -> Tensor:
     """Return f_e and the mean number of tokens, ``[..., E + 1]``, from numbers of choices and tokens."""
     tokens = totals[..., -1:].clamp(min=1)
     return torch.cat([totals[..., :-1] / tokens, tokens / micro_batches], dim=-1)
-
-
-def _data_parallel_group() -> ProcessGroup | None:
-    return parallel_state.get_data_parallel_group()
 
 
 def z_loss(sums: TokenSums, moe: MoEConfig) -> Tensor:
@@ -248,7 +242,7 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
     Raises:
         ValueError: a router has no bias, or the counts are not those of ``routers``.
     """
-    move_expert_bias(routers, backend.all_reduce(tokens_per_expert, _data_parallel_group()))
+    move_expert_bias(routers, backend.all_reduce(tokens_per_expert, parallel_state.get_data_parallel_group()))
 
 
 @torch.no_grad()

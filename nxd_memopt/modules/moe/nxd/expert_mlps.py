@@ -131,6 +131,7 @@ class RoutedExpertsMLPOpsConfig:
         factor = self.capacity_factor
         if factor is None or factor <= 0 or factor >= self.num_experts / self.top_k:
             return None
+        # Rounded as in neuronx-distributed: ``expert_capacity`` divides before it multiplies.
         return min(math.ceil(tokens * self.top_k * factor / self.num_experts), tokens)
 
     def activate(self, projected: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.config import require_divisible
-from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance
+from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance, jittered
 from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import mappings
-from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -94,11 +93,8 @@ class RouterBase(nn.Module):
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """Return ``[T, E]`` in the dtype of the weight; the input is not modified."""
         hidden = hidden_states.to(self.linear_router.weight.dtype)
-        if self.jitter_eps and self.training:
-            # Sequence shards differ between the ranks; replicated tokens need equal numbers.
-            with fork_if(self.sequence_parallel_enabled):
-                noise = torch.empty_like(hidden).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-            hidden = hidden * noise
+        if self.training:
+            hidden = jittered(hidden, self.jitter_eps, is_shard=self.sequence_parallel_enabled)
         logits = self.linear_router(hidden)
         if self.sequence_parallel_enabled and self.training:
             # All ranks continue with the same work on the logits: their gradients are equal.
