@@ -240,7 +240,7 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
             micro-batches of the step, added up.
 
     Raises:
-        ValueError: a router has no bias, or the counts are not those of ``routers``.
+        ValueError: the shape of the counts is not ``[routers, experts]``.
     """
     move_expert_bias(routers, backend.all_reduce(tokens_per_expert, parallel_state.get_data_parallel_group()))
 
@@ -256,6 +256,5 @@ def move_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> No
         )
     directions = (counts.mean(-1, keepdim=True) - counts).sign()
     for router, direction in zip(routers, directions, strict=True):
-        if router.expert_bias is None:
-            raise ValueError("a router has no bias to update: set moe_router_bias_update_rate above 0")
+        assert router.expert_bias is not None, "moe_router_bias_update_rate is 0"
         router.expert_bias += router.moe.moe_router_bias_update_rate * direction
