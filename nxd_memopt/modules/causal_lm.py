@@ -204,7 +204,7 @@ class ParallelCausalLM(FusibleModule, ABC):
                 "must agree, or have a leading 1"
             )
         # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
-        # that of the activations: wider tables would promote queries and keys.
+        # the dtype of the activations: wider tables would promote queries and keys.
         rope = self.rope.tables(position_ids, length, self.embedding_weight().dtype)
         mask = documents
         if attention_mask is not None:

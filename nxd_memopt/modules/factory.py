@@ -95,7 +95,7 @@ class LayerFactory:
             return
         move_model_to_device(layer, device)
         # Shards differ between ranks: draw from this rank's own stream. The values depend on T,
-        # unlike those of CPU initialization, but no rank draws more than its shard.
+        # unlike the values of CPU initialization, but no rank draws more than its shard.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self.init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)

@@ -46,7 +46,7 @@ def tiled_mlp(hidden: Tensor, layers: MLPLayers, tile_tokens: int) -> Tensor:
     Args:
         hidden: ``[B, S, H]``; under sequence parallelism ``[s, B, H]``.
         layers: the MLP's submodules.
-        tile_tokens: tokens of a tile; under sequence parallelism those of all ranks together.
+        tile_tokens: tokens of a tile; under sequence parallelism the tokens of all ranks together.
 
     Returns:
         Tensor with the shape of ``hidden``.

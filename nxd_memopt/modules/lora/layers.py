@@ -199,7 +199,7 @@ def _adapted(
 
 
 def _init_method(config: LoraConfig) -> InitMethod:
-    """Return the initialization of A, that of PEFT."""
+    """Return PEFT's initialization of A."""
     if config.init_lora_weights == "gaussian":
         return lambda weight: nn.init.normal_(weight, std=1 / config.lora_rank)
     return default_weight_init

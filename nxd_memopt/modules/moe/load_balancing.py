@@ -115,6 +115,7 @@ def balancing_loss(
     if not moe.has_aux_loss or kind == "hf_aux_loss":
         return sums.tokens.new_zeros(())
     factor = moe.moe_aux_loss_coeff * moe.num_moe_experts / moe.moe_router_topk
+    # The mean over sequences: a micro-batch of B sequences has the loss of B micro-batches of one.
     if kind == "seq_aux_loss":
         # A sequence without tokens has neither fractions nor a loss, and is left out of the mean.
         tokens = sums.tokens.clamp(min=1).unsqueeze(1)
@@ -230,7 +231,7 @@ def with_row(
 
 @torch.no_grad()
 def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> None:
-    """Raise the bias of experts below the mean load by the update rate, and lower that of the others.
+    """Raise the bias of experts below the mean load by the update rate, and lower the bias of the others.
 
     arXiv:2408.15664, algorithm 1. Every data-parallel rank calls, once per optimizer step.
 

@@ -34,7 +34,7 @@ class MoELayer(nn.Module):
         moe: options.
         factory: builds the parameters.
         shared_expert: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
-            layout of this layer; its width is that of all shared experts together.
+            layout of this layer; its width is the sum over all shared experts.
         expert_class: gated MLPs without biases, or GPT-NeoX's.
 
     Raises:
@@ -110,6 +110,7 @@ class MoELayer(nn.Module):
 
     def _routed(self, hidden: Tensor, routing: Routing) -> Tensor:
         """Return the output of the routed experts, reduced over the tensor-parallel ranks."""
+        # Under sequence parallelism an all-gather of [s, B, H] in forward, and a reduce-scatter in backward.
         # Every tensor-parallel rank computes its columns of the experts for all tokens of the
         # micro-batch; the gradients of tokens and weights are partial sums, which backward adds.
         x = for_all_experts(hidden, sequence_parallel_enabled=self.sequence_first)

@@ -176,7 +176,7 @@ def choose_experts(
 
 def _sigmoid_choice(logits: Tensor, top_k: int, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = logits.sigmoid()
-    # The order of the scores is that of the logits, and scores of large logits are equal in fp32.
+    # Scores and logits have one order, and scores of large logits are equal in fp32.
     ranked = logits.detach()
     if expert_bias is not None:
         ranked = scores.detach() + expert_bias
@@ -197,7 +197,7 @@ def _sinkhorn_choice(
         experts = torch.topk(scores, top_k).indices
         return scores.gather(-1, experts), experts
     with torch.no_grad():
-        # The balance is that of all tokens of the micro-batch: [s, B, E] -> [S, B, E].
+        # All tokens of the micro-batch are balanced together: [s, B, E] -> [S, B, E].
         full = backend.all_gather(logits.detach(), group)
         balanced = sinkhorn(full.reshape(-1, full.size(-1))).view_as(full)
         experts = torch.topk(backend.shard(balanced, 0, group), top_k).indices

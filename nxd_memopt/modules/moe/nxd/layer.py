@@ -29,7 +29,7 @@ class MoE(nn.Module):
         return_router_logits: return the router's logits too.
         return_expert_index: return the chosen experts too.
         token_shuffle_group_size: data-parallel ranks that exchange random tokens before the router, see
-            ``token_shuffling``. Logits and experts that are returned are those of the exchanged tokens.
+            ``token_shuffling``. Returned logits and experts are of the exchanged tokens.
         token_shuffle_seed: of the permutation, the same in every step; it is kept in
             ``shuffle_permutation``. Default another one in every step.
         tensor_model_parallel_group: ranks that share the layer; default the tensor-parallel group.
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         results = router(hidden_states)
         if router.training:
             return results
-        # In evaluation the results are those of this rank's tokens.
+        # In evaluation the results are of this rank's tokens alone.
         shape = hidden_states.shape[:-1]
         parts = (each.view(*shape, -1) for each in results)
         logits, affinities, experts = (self._gather(part).flatten(0, -2) for part in parts)

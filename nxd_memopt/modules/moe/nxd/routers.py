@@ -26,7 +26,7 @@ class RouterBase(nn.Module):
     """Linear layer ``linear_router`` and the choice of k experts for each token.
 
     Under sequence parallelism the router sees this rank's tokens. In training its logits are
-    gathered, and every result is that of all tokens; in evaluation, that of this rank's.
+    gathered, and results are of all tokens; in evaluation, of this rank's tokens.
 
     Args:
         num_experts: E.
@@ -121,7 +121,7 @@ class RouterTopK(RouterBase):
         top_k: k.
         hidden_size: H.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RouterSinkhorn(RouterBase):
         sinkhorn_tol: raise an error if the last step changes the column factors by this or more, on
             average; reads the device. None for no check.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
 
     Raises:
         NotImplementedError: ``top_k`` is not 1.
@@ -253,10 +253,10 @@ class GroupLimitedRouter(RouterBase):
         n_group: number of groups of consecutive experts.
         topk_group: groups of a token; the best are those with the largest sums of their two best experts.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
 
     Raises:
-        ValueError: the groups are not of equal size, or those of a token have less than k experts.
+        ValueError: the groups are not of equal size, or the groups of a token have less than k experts.
     """
 
     e_score_correction_bias: Tensor
