@@ -48,7 +48,7 @@ FAMILY: dict[str, Any] = {
 }
 
 
-BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -78,7 +78,12 @@ def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
 
 def mixtral_config(**changes: Any) -> MixtralConfig:
     """4 experts, and transformers' balancing loss with a coefficient that no tolerance hides."""
-    own = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    own: dict[str, Any] = {
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    }
     return MixtralConfig(**FAMILY | BALANCED | own | changes)
 
 
@@ -92,7 +97,7 @@ def qwen2_moe_config(**changes: Any) -> Qwen2MoeConfig:
 
 def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
     """8 experts in layers 0 and 2, a dense MLP in layer 1; weights of the chosen experts do not sum to 1."""
-    own = {"moe_intermediate_size": 12, "num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 8}
+    own: dict[str, Any] = {"moe_intermediate_size": 12, "num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 8}
     own |= {"num_experts": 8, "num_experts_per_tok": 3}
     return Qwen3MoeConfig(**FAMILY | BALANCED | own | changes)
 

@@ -263,7 +263,8 @@ class MoECausalLM(ParallelCausalLM):
             )
         if not batches:
             raise ValueError("balanced_over_step needs the batches of the step, got none")
-        # Costs one more forward of every batch, without the head: backward needs two forwards' work, so at most a third.
+        # Costs one more forward of every batch, without the head. Backward does the work of two forwards: at most a
+        # third of the step.
         means = self._step_means(batches)
         layers = self.moe_layers()
         for layer, of_layer in zip(layers, means, strict=True):
