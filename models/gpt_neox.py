@@ -18,13 +18,10 @@ from nxd_memopt.modules.attention import (
 )
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.dropout import ParallelDropout
-from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import Activation
-from nxd_memopt.modules.parallel_residual import (
-    normalised_column_parallel_linears,
-    row_parallel_linears,
-)
+from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
@@ -214,17 +211,11 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
-        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
-        memory = resolve_memory(memory, config)
         super().__init__(config, parallel=parallel, memory=memory)
-        factory = layer_factory("gpt_neox", config, parallel, dtype=dtype, device=device)
-        # Modules are built in one order on all ranks: with CPU initialization they draw from one
-        # stream. Recompute and offload come last, because they replace the forward of finished
-        # modules.
-        self.gpt_neox = GPTNeoXModel(config, factory, memory)
+        factory = self.factory(dtype, device)
+        self.gpt_neox = GPTNeoXModel(config, factory, self.memory)
         self.add_head(factory)
-        apply_memory(self, memory)
+        apply_memory(self, self.memory)
 
     @property
     def backbone(self) -> nn.Module:

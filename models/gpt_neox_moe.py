@@ -12,12 +12,11 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.gpt_neox import GPTNeoXAttention, GPTNeoXMLP
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.modules.dropout import ParallelDropout
-from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
-from nxd_memopt.modules.moe import MoELayer
+from nxd_memopt.modules.factory import LayerFactory
+from nxd_memopt.modules.moe import MoELayer, empty_rows
 from nxd_memopt.modules.moe.biased_experts import BiasedExperts
-from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, require_moe_memory
+from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM
 from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
-from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.moe_config import MoEConfig
 
 
@@ -79,7 +78,7 @@ class GPTNeoXMoEModel(nn.Module):
         self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, token_mask: Tensor | None
     ) -> LayerState:
         hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
-        state = (hidden, first_rows(self.moe, hidden))
+        state = (hidden, empty_rows(self.moe.num_moe_experts, hidden.device))
         for layer in self.layers:
             state = layer(state, rope, mask, token_mask)
         hidden, rows = state
@@ -101,16 +100,11 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
-        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
-        memory = resolve_memory(memory, config)
-        moe = resolve_moe(moe, config)
-        require_moe_memory(memory)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
-        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device)
-        self.gpt_neox = GPTNeoXMoEModel(config, factory, memory, moe)
+        factory = self.factory(dtype, device)
+        self.gpt_neox = GPTNeoXMoEModel(config, factory, self.memory, self.moe)
         self.add_head(factory)
-        apply_memory(self, memory)
+        apply_memory(self, self.memory)
 
     @property
     def backbone(self) -> Any:

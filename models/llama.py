@@ -22,7 +22,7 @@ from nxd_memopt.modules.attention import (
     split_heads,
 )
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
-from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
@@ -142,9 +142,8 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
-        self.embed_tokens = factory.embedding(
-            "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
-        )
+        vocab_size = config.vocab_size
+        self.embed_tokens = factory.embedding("embed_tokens", vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, spec, factory, memory, window) for window in spec.windows)
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
@@ -183,20 +182,11 @@ class LlamaForCausalLM(ParallelCausalLM):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
-        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
-        memory = resolve_memory(memory, config)
         super().__init__(config, parallel=parallel, memory=memory)
-        # With T above g, each KV head is on T/g ranks. Each of them has different query heads of
-        # its group, and a copy of the KV head whose gradients are summed over the ranks.
-        replicas = self.spec.kv_replicas(parallel.tensor_model_parallel_size)
-        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
-        # Modules are built in one order on all ranks: with CPU initialization they draw from one
-        # stream. Recompute and offload come last, because they replace the forward of finished
-        # modules.
-        self.model = LlamaModel(config, self.spec, factory, memory)
+        factory = self.factory(dtype, device)
+        self.model = LlamaModel(config, self.spec, factory, self.memory)
         self.add_head(factory)
-        apply_memory(self, memory)
+        apply_memory(self, self.memory)
 
     @property
     def backbone(self) -> nn.Module:

@@ -6,4 +6,4 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Mistral with a language-model head; arguments and errors are those of ``LlamaForCausalLM``."""
+    """Mistral with a language-model head; arguments and errors as in ``LlamaForCausalLM``."""

@@ -15,11 +15,10 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models.llama import LlamaAttention
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
-from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.mlp import GatedMLP
-from nxd_memopt.modules.moe import MoELayer
-from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM, first_rows, require_moe_memory
-from nxd_memopt.modules.moe.hf_options import resolve_moe
+from nxd_memopt.modules.moe import MoELayer, empty_rows
+from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM
 from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.moe_config import MoEConfig
@@ -80,9 +79,8 @@ class MixtralModel(nn.Module):
     ) -> None:
         super().__init__()
         self.moe = moe
-        self.embed_tokens = factory.embedding(
-            "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
-        )
+        vocab_size = config.vocab_size
+        self.embed_tokens = factory.embedding("embed_tokens", vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
             MixtralDecoderLayer(config, spec, factory, memory, moe, is_moe=is_moe, window=window)
             for is_moe, window in zip(spec.moe_layers, spec.windows, strict=True)
@@ -93,7 +91,7 @@ class MixtralModel(nn.Module):
         self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, token_mask: Tensor | None
     ) -> LayerState:
         hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
-        state = (hidden, first_rows(self.moe, hidden))
+        state = (hidden, empty_rows(self.moe.num_moe_experts, hidden.device))
         for layer in self.layers:
             state = layer(state, rope, mask, token_mask)
         hidden, rows = state
@@ -130,17 +128,11 @@ class MixtralForCausalLM(MoECausalLM):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
-        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
-        memory = resolve_memory(memory, config)
-        moe = resolve_moe(moe, config)
-        require_moe_memory(memory)
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
-        replicas = self.spec.kv_replicas(parallel.tensor_model_parallel_size)
-        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
-        self.model = MixtralModel(config, self.spec, factory, memory, moe)
+        factory = self.factory(dtype, device)
+        self.model = MixtralModel(config, self.spec, factory, self.memory, self.moe)
         self.add_head(factory)
-        apply_memory(self, memory)
+        apply_memory(self, self.memory)
 
     @property
     def backbone(self) -> nn.Module:

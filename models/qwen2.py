@@ -6,4 +6,4 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Qwen2 with a language-model head; arguments and errors are those of ``LlamaForCausalLM``."""
+    """Qwen2 with a language-model head; arguments and errors as in ``LlamaForCausalLM``."""

@@ -6,4 +6,4 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Qwen3 with a language-model head; arguments and errors are those of ``LlamaForCausalLM``."""
+    """Qwen3 with a language-model head; arguments and errors as in ``LlamaForCausalLM``."""

@@ -48,6 +48,9 @@ FAMILY: dict[str, Any] = {
 }
 
 
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
 def llama_config(**changes: Any) -> LlamaConfig:
     """8 query heads on 2 KV heads: T = 4 shares each KV head between two ranks."""
     return LlamaConfig(**FAMILY | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, **changes})
@@ -69,42 +72,19 @@ def qwen3_config(**changes: Any) -> Qwen3Config:
 
 
 def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
-    return GPTNeoXConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 44,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **changes,
-        }
-    )
+    sizes = {name: value for name, value in FAMILY.items() if name != "num_key_value_heads"}
+    return GPTNeoXConfig(**sizes | {"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, **changes})
 
 
 def mixtral_config(**changes: Any) -> MixtralConfig:
     """4 experts, and transformers' balancing loss with a coefficient that no tolerance hides."""
-    return MixtralConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.3,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,
-            "pad_token_id": None,
-            **changes,
-        }
-    )
+    own: dict[str, Any] = {
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    }
+    return MixtralConfig(**FAMILY | BALANCED | own | changes)
 
 
 def qwen2_moe_config(**changes: Any) -> Qwen2MoeConfig:
@@ -117,26 +97,9 @@ def qwen2_moe_config(**changes: Any) -> Qwen2MoeConfig:
 
 def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
     """8 experts in layers 0 and 2, a dense MLP in layer 1; weights of the chosen experts do not sum to 1."""
-    return Qwen3MoeConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 44,
-            "moe_intermediate_size": 12,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.3,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,
-            **changes,
-        }
-    )
+    own: dict[str, Any] = {"moe_intermediate_size": 12, "num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 8}
+    own |= {"num_experts": 8, "num_experts_per_tok": 3}
+    return Qwen3MoeConfig(**FAMILY | BALANCED | own | changes)
 
 
 LLAMA3_ROPE = {

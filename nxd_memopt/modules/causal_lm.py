@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.architectures.model_spec import model_spec, rope_options
-from nxd_memopt.architectures.parameters import require_shardable
+from nxd_memopt.architectures.parameters import require_shardable, shardings
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.modules.factory import LayerFactory
+from nxd_memopt.modules.factory import LayerFactory, resolve_memory, resolve_parallel
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.ops.rope import RotaryEmbedding
@@ -44,25 +44,37 @@ class CausalLMOutput:
 class ParallelCausalLM(FusibleModule, ABC):
     """Backbone (embedding, decoder layers, final norm) and a vocabulary-parallel head.
 
+    A model's class builds its backbone with the layers of ``factory``, then calls ``add_head`` and ``apply_memory``:
+
+    - Modules are built in one order on all ranks, because with CPU initialization they draw from one random stream.
+    - Recompute and offload come last, because they replace the forward of finished modules.
+
     Args:
         config: Hugging Face config.
-        parallel: parallel config, already checked against the process groups.
-        memory: memory techniques to apply.
+        parallel: default T and EP of the process groups, with sequence parallelism as in
+            ``config.sequence_parallel_enabled``.
+        memory: memory techniques to apply; default NxD's switch in ``config``.
+
+    Raises:
+        ValueError: sizes differ from the process groups, or T does not divide heads, KV heads or the MLP's width.
     """
 
+    has_experts: ClassVar[bool] = False
     attention_name: ClassVar[str]
     """Hugging Face's name of the attention module of a decoder layer."""
     lm_head: ColumnParallelLinear
     fusions: Fusions
     """The fused paths of the model; ``describe()`` lists which are on."""
 
-    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig) -> None:
+    def __init__(self, config: Any, *, parallel: ParallelConfig | None, memory: MemoryConfig | None) -> None:
         super().__init__()
+        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
+        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=self.has_experts)
         self.config = config
         self.spec = model_spec(config)
         require_shardable(self.spec, parallel.tensor_model_parallel_size)
         self.parallel = parallel
-        self.memory = memory
+        self.memory = resolve_memory(memory, config)
         self.rope = RotaryEmbedding(self.spec.rotary_dim, rope_options(config), config.max_position_embeddings)
 
     @property
@@ -77,6 +89,19 @@ class ParallelCausalLM(FusibleModule, ABC):
     @abstractmethod
     def embedding_weight(self) -> nn.Parameter:
         """Return the input embedding's table ``[V/T, H]``, which a tied head shares."""
+
+    def factory(self, dtype: torch.dtype | None, device: torch.device | str | None) -> LayerFactory:
+        """Return the builder of the model's layers; None is torch's default dtype or device."""
+        # With T above g, each KV head is on T/g ranks. Each of them has different query heads of its group, and a
+        # copy of the KV head whose gradients are summed over the ranks.
+        return LayerFactory(
+            shardings(self.config.model_type),
+            self.parallel,
+            self.config.initializer_range,
+            dtype or torch.get_default_dtype(),
+            device,
+            self.spec.kv_replicas(self.parallel.tensor_model_parallel_size),
+        )
 
     def add_head(self, factory: LayerFactory) -> None:
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
@@ -103,6 +128,10 @@ class ParallelCausalLM(FusibleModule, ABC):
         """Return the decoder layers, in order."""
         return list(self.backbone.layers)
 
+    def dense_mlps(self) -> list[Any]:
+        """Return the MLPs of the decoder layers, without mixtures of experts."""
+        return [layer.mlp for layer in self.decoder_layers()]
+
     def modules_after_layers(self) -> list[nn.Module]:
         """Return the modules whose parameters are used after the last decoder layer only: a head that is not tied."""
         is_tied = self.lm_head.weight is self.embedding_weight()
@@ -113,13 +142,14 @@ class ParallelCausalLM(FusibleModule, ABC):
         # Names of submodules are the same in all models, except for the attention, which has
         # Hugging Face's name. The modules of one name are recomputed one by one, not as a group.
         layers = self.decoder_layers()
+        mlps = self.dense_mlps()
         attention = [getattr(layer, self.attention_name) for layer in layers]
         return {
             "core_attn": [module.core_attn for module in attention],
             "attn": attention,
             "norm": [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)],
-            "mlp_act": [layer.mlp.act for layer in layers],
-            "mlp": [layer.mlp for layer in layers],
+            "mlp_act": [mlp.act for mlp in mlps],
+            "mlp": mlps,
         }
 
     def forward(
@@ -174,7 +204,7 @@ class ParallelCausalLM(FusibleModule, ABC):
                 "must agree, or have a leading 1"
             )
         # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
-        # that of the activations: wider tables would promote queries and keys.
+        # the dtype of the activations: wider tables would promote queries and keys.
         rope = self.rope.tables(position_ids, length, self.embedding_weight().dtype)
         mask = documents
         if attention_mask is not None:

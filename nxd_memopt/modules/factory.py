@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_memopt.architectures.parameters import shardings
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.rms_norm import HeadNorm, RMSNorm
@@ -46,7 +45,15 @@ class LayerFactory:
         """Build the column-parallel layer ``name`` of the sharding table."""
         kind = self.sharding[name]
         assert kind.endswith("column") or kind == "vocab", f"the sharding table calls {name} {kind}"
-        layer = self._column(input_size, output_size, bias=bias, kind=kind)
+        layer = ColumnParallelLinear(
+            input_size,
+            output_size,
+            bias,
+            gather_output=False,
+            pad=kind == "vocab",
+            replicas=self.kv_replicas if kind == "kv_column" else 1,
+            **self._linear_options(kind),
+        )
         self._draw(layer)
         return layer
 
@@ -54,7 +61,7 @@ class LayerFactory:
         """Build the row-parallel layer ``name`` of the sharding table."""
         kind = self.sharding[name]
         assert kind in ("row", "query_row"), f"the sharding table calls {name} {kind}"
-        layer = self._row(input_size, output_size, bias=bias, kind=kind)
+        layer = RowParallelLinear(input_size, output_size, bias, input_is_parallel=True, **self._linear_options(kind))
         self._draw(layer)
         return layer
 
@@ -88,7 +95,7 @@ class LayerFactory:
             return
         move_model_to_device(layer, device)
         # Shards differ between ranks: draw from this rank's own stream. The values depend on T,
-        # unlike those of CPU initialization, but no rank draws more than its shard.
+        # unlike the values of CPU initialization, but no rank draws more than its shard.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self.init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
@@ -105,47 +112,21 @@ class LayerFactory:
             padded_rows = layer.weight.size(0) * description.num_partitions
             _zero_rows(layer.weight, description.full_shape[0], padded_rows)
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        if self.parallel.reduce_dtype == "float32":
-            return torch.float32
-        return None  # the dtype of the tensors
-
-    def _column(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            input_size,
-            output_size,
-            bias,
-            gather_output=False,
-            dtype=self.dtype,
-            device=self._layer_device,
-            init_method=self.init_weight,
-            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
-            pad=kind == "vocab",
-            reduce_dtype=self._reduce_dtype,
-            replicas=self.kv_replicas if kind == "kv_column" else 1,
-            rank_stride=self._rank_stride(kind),
-        )
-
-    def _rank_stride(self, kind: str) -> int:
+    def _linear_options(self, kind: str) -> dict[str, Any]:
+        """Return the options that column- and row-parallel layers share."""
         # Query, key, value and output projections must agree on the order of heads.
+        rank_stride = 1
         if kind in _HEADS:
-            return parallel_state.kv_rank_stride(self.kv_replicas)
-        return 1
-
-    def _row(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> RowParallelLinear:
-        return RowParallelLinear(
-            input_size,
-            output_size,
-            bias,
-            input_is_parallel=True,
-            dtype=self.dtype,
-            device=self._layer_device,
-            init_method=self.init_weight,
-            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
-            reduce_dtype=self._reduce_dtype,
-            rank_stride=self._rank_stride(kind),
-        )
+            rank_stride = parallel_state.kv_rank_stride(self.kv_replicas)
+        return {
+            "dtype": self.dtype,
+            "device": self._layer_device,
+            "init_method": self.init_weight,
+            "sequence_parallel_enabled": self.parallel.sequence_parallel_enabled,
+            # None reduces in the dtype of the tensors.
+            "reduce_dtype": torch.float32 if self.parallel.reduce_dtype == "float32" else None,
+            "rank_stride": rank_stride,
+        }
 
     def embedding(
         self, name: str, num_embeddings: int, embedding_dim: int, padding_idx: int | None
@@ -214,54 +195,25 @@ def resolve_parallel(
         ValueError: the process groups have another tensor- or expert-parallel size, or a dense model
             is to have expert-parallel ranks.
     """
-    size = parallel_state.get_tensor_model_parallel_size()
-    expert_size = parallel_state.get_expert_model_parallel_size() if has_experts else 1
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size()}
+    # A dense model has the same weights on all ranks that would share experts.
+    sizes["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_size() if has_experts else 1
     if parallel is None:
-        return ParallelConfig(
-            size,
-            sequence_parallel_enabled=sequence_parallel_enabled and size > 1,
-            expert_model_parallel_size=expert_size,
-        )
-    if parallel.expert_model_parallel_size != expert_size:
-        given = f"expert_model_parallel_size {parallel.expert_model_parallel_size} of the model"
-        if not has_experts:
-            raise ValueError(f"{given}: a dense model has no experts to share; leave it out")
+        is_sharded = sizes["tensor_model_parallel_size"] > 1
+        return ParallelConfig(**sizes, sequence_parallel_enabled=sequence_parallel_enabled and is_sharded)
+    if not has_experts and parallel.expert_model_parallel_size > 1:
         raise ValueError(
-            f"{given} differs from {expert_size} of the process groups: call "
-            "parallel_state.initialize_model_parallel(expert_model_parallel_size="
-            f"{parallel.expert_model_parallel_size}) first"
+            f"expert_model_parallel_size {parallel.expert_model_parallel_size} of the model: a dense model has no "
+            "experts to share; leave it out"
         )
-    if parallel.tensor_model_parallel_size != size:
-        raise ValueError(
-            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size} of the model differs from {size} of the "
-            "process groups: call parallel_state.initialize_model_parallel(tensor_model_parallel_size="
-            f"{parallel.tensor_model_parallel_size}) first"
-        )
+    for name, size in sizes.items():
+        given = getattr(parallel, name)
+        if given != size:
+            raise ValueError(
+                f"{name} {given} of the model differs from {size} of the process groups: call "
+                f"parallel_state.initialize_model_parallel({name}={given}) first"
+            )
     return parallel
-
-
-def layer_factory(
-    model_type: str,
-    config: Any,
-    parallel: ParallelConfig,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    kv_replicas: int = 1,
-) -> LayerFactory:
-    """Return the factory that builds a model's layers.
-
-    Args:
-        model_type: architecture in ``architectures.parameters``.
-        config: Hugging Face config.
-        parallel: parallel config of the model.
-        dtype: dtype of the parameters, or None for torch's default.
-        device: device of the parameters, or None for torch's default.
-        kv_replicas: number of ranks that share a KV head.
-    """
-    dtype = dtype or torch.get_default_dtype()
-    sharding = shardings(model_type)
-    return LayerFactory(sharding, parallel, config.initializer_range, dtype, device, kv_replicas)
 
 
 def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from nxd_memopt.modules.attention import AttentionMask, RopeTables
-from nxd_memopt.parallel_layers.fusion import has_hooks
+from nxd_memopt.modules.plain_layers import add_bias, require_plain
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel
 from nxd_memopt.planner.techniques.tiling import head_group_counts, require_head_groups
 
@@ -45,26 +45,15 @@ class AttentionLayers:
 
     def require_plain(self) -> None:
         """Raise ``ValueError`` if a projection is replaced, or has a hook or another forward."""
-        expected = [*((layer, ColumnParallelLinear) for layer in self.columns), (self.row, RowParallelLinear)]
-        for module, cls in expected:
-            if type(module) is not cls:
-                raise ValueError(
-                    f"attention_head_groups needs a {cls.__name__} in attention, got {type(module).__name__}: "
-                    "leave attention_head_groups out"
-                )
-            if has_hooks(module) or "forward" in vars(module):
-                raise ValueError(
-                    f"attention_head_groups does not call attention's {type(module).__name__}, which has a hook "
-                    "or another forward: remove it, or leave attention_head_groups out"
-                )
-
-    def group_counts(self) -> list[int]:
-        """Return the numbers of groups into which this rank's heads can be divided, ascending."""
-        return head_group_counts(self.num_heads())
+        require_plain("attention_head_groups", self.columns, self.row)
 
     def require_divisible(self, num_groups: int) -> None:
         """Raise ``ValueError`` unless this rank's heads can be divided into ``num_groups``."""
         require_head_groups(num_groups, self.num_heads())
+
+    def group_counts(self) -> list[int]:
+        """Return the numbers of groups into which this rank's heads can be divided, ascending."""
+        return head_group_counts(self.num_heads())
 
 
 def attention_by_head_groups(
@@ -97,16 +86,12 @@ def attention_by_head_groups(
     """
     layers.require_plain()
     layers.require_divisible(num_groups)
-    row = cast(RowParallelLinear, layers.row)
     output: Tensor | None = None
     for group in range(num_groups):
         part = checkpoint(_group_output, hidden, rope, mask, layers, group, num_groups)
         output = part if output is None else output + part
     assert output is not None
-    # The bias is replicated and added after the reduction, as in ``RowParallelLinear.forward``.
-    if row.bias is None:
-        return output
-    return output + row.bias.to(output.dtype)
+    return add_bias(output, cast(RowParallelLinear, layers.row))
 
 
 def _group_output(

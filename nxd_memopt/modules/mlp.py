@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.packed_weights import PackedWeights
+from nxd_memopt.modules.plain_layers import add_bias
 from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
@@ -76,10 +77,7 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
     output = comm.original_layout(output.view(*leading, output.size(-1)))
-    # The bias is replicated and added after the reduction, as in ``RowParallelLinear.forward``.
-    if layer.bias is None:
-        return output
-    return output + layer.bias.to(output.dtype)
+    return add_bias(output, layer)
 
 
 def _is_recomputed_activation(module: nn.Module) -> bool:

@@ -195,7 +195,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
     def _project_fused(self, input: Tensor) -> tuple[Tensor, ...]:
         """Project with ``weight_qkv``: one weight, or three slices with replicated KV heads.
 
-        With replicas the gradients of key and value are summed over ranks, that of query is not.
+        With replicas the gradients of key and value are summed over ranks, the gradient of query is not.
         """
         rows = [block.rows for block in self.blocks["qkv"]]
         weight = self.weight_qkv

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.modules.plain_layers import add_bias, require_plain
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers.functional.tiled_mlp import TiledMLP, TiledMLPOptions
-from nxd_memopt.parallel_layers.fusion import has_hooks
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -37,19 +37,7 @@ class MLPLayers:
 
         The tiles call none of the submodules.
         """
-        expected = [*((layer, ColumnParallelLinear) for layer in self.columns), (self.row, RowParallelLinear)]
-        for module, cls in expected:
-            if type(module) is not cls:
-                raise ValueError(
-                    f"mlp_tile_tokens needs a {cls.__name__} in the MLP, got {type(module).__name__}: "
-                    "leave mlp_tile_tokens out"
-                )
-        for module in (*self.columns, self.act, self.row):
-            if has_hooks(module) or "forward" in vars(module):
-                raise ValueError(
-                    f"mlp_tile_tokens does not call the MLP's {type(module).__name__}, which has a hook or "
-                    "another forward: remove it, or leave mlp_tile_tokens out"
-                )
+        require_plain("mlp_tile_tokens", self.columns, self.row, self.act)
 
 
 def tiled_mlp(hidden: Tensor, layers: MLPLayers, tile_tokens: int) -> Tensor:
@@ -58,7 +46,7 @@ def tiled_mlp(hidden: Tensor, layers: MLPLayers, tile_tokens: int) -> Tensor:
     Args:
         hidden: ``[B, S, H]``; under sequence parallelism ``[s, B, H]``.
         layers: the MLP's submodules.
-        tile_tokens: tokens of a tile; under sequence parallelism those of all ranks together.
+        tile_tokens: tokens of a tile; under sequence parallelism the tokens of all ranks together.
 
     Returns:
         Tensor with the shape of ``hidden``.
@@ -87,7 +75,4 @@ def tiled_mlp(hidden: Tensor, layers: MLPLayers, tile_tokens: int) -> Tensor:
         handle, saved = save_inputs_first(rows, *tensors[1:])
         output = cast(Tensor, TiledMLP.apply(options, handle, *saved))
     output = column.original_layout(output.view(first.shape))
-    # The bias is replicated and added after the reduction, as in ``RowParallelLinear.forward``.
-    if row.bias is None:
-        return output
-    return output + row.bias.to(output.dtype)
+    return add_bias(output, row)

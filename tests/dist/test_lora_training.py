@@ -13,9 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint import load_pretrained, save_pretrained
-from nxd_memopt.models import model_class
 from tests.reference_models import llama_config
 from tests.training.runs import LLAMA, TENSOR_AND_SEQUENCE, exact, rows, run_here, run_on_pool, summary, write_config
 
@@ -74,11 +71,9 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
     ("ranks", "sections"),
     [
         pytest.param(2, {"parallel": TENSOR_AND_SEQUENCE}, id="T=2, SP"),
-        pytest.param(2, {"data_parallel": {"sharding": "zero2"}}, id="D=2, ZeRO-2", marks=pytest.mark.slow),
         pytest.param(
             2, {"data_parallel": {"sharding": "zero3", "reshard_after_forward": False}}, id="D=2, ZeRO-3, gathered"
         ),
-        pytest.param(2, {"parallel": {"tensor_model_parallel_size": 2}}, id="T=2", marks=pytest.mark.slow),
         pytest.param(
             4,
             {
@@ -87,16 +82,6 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
                 "memory": {"recompute_granularity": "full"},
             },
             id="T=2, SP, D=2, ZeRO-3, recompute",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            {
-                "parallel": TENSOR_AND_SEQUENCE,
-                "data_parallel": {"sharding": "zero1"},
-                "memory": {"recompute_granularity": "full"},
-            },
-            id="T=2, SP, D=2, ZeRO-1, recompute",
             marks=pytest.mark.slow,
         ),
     ],
@@ -149,18 +134,6 @@ def test_a_resumed_run_goes_on_with_its_adapters(base: Path, tmp_path: Path) -> 
     assert refused.returncode == 2 and "lora.lora_rank was 4 and is 2" in refused.stderr
 
 
-def test_a_merged_export_is_a_base_of_this_library(base: Path, tmp_path: Path) -> None:
-    assert run_here(config(tmp_path, base)).returncode == 0
-    model = model_class("llama")(llama_config(**LLAMA))
-    load_pretrained(model, tmp_path / "run" / "export")
-    assert all(parameter.device.type == backend.device.type for parameter in model.parameters())
-    save_pretrained(model, tmp_path / "again")
-    first, second = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "export", tmp_path / "again")
-    )
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def logits(model: Any) -> torch.Tensor:
     """Of transformers' or PEFT's model in float64."""
     ids = torch.arange(1, 41).reshape(2, 20)
@@ -184,13 +157,11 @@ def require_adapters_of(directory: Path) -> list[str]:
     ("sections", "differs"),
     [
         ({"model": {"config_overrides": {"max_position_embeddings": 128}}}, None),
-        ({"model": {"config_overrides": {"attention_dropout": 0.1}}}, None),
-        ({"model": {"config_overrides": {"rope_theta": 500.0}}}, "rope_parameters is"),
         ({"model": {"config_overrides": {"rms_norm_eps": 1e-2}}}, "rms_norm_eps is 1e-06 in"),
         ({"model": {"random_init": True}}, "embed_tokens.weight differs from the one in"),
         ({"moe": {"num_moe_experts": 2}, "lora": {"target_modules": ["v_proj"]}}, "model_type is 'llama' in"),
     ],
-    ids=["more positions", "dropout", "rope_theta", "eps", "random_init", "upcycled"],
+    ids=["more positions", "eps", "random_init", "upcycled"],
 )
 def test_adapters_name_their_base_or_are_only_merged(
     base: Path, tmp_path: Path, sections: dict[str, Any], differs: str | None
@@ -203,17 +174,6 @@ def test_adapters_name_their_base_or_are_only_merged(
     else:
         assert f"model.pretrained is not their base: {differs}" in outcome.stdout.replace("model.embed", "embed")
         assert not (tmp_path / "run" / "adapter").exists()
-
-
-def test_peft_adapts_the_trained_layers_and_no_others(base: Path, tmp_path: Path) -> None:
-    targets = ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj", "down_proj"]
-    assert run_here(config(tmp_path, base, lora={"target_modules": targets})).returncode == 0
-    assert sorted(require_adapters_of(tmp_path / "run")) == [
-        "model.layers.0.mlp.down_proj",
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.1.mlp.down_proj",
-        "model.layers.1.self_attn.v_proj",
-    ]
 
 
 def test_a_resumed_run_compares_the_weights_of_its_base(base: Path, tmp_path: Path) -> None:
@@ -238,13 +198,11 @@ def test_a_resumed_run_compares_the_weights_of_its_base(base: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("lora", "ranks", "says"),
     [
-        ({}, 1, "weights and adapters of"),
         ({}, 2, "weights and adapters of"),
         ({"lora_alpha": 3}, 1, "weights, with its adapters merged, of"),
-        ({"lora_rank": 2}, 2, "weights, with its adapters merged, of"),
         ({"lora_rank": None, "lora_alpha": 8, "target_modules": None}, 2, "weights, with its adapters merged, of"),
     ],
-    ids=["same", "same, T=2", "other scale", "other rank, T=2", "full training, T=2"],
+    ids=["same, T=2", "other scale", "full training, T=2"],
 )
 def test_a_run_starts_from_the_adapters_of_another(
     base: Path, tmp_path: Path, lora: dict[str, Any], ranks: int, says: str
@@ -269,8 +227,6 @@ def test_a_run_starts_from_the_adapters_of_another(
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"lora": {"lora_rank": 0}}, "lora: lora_rank must be at least 1"),
-        ({"lora": {"target_modules": ["qkv"]}}, "'qkv', and no layer has this name"),
         ({"memory": {"mlp_tile_tokens": 8}}, "memory.mlp_tile_tokens is 8: tiles compute the MLP without adapters"),
         ({"lora": {"lora_rank": None}}, "lora.target_modules"),
     ],

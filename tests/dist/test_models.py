@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_memopt.config import ParallelConfig
-from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers import grads, layers, parallel_state
 from tests.dist.pool import distributed, run_on_ranks
@@ -30,8 +29,6 @@ from tests.reference_models import (
     padded_batch,
     parallel_model,
     qwen2_config,
-    qwen3_config,
-    qwen3_moe_config,
 )
 
 # fp32 has 6e-8; some hundred operations, each summed in another order: 3.4e-6 is the worst measured, three times
@@ -91,28 +88,16 @@ DOUBLES = {
         lambda: gpt_neox_config(rope_parameters=YARN | {"partial_rotary_factor": 0.5, "mscale": 2.0}),
         {},
     ),
-    "yarn, norms of heads": (lambda: qwen3_config(rope_parameters=YARN), {}),
     "dynamic, longer": (lambda: llama_config(rope_parameters=dict(DYNAMIC), max_position_embeddings=7), {}),
-    "dynamic, longer, of a part": (
-        lambda: gpt_neox_config(rope_scaling=dict(DYNAMIC), rotary_pct=0.5, max_position_embeddings=7),
-        {},
-    ),
     "dynamic, fits": (lambda: qwen2_config(rope_parameters=dict(DYNAMIC)), {}),
     "longrope, longer": (lambda: llama_config(rope_parameters=long_rope(6, 8), head_dim=12), {}),
     "longrope, fits": (lambda: llama_config(rope_parameters=long_rope(6, 12), head_dim=12), {}),
-    "longrope with experts": (lambda: mixtral_config(rope_parameters=long_rope(2, 8), head_dim=4), {}),
     "one expert for each token": (lambda: mixtral_config(num_experts_per_tok=1), {}),
     "windows with experts": (lambda: mixtral_config(sliding_window=5), {"recompute_granularity": "full"}),
-    "windows with norms and experts": (
-        lambda: qwen3_moe_config(use_sliding_window=True, sliding_window=5),
-        {"attention_backend": "sdpa"},
-    ),
     "window as a mask": (mistral_config, {"attention_backend": "sdpa"}),
     "groups of heads with experts": (mixtral_config, {"attention_head_groups": 2}),
     "quick_gelu": (lambda: llama_config(hidden_act="quick_gelu"), {"mlp_tile_tokens": 8}),
-    "quick_gelu of experts": (lambda: mixtral_config(hidden_act="quick_gelu"), {}),
     "gelu_python": (lambda: gpt_neox_config(hidden_act="gelu_python"), {}),
-    "swish": (lambda: qwen2_config(hidden_act="swish"), {}),
 }
 
 
@@ -128,7 +113,7 @@ def test_loss_logits_and_gradients_in_float64(name, world_size):
         torch.set_default_dtype(torch.float32)
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_padding_and_positions(sequence_parallel, name, world_size):
@@ -138,26 +123,6 @@ def test_padding_and_positions(sequence_parallel, name, world_size):
     check_against_hugging_face(config, inputs, sequence_parallel=sequence_parallel)
     inputs.pop("attention_mask")
     check_against_hugging_face(config, inputs, sequence_parallel=sequence_parallel)
-
-
-def loss_and_logits(name: str, full: dict[str, Tensor], sequence_parallel: bool):
-    initialize(dist.get_world_size())
-    model = parallel_model(CONFIGS[name](), full, sequence_parallel=sequence_parallel)
-    with torch.no_grad():
-        return model(**batch()).loss.item(), model(batch()["input_ids"]).logits
-
-
-@pytest.mark.parametrize("name", ["llama", "neox"])
-def test_one_state_dict_gives_one_loss_at_every_size(name):
-    """The shards of a full state dict mean the same model at every T."""
-    full = full_parameters(hugging_face(CONFIGS[name]()))
-    ((loss, logits),) = run_on_ranks(loss_and_logits, 1, name, full, False)
-    assert logits.shape == (*batch()["input_ids"].shape, VOCAB)
-    for size in (2, 4):
-        for sequence_parallel in (False, True):
-            for other_loss, other_logits in run_on_ranks(loss_and_logits, size, name, full, sequence_parallel):
-                assert other_loss == pytest.approx(loss, rel=TOLERANCE)
-                assert relative_error(other_logits, logits) < TOLERANCE
 
 
 def initial_parameters(name: str):
@@ -233,15 +198,6 @@ def test_logits_are_made_when_asked_for_alone(world_size):
     assert out.loss is None and out.logits.shape == (*inputs["input_ids"].shape, VOCAB)
 
 
-@distributed(world_size=[1, 2])
-@pytest.mark.parametrize("name", ["llama tied", "neox tied, full rotary"])
-def test_tied_weights_are_one_parameter(name, world_size):
-    initialize(world_size)
-    model = parallel_model(CONFIGS[name]())
-    assert model.lm_head.weight is model.embedding_weight()
-    assert "lm_head.weight" not in dict(model.named_parameters())
-
-
 @distributed(world_size=4)
 def test_data_parallel_replicas_train_as_one(world_size):
     """T = 2 and two data-parallel ranks, each with half a batch: gradients equal those of the whole batch."""
@@ -267,14 +223,6 @@ def new_llama(**changes):
     return LlamaForCausalLM(llama_config(**changes), device="meta")
 
 
-def new_neox(**changes):
-    """transformers refuses some values at construction: they are set afterwards."""
-    config = gpt_neox_config()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return GPTNeoXForCausalLM(config, device="meta")
-
-
 REFUSALS = {
     "heads": (
         lambda: new_llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3),
@@ -284,25 +232,9 @@ REFUSALS = {
         lambda: new_llama(hidden_size=36, num_attention_heads=6, num_key_value_heads=3),
         ["num_key_value_heads 3", "tensor_model_parallel_size 2", "divides 3"],
     ),
-    "query groups": (
-        lambda: new_llama(num_key_value_heads=3),
-        ["num_attention_heads 8", "num_key_value_heads 3"],
-    ),
     "MLP width": (
         lambda: new_llama(intermediate_size=45),
         ["intermediate_size 45", "tensor_model_parallel_size 2", "46"],
-    ),
-    "heads of GPT-NeoX": (
-        lambda: new_neox(num_attention_heads=1),
-        ["num_attention_heads 1", "tensor_model_parallel_size 2"],
-    ),
-    "hidden size": (
-        lambda: new_neox(num_attention_heads=6),
-        ["hidden_size 32", "num_attention_heads 6"],
-    ),
-    "MLP width of GPT-NeoX": (
-        lambda: new_neox(intermediate_size=45),
-        ["intermediate_size 45", "tensor_model_parallel_size 2"],
     ),
     "size of the groups": (
         lambda: LlamaForCausalLM(llama_config(), parallel=ParallelConfig(4), device="meta"),
@@ -322,7 +254,6 @@ REFUSALS = {
         ),
         ["labels", "[1, 5]", "[1, 4]"],
     ),
-    "ids": (lambda: parallel_model(llama_config())(torch.zeros(4, dtype=torch.long)), ["input_ids", "[B, S]", "[4]"]),
     "rope": (
         lambda: new_llama(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4, "factor": 2.0}),
         ["rope_type", "ntk", "llama3"],

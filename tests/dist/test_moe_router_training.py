@@ -82,20 +82,6 @@ def test_the_bias_follows_the_load_of_all_ranks_and_micro_batches(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_upcycled_model_with_sigmoid_scores_starts_from_the_dense_one(tmp_path: Path) -> None:
-    """The weights of its equal experts add up to 1; the biases, which no file has, start at 0."""
-    (tmp_path / "dense").mkdir()
-    run(write_config(tmp_path / "dense", model={"config_overrides": LLAMA}, trainer={"max_steps": 2}), ranks=1)
-    pretrained = {"pretrained": str(tmp_path / "dense" / "run" / "export"), "tokenizer": None, "config_overrides": {}}
-    (tmp_path / "moe").mkdir()
-    moe = ROUTERS["bias"] | {"num_moe_experts": 4}
-    file = write_config(tmp_path / "moe", model=pretrained, moe=moe, trainer={"export": False, "max_steps": 2})
-    run(file, ranks=1)
-    result, dense = summary(tmp_path / "moe" / "run"), summary(tmp_path / "dense" / "run")
-    assert result["held_out_loss_before"] == pytest.approx(dense["held_out_loss_after"], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_an_upcycled_gpt_neox_starts_from_the_dense_one_and_trains_equally_on_two_ranks(tmp_path: Path) -> None:
     """Weight decay reaches no bias of an expert; two ranks with experts of their own have one process's losses."""
     neox = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}

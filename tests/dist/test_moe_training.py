@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 from nxd_memopt.checkpoint import load_config
-from nxd_memopt.training.config.parsing import recipe_path
 from tests.dist.test_training import run, succeed
 from tests.training.runs import (
-    LINES,
     LLAMA,
     MIXTRAL,
     TENSOR_AND_SEQUENCE,
@@ -23,11 +20,8 @@ from tests.training.runs import (
     rows,
     run_here,
     summary,
-    train,
     write_config,
-    write_jsonl,
 )
-from tests.training.test_moe_options import QWEN3
 
 # Equal micro-batches: the losses of sequences do not depend on the split.
 BALANCED = {
@@ -83,7 +77,6 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "bound"),  # 0.02 of 1.4 that the loss falls; bf16 has 8 bits, fp16 11
     [
-        pytest.param("bf16-mixed", 0.02, marks=pytest.mark.slow),
         pytest.param("bf16-true", 0.02, marks=pytest.mark.slow),
         ("16-mixed", 0.005),
     ],
@@ -104,10 +97,7 @@ def test_precisions_learn_what_fp32_learns(reference: Path, tmp_path: Path, prec
     ("ranks", "parallel", "dispatcher", "stage"),
     [
         (2, EXPERTS2, "alltoall", "zero1"),
-        pytest.param(2, {}, "allgather", "zero2", marks=pytest.mark.slow),
         pytest.param(2, TENSOR_AND_SEQUENCE, "allgather", "none", marks=pytest.mark.slow),
-        pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, "alltoall", "zero1", marks=pytest.mark.slow),
-        pytest.param(4, {"expert_model_parallel_size": 4}, "alltoall", "zero1", marks=pytest.mark.slow),
         pytest.param(4, EXPERTS2, "alltoall", "zero2", marks=pytest.mark.slow),
         pytest.param(4, EXPERTS2, "allgather", "zero3", marks=pytest.mark.slow),
         pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, "alltoall", "zero3", marks=pytest.mark.slow),
@@ -137,13 +127,6 @@ def test_every_layout_has_the_losses_of_one_process(
     result, expected = summary(tmp_path / "run"), summary(reference)
     assert result["held_out_loss_after"] == pytest.approx(expected["held_out_loss_after"], rel=5e-5)
     assert result["transformers_difference"] < 1e-5
-
-
-@pytest.mark.slow
-def test_processes_of_torchrun_make_expert_parallel_groups(reference: Path, tmp_path: Path) -> None:
-    config = write_moe(tmp_path, parallel=EXPERTS2, data={"micro_batch_size": 1}, optimizer={"decay_steps": 8})
-    succeed(train(config, "--trainer.max-steps", "2", ranks=2))
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference)[:2], rel=5e-5)
 
 
 def test_an_interrupted_run_continues_bit_by_bit(tmp_path: Path) -> None:
@@ -184,28 +167,6 @@ def test_a_run_resumes_with_other_sizes(reference: Path, tmp_path: Path) -> None
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=5e-5)
 
 
-def test_qwen3_from_a_directory_of_transformers(tmp_path: Path) -> None:
-    """The balancing loss of its config is trained, and in no reported loss; a dense layer has no router."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    options = {name: value for name, value in QWEN3.items() if name != "model_type"}
-    config = Qwen3MoeConfig(**options, output_router_logits=True, router_aux_loss_coef=0.5, mlp_only_layers=[0])
-    torch.manual_seed(1)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "qwen")
-    file = write_config(
-        tmp_path,
-        model={"pretrained": str(tmp_path / "qwen"), "config_overrides": {}},
-        trainer={"export": "verify", "max_steps": 2},
-        moe={"moe_per_layer_logging": True},
-    )
-    output = succeed(run_here(file))
-    assert "experts: 4 in 1 of 2 layers" in output and "hf_aux_loss, coefficient 0.5" in output
-    result, steps = summary(tmp_path / "run"), rows(tmp_path / "run")
-    assert result["transformers_difference"] < 1e-5
-    assert abs(steps[0]["loss"] - result["held_out_loss_before"]) < 0.1 < steps[0]["load_balancing_loss"]
-    assert "load_balancing_loss_per_layer" not in steps[0] and len(steps[0]["tokens_per_expert"]) == 1
-
-
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 
 
@@ -222,11 +183,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "parallel", "shared"),
     [
         (1, {}, {}),
-        pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, {}, marks=pytest.mark.slow),
-        pytest.param(1, {}, SHARED, marks=pytest.mark.slow),
         pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, SHARED, marks=pytest.mark.slow),
     ],
-    ids=["one", "tensor2xexpert2", "one, shared expert", "tensor2xexpert2, shared expert"],
+    ids=["one", "tensor2xexpert2, shared expert"],
 )
 def test_upcycling_starts_from_the_dense_model(
     dense: Path, tmp_path: Path, ranks: int, parallel: Any, shared: dict[str, Any]
@@ -258,21 +217,3 @@ def test_upcycling_starts_from_the_dense_model(
     if ranks == 1:
         again = succeed(run_here(config, "--trainer.max-steps", "3", "--trainer.allow-changes", DECAY))
         assert "resuming after step 2" in again
-
-
-@pytest.mark.slow
-def test_the_recipe_upcycles_a_dense_model_on_two_ranks(dense: Path, tmp_path: Path) -> None:
-    """The recipe of SmolLM2 with a smaller model and other text; its own run is in docs/moe.md."""
-    output = run(
-        recipe_path("smollm2_moe"),
-        *("--model.pretrained", str(dense / "export")),
-        *("--data.dataset", write_jsonl(tmp_path / "lines.jsonl", LINES), "--data.seq-length", "24"),
-        *("--trainer.output-dir", str(tmp_path / "run"), "--trainer.max-steps", "6", "--optimizer.lr", "0.01"),
-        ranks=2,
-    )
-    assert "experts: 4 in 2 of 2 layers, 2 for each token; 2 on each of 2 expert-parallel ranks" in output
-    result, steps = summary(tmp_path / "run"), rows(tmp_path / "run")
-    assert result["held_out_loss_before"] == pytest.approx(summary(dense)["held_out_loss_after"], abs=0.05)
-    assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
-    assert all(sum(layer) == 4 * 24 * 2 for row in steps for layer in row["tokens_per_expert"])
-    assert (tmp_path / "run" / "expert_load.png").is_file()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.ops.parts import Layout, packed_view, split_sizes
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 from tests.reference_models import llama_config, parallel_model
@@ -60,13 +59,6 @@ def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
     assert [x.stride() for x in Layout.of(repeated, whole).empty(whole)] == [(4, 1), (4, 1)]
 
 
-def test_a_layout_is_that_of_tensors_that_lie_so():
-    heads = torch.randn(5, 1, 12).chunk(3, -1)
-    layout = Layout.of(*heads)
-    assert layout.matches(*heads) and layout.matches(*(x.flatten(0, 1).unflatten(0, (-1, 1)) for x in heads))
-    assert not layout.matches(*(x.clone() for x in heads)) and not layout.matches(heads[1], heads[0], heads[2])
-
-
 @pytest.mark.parametrize("frozen", [None, 1])
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_matmul_for_joined_weights(bias, frozen):
@@ -93,17 +85,6 @@ def _outputs_and_gradients(layers, x, upstream):
     return [*outputs, *torch.autograd.grad(outputs, [x, *wanted], upstream)]
 
 
-def test_gradients_take_the_layout_of_their_tensors():
-    whole = torch.randn(4, 2, 12)
-    parts = [part.unflatten(-1, (-1, 2)).permute(1, 2, 0, 3) for part in whole.split([8, 2, 2], -1)]
-    empties = Layout.of(*parts).empty(whole)
-    assert [e.shape for e in empties] == [p.shape for p in parts]
-    rows = [e.permute(2, 0, 1, 3).flatten(-2) for e in empties]
-    assert packed_view(rows, -1) is not None
-    apart = Layout.of(parts[0], parts[1]).empty(whole)  # a hole is left where the third was
-    assert all(e.permute(2, 0, 1, 3).is_contiguous() for e in apart), "each in its own order"
-
-
 def test_split_gives_the_gradient_of_chunk():
     x = torch.randn(3, 4, 6, requires_grad=True)
     upstream = [torch.randn(3, 4, 2) for _ in range(3)]
@@ -112,11 +93,6 @@ def test_split_gives_the_gradient_of_chunk():
     whole = torch.cat(upstream, -1)
     (viewed,) = torch.autograd.grad(split_sizes(x, [2, 2, 2], -1), x, whole.chunk(3, -1))
     assert torch.equal(copied, expected) and torch.equal(viewed, expected) and viewed.data_ptr() == whole.data_ptr()
-
-
-def test_a_cpu_model_keeps_its_weights_apart():
-    attention = LlamaForCausalLM(llama_config()).decoder_layers()[0].self_attn
-    assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0) is None
 
 
 def test_a_model_with_a_replaced_projection_can_be_converted():

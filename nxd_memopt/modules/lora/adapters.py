@@ -49,6 +49,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
     if any(is_data_sharded(parameter) for parameter in model.parameters()):
         raise ValueError("add_adapters needs parameters that are not sharded over data-parallel ranks: call it before")
     _require_called(model)
+    # The adapters, created below, are then the only parameters with gradients and optimizer states.
     model.requires_grad_(False)
     # Fused paths that would bypass an adapter turn off; ``model.fusions`` says which.
     with warnings.catch_warnings():

@@ -50,7 +50,26 @@ class ReplicatedLinear(ShardedModule):
         return F.linear(input, self.weight)
 
 
-class LoraColumnParallelLinear(ColumnParallelLinear):
+class Adapted:
+    """What both layers with an adapter have: dropout, scale, and the adapter as an update of the weight."""
+
+    weight: nn.Parameter
+    lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
+    lora_dropout: ParallelDropout
+    scale: float
+
+    def delta(self) -> Tensor:
+        """Return this rank's part of ``scale * B A``, fp32 or wider. All data-parallel ranks call."""
+        # Both factors are of this tensor-parallel rank's rows or columns. Of rows that are sharded over
+        # data-parallel ranks (zero3), a rank has the same rows of B as of the weight; A is gathered.
+        down = gather_rows(self.lora_A.weight).detach()
+        up = local_rows(self.lora_B.weight).detach().to(model_dtype(self.lora_B.weight))
+        wide = torch.promote_types(up.dtype, torch.float32)
+        return self.scale * (up.to(wide) @ down.to(wide))
+
+
+class LoraColumnParallelLinear(Adapted, ColumnParallelLinear):
     """Column-parallel layer ``Y_i = X W_i^t + scale * (X A^t) B_i^t``.
 
     A is replicated and B is sharded like W. Under sequence parallelism A is applied to the sequence
@@ -58,54 +77,27 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
     reduce-scattered. Otherwise that gradient is all-reduced. Created by ``adapt``.
     """
 
-    lora_A: ReplicatedLinear  # noqa: N815
-    lora_B: ColumnParallelLinear  # noqa: N815
-    lora_dropout: ParallelDropout
-    scale: float
-
     def forward(self, input: Tensor) -> Tensor:
         return self.adapted(input, cast(Tensor, super().forward(input)))
 
     def adapted(self, input: Tensor, output: Tensor) -> Tensor:
         """Return ``output`` with the adapter's output added."""
-        return output + self.scale * cast(Tensor, self.lora_B(self.lora_A(self.lora_dropout(input))))
-
-    def delta(self) -> Tensor:
-        """Return this rank's rows of ``scale * B A``, fp32. All data-parallel ranks call."""
-        return _delta(self)
+        return output + self.scale * self.lora_B(self.lora_A(self.lora_dropout(input)))
 
 
-class LoraRowParallelLinear(RowParallelLinear):
+class LoraRowParallelLinear(Adapted, RowParallelLinear):
     """Row-parallel layer ``Y = reduce(X_i W_i^t) + scale * reduce(X_i A_i^t) B^t``.
 
     A is sharded like W and B is replicated: the r columns of A's output are reduced as Y is. Created
     by ``adapt``.
     """
 
-    lora_A: RowParallelLinear  # noqa: N815
-    lora_B: ReplicatedLinear  # noqa: N815
-    lora_dropout: ParallelDropout
-    scale: float
-
     def forward(self, input: Tensor) -> Tensor:
         output = cast(Tensor, super().forward(input))
-        return output + self.scale * self.lora_B(cast(Tensor, self.lora_A(self.lora_dropout(input))))
-
-    def delta(self) -> Tensor:
-        """Return this rank's columns of ``scale * B A``, fp32. All data-parallel ranks call."""
-        return _delta(self)
+        return output + self.scale * self.lora_B(self.lora_A(self.lora_dropout(input)))
 
 
 AdaptedLinear = LoraColumnParallelLinear | LoraRowParallelLinear
-
-
-def _delta(layer: AdaptedLinear) -> Tensor:
-    # Both factors are of this tensor-parallel rank's rows or columns. Of rows that are sharded over
-    # data-parallel ranks (zero3), a rank has the same ones of B as of the weight; A is gathered.
-    down = gather_rows(layer.lora_A.weight).detach()
-    up = local_rows(layer.lora_B.weight).detach().to(model_dtype(layer.lora_B.weight))
-    wide = torch.promote_types(up.dtype, torch.float32)
-    return layer.scale * (up.to(wide) @ down.to(wide))
 
 
 def adapt(name: str, layer: nn.Module, config: LoraConfig) -> AdaptedLinear:
@@ -119,8 +111,6 @@ def adapt(name: str, layer: nn.Module, config: LoraConfig) -> AdaptedLinear:
     Raises:
         ValueError: not a parallel linear layer, or one with options that adapters do not follow.
     """
-    # The class is replaced, not the module: names, shard attributes and packed storages stay, and
-    # fused paths that would bypass the adapter see another class.
     # A subclass with another forward says whether adapters may take its place.
     is_known = type(layer) in (ColumnParallelLinear, RowParallelLinear) or getattr(layer, "can_be_adapted", False)
     if is_known and isinstance(layer, ColumnParallelLinear):
@@ -136,35 +126,23 @@ def adapt(name: str, layer: nn.Module, config: LoraConfig) -> AdaptedLinear:
 def _adapt_column(name: str, layer: ColumnParallelLinear, config: LoraConfig) -> LoraColumnParallelLinear:
     if layer.gather_output or layer.skip_bias_add:
         raise ValueError(f"{name} has gather_output or skip_bias_add, which adapters do not support: leave it out")
-    adapted = cast(LoraColumnParallelLinear, _with_class(layer, LoraColumnParallelLinear, config))
-    is_sequence = layer.sequence_parallel_enabled
-    options: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    adapted.lora_A = ReplicatedLinear(
-        layer.input_size,
-        config.lora_rank,
-        init_method=_init_method(config),
-        sequence_parallel_enabled=is_sequence,
-        **options,
-    )
-    adapted.lora_B = ColumnParallelLinear(
+    options = _shared_options(layer)
+    replicated = ReplicatedLinear(layer.input_size, config.lora_rank, init_method=_init_method(config), **options)
+    sharded = ColumnParallelLinear(
         config.lora_rank,
         layer.output_size,
         bias=False,
         gather_output=False,
-        stride=layer.stride,
         init_method=nn.init.zeros_,
-        sequence_parallel_enabled=is_sequence,
-        sequence_dimension=layer.sequence_dimension,
         pad=layer.output_size_per_partition * (layer._group_size() // layer.replicas) != layer.output_size,
         tensor_model_parallel_group=layer.tensor_parallel_group if layer.replicas == 1 else None,
-        reduce_dtype=layer.reduce_dtype,
         replicas=layer.replicas,
-        rank_stride=layer.rank_stride,
         **options,
+        **_sharding_options(layer),
     )
     # Equal masks on replicated inputs: the ranks' contributions belong to one input.
-    adapted.lora_dropout = ParallelDropout(config.lora_dropout, sharded=is_sequence)
-    return adapted
+    is_sharded = layer.sequence_parallel_enabled
+    return _adapted(LoraColumnParallelLinear, layer, replicated, sharded, config, is_sharded=is_sharded)
 
 
 def _adapt_row(name: str, layer: RowParallelLinear, config: LoraConfig) -> LoraRowParallelLinear:
@@ -173,46 +151,55 @@ def _adapt_row(name: str, layer: RowParallelLinear, config: LoraConfig) -> LoraR
             f"{name} has input_is_parallel=False, reduce_output=False or skip_bias_add, which adapters do not support: "
             "leave it out"
         )
-    adapted = cast(LoraRowParallelLinear, _with_class(layer, LoraRowParallelLinear, config))
-    options: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    adapted.lora_A = RowParallelLinear(
+    options = _shared_options(layer)
+    sharded = RowParallelLinear(
         layer.full_input_size,
         config.lora_rank,
         bias=False,
         input_is_parallel=True,
-        stride=layer.stride,
         init_method=_init_method(config),
-        sequence_parallel_enabled=layer.sequence_parallel_enabled,
-        sequence_dimension=layer.sequence_dimension,
         pad=layer.input_size != layer.full_input_size,
         tensor_model_parallel_group=layer.tensor_parallel_group,
-        reduce_dtype=layer.reduce_dtype,
-        rank_stride=layer.rank_stride,
         **options,
+        **_sharding_options(layer),
     )
-    adapted.lora_B = ReplicatedLinear(
-        config.lora_rank,
-        layer.output_size,
-        init_method=nn.init.zeros_,
-        sequence_parallel_enabled=layer.sequence_parallel_enabled,
-        **options,
-    )
+    replicated = ReplicatedLinear(config.lora_rank, layer.output_size, init_method=nn.init.zeros_, **options)
     # Ranks have different features of the input.
-    adapted.lora_dropout = ParallelDropout(
-        config.lora_dropout, sharded=backend.group_size(layer.tensor_parallel_group) > 1
-    )
-    return adapted
+    is_sharded = backend.group_size(layer.tensor_parallel_group) > 1
+    return _adapted(LoraRowParallelLinear, layer, sharded, replicated, config, is_sharded=is_sharded)
 
 
-def _with_class(layer: nn.Module, cls: type[nn.Module], config: LoraConfig) -> Any:
+def _shared_options(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, Any]:
+    """Return the options of both factors."""
+    return {
+        "dtype": layer.weight.dtype,
+        "device": layer.weight.device,
+        "sequence_parallel_enabled": layer.sequence_parallel_enabled,
+    }
+
+
+def _sharding_options(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, Any]:
+    """Return the options of the factor that is sharded like ``layer``."""
+    names = ("stride", "sequence_dimension", "reduce_dtype", "rank_stride")
+    return {name: getattr(layer, name) for name in names}
+
+
+def _adapted(
+    cls: Any, layer: nn.Module, first: nn.Module, second: nn.Module, config: LoraConfig, *, is_sharded: bool
+) -> Any:
+    """Make ``layer`` one of class ``cls`` with the factors A and B."""
+    # The class is replaced, not the module: names, shard attributes and packed storages stay, and
+    # fused paths that would bypass the adapter see another class.
     layer.__class__ = cls
-    adapted = cast(Any, layer)
-    adapted.scale = config.scale
-    return adapted
+    layer.lora_A = first
+    layer.lora_B = second
+    layer.lora_dropout = ParallelDropout(config.lora_dropout, sharded=is_sharded)
+    layer.scale = config.scale  # pyright: ignore[reportArgumentType]
+    return layer
 
 
 def _init_method(config: LoraConfig) -> InitMethod:
-    """Return the initialization of A, that of PEFT."""
+    """Return PEFT's initialization of A."""
     if config.init_lora_weights == "gaussian":
         return lambda weight: nn.init.normal_(weight, std=1 / config.lora_rank)
     return default_weight_init

@@ -90,7 +90,7 @@ def assign(
 def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity: int) -> Assignment:
     """Return ``capacity`` rows for each expert: its choices by position, then padding.
 
-    Shapes do not depend on the routing. The arguments are those of ``assign``.
+    Shapes do not depend on the routing. Arguments as in ``assign``.
     """
     rows = num_experts * capacity
     slots = torch.where(positions < capacity, experts * capacity + positions, rows)
@@ -104,7 +104,7 @@ def assign_blocks(experts: Tensor, first_expert: int | Tensor, num_experts: int,
     padding. Shapes do not depend on the routing, nor the graph on the rank.
 
     Args:
-        experts: ``[N, k]``, the chosen experts, also those of other ranks.
+        experts: ``[N, k]``, the chosen experts, also the experts of other ranks.
         first_expert: index of this rank's first expert, a number or a 0-dim tensor.
         num_experts: E, the experts of this rank.
         block_size: B, rows of a block.

@@ -23,7 +23,7 @@ class BiasedExperts(Experts):
     elements, so that the sum of the partial sums has every element once, and no rank has another
     rank's part of a gradient. There is no communication in this module.
 
-    The arguments are those of ``Experts``.
+    The arguments are the same as of ``Experts``.
 
     Raises:
         ValueError: EP does not divide E, or T does not divide F or H.
@@ -73,7 +73,7 @@ def _expert_of_row(rows: Tensor, num_experts: int, counts: Tensor | None, block_
 def _bias_of_rows(bias: Tensor, expert_of_row: Tensor) -> Tensor:
     """Return ``bias[expert]`` of each row, ``[R, columns]``."""
     # A matmul with one 1 in each row: backward adds up the rows of an expert in one matmul, in fp32.
-    # That of indexing would add them one by one in the dtype of the bias.
+    # The backward of indexing would add them one by one in the dtype of the bias.
     is_expert = expert_of_row.unsqueeze(1) == torch.arange(bias.size(0), device=bias.device)
     return is_expert.to(bias.dtype) @ bias
 

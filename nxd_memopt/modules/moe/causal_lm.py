@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX, CausalLMOutput, ParallelCausalLM
-from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows, means_of_totals
+from nxd_memopt.modules.moe.hf_options import resolve_moe
+from nxd_memopt.modules.moe.load_balancing import RouterStatistics, means_of_totals
 from nxd_memopt.modules.moe.moe_layer import MoELayer
 from nxd_memopt.modules.moe.router import Routing
 from nxd_memopt.moe_config import MoEConfig
@@ -62,13 +63,23 @@ class MoECausalLM(ParallelCausalLM):
 
     Args:
         config: Hugging Face config.
-        parallel: parallel config, already checked against the process groups.
-        memory: memory techniques to apply.
-        moe: options of the MoE layers.
+        parallel: see ``ParallelCausalLM``.
+        memory: see ``ParallelCausalLM``.
+        moe: options of the MoE layers, which must agree with ``config``; default the options that it has.
+
+    Raises:
+        ValueError: as ``ParallelCausalLM``, or ``moe`` contradicts ``config``, or ``memory`` has a technique that
+            layers with experts do not have.
     """
 
-    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, moe: MoEConfig) -> None:
+    has_experts = True
+
+    def __init__(
+        self, config: Any, *, parallel: ParallelConfig | None, memory: MemoryConfig | None, moe: MoEConfig | None
+    ) -> None:
+        moe = resolve_moe(moe, config)
         super().__init__(config, parallel=parallel, memory=memory)
+        require_moe_memory(self.memory)
         self.moe = moe
         self._rows: Tensor | None = None
         self._token_mask: Tensor | None = None
@@ -84,19 +95,14 @@ class MoECausalLM(ParallelCausalLM):
         """Return the MoE layers, in the order of the rows of ``RouterStatistics``."""
         return [layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, MoELayer)]
 
+    def dense_mlps(self) -> list[Any]:
+        return [mlp for mlp in super().dense_mlps() if not isinstance(mlp, MoELayer)]
+
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
-        """Return the modules of all layers by name; the MLPs are those of dense layers."""
-        layers = self.decoder_layers()
-        dense = [layer.mlp for layer in layers if not isinstance(layer.mlp, MoELayer)]
-        attention = [getattr(layer, self.attention_name) for layer in layers]
-        return {
-            "core_attn": [module.core_attn for module in attention],
-            "attn": attention,
-            "norm": [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)],
-            "mlp_act": [mlp.act for mlp in dense],
-            "mlp": dense,
-            "moe": list(self.moe_layers()),
-        }
+        """Return the modules of all layers by name; ``mlp`` and ``mlp_act`` are of dense layers."""
+        modules = super().recompute_modules()
+        modules["moe"] = [*self.moe_layers()]
+        return modules
 
     def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
         token_mask = self._token_mask
@@ -257,6 +263,8 @@ class MoECausalLM(ParallelCausalLM):
             )
         if not batches:
             raise ValueError("balanced_over_step needs the batches of the step, got none")
+        # Costs one more forward of every batch, without the head. Backward does the work of two forwards: at most a
+        # third of the step.
         means = self._step_means(batches)
         layers = self.moe_layers()
         for layer, of_layer in zip(layers, means, strict=True):
@@ -300,11 +308,6 @@ class MoECausalLM(ParallelCausalLM):
         if self._counts_only:  # the head is not needed, and costs as much as several layers
             return hidden.new_zeros((), dtype=torch.float32)
         return super()._fused_loss(hidden, labels, num_items_in_batch)
-
-
-def first_rows(moe: MoEConfig, hidden: Tensor) -> Tensor:
-    """Return the rows of ``RouterStatistics`` before the first layer."""
-    return empty_rows(moe.num_moe_experts, hidden.device)
 
 
 @contextmanager

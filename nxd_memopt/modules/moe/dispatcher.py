@@ -35,7 +35,7 @@ class Dispatcher:
 
     Args:
         num_experts: E, experts of all ranks.
-        kind: ``"allgather"`` sends every token to every rank, which processes those of its experts;
+        kind: ``"allgather"`` sends every token to every rank, which processes the tokens of its experts;
             all ranks must have equal numbers of tokens. ``"alltoall"`` sends each token to the ranks
             of its experts; without padding the host reads the numbers of rows.
         capacity: choices of a micro-batch that an expert takes; None takes all.
@@ -91,6 +91,8 @@ class Dispatcher:
         group = parallel_state.get_expert_model_parallel_group()
         ranks = backend.group_size(group)
         # Forward all-gather, backward reduce-scatter: each rank adds the gradient of its experts.
+        # Every rank receives all ranks' tokens, whether its experts take them or not, and no rank waits for numbers of
+        # rows.
         gather = mappings.gather_from_sequence_parallel_region
         all_x = gather(x, process_group=group)
         all_weights = gather(weights, process_group=group)
@@ -135,6 +137,7 @@ class Dispatcher:
         ranks = backend.group_size(group)
         # [E] rows for each expert -> [source, E/EP] rows from each source for each expert here.
         received = backend.all_to_all(counts, group).view(ranks, -1)
+        # The host waits for the device twice here: collectives take the numbers of rows as Python integers.
         sent_rows = counts.view(ranks, -1).sum(1).tolist()
         received_rows = received.sum(1).tolist()
         exchange = mappings.all_to_all_rows_in_expert_parallel_region

@@ -56,6 +56,7 @@ def _initialize(
     """
     per_rank = weight.size(0)
     first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
+    # Room for one expert of other ranks, whose values are drawn to keep the random streams equal and thrown away.
     dropped = torch.empty_like(weight[0])
     for expert in range(full_shape[0]):
         index = expert - first_expert

@@ -36,7 +36,7 @@ def linear_of_rows(counts: Tensor | None, block_experts: Tensor | None) -> Calla
 class Experts(ShardedModule):
     """E gated MLPs ``down_e(act(gate_e(x)) * up_e(x))`` with Hugging Face's names and layout.
 
-    ``gate_up_proj`` is ``[E, 2 F, H]``, the gate's rows before those of up, and ``down_proj`` is
+    ``gate_up_proj`` is ``[E, 2 F, H]``, the gate's rows before up's rows, and ``down_proj`` is
     ``[E, H, F]``. Expert-parallel ranks have consecutive experts, and tensor-parallel ranks the same
     columns of each: ``gate_up_proj`` is ``[E/EP, 2 F/T, H]`` here, and the output a partial sum over
     the tensor-parallel ranks. There is no communication in this module.

@@ -130,7 +130,7 @@ def trained_only(moe: MoEConfig, model_type: str) -> tuple[str, Any] | None:
     for name, value in _TRAINED_ONLY.items():
         if getattr(moe, name) != value:
             return name, getattr(moe, name)
-    # Its weights are not those of the choice by logits, and it chooses otherwise in training.
+    # Its weights differ from the weights of a choice by logits, and it chooses otherwise in training.
     if moe.moe_router_load_balancing_type == "sinkhorn":
         return "moe_router_load_balancing_type", "sinkhorn"
     return None

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.moe.router import Router, Routing, wide
+from nxd_memopt.modules.moe.router import SMALLEST_SUM, Router, Routing, wide
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
-
-_SMALLEST_SUM = 1e-20  # of sigmoid scores, as in DeepSeek-V3
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def _balancing_scores(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     """Return the scores of all experts, which add up to 1, and the k best experts by score."""
     if moe.moe_router_score_function == "sigmoid":
         scores = logits.sigmoid()
-        scores = scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
     else:
         scores = logits.softmax(-1)
     return scores, torch.topk(logits.detach(), moe.moe_router_topk).indices
@@ -117,6 +115,7 @@ def balancing_loss(
     if not moe.has_aux_loss or kind == "hf_aux_loss":
         return sums.tokens.new_zeros(())
     factor = moe.moe_aux_loss_coeff * moe.num_moe_experts / moe.moe_router_topk
+    # The mean over sequences: a micro-batch of B sequences has the loss of B micro-batches of one.
     if kind == "seq_aux_loss":
         # A sequence without tokens has neither fractions nor a loss, and is left out of the mean.
         tokens = sums.tokens.clamp(min=1).unsqueeze(1)
@@ -125,7 +124,7 @@ def balancing_loss(
     if kind == "global_aux_loss":
         means = step_means
         if means is None:
-            means = _global_means(sums, _data_parallel_group() if training else None)
+            means = _global_means(sums, parallel_state.get_data_parallel_group() if training else None)
         # This micro-batch's term of P_e: the mean of the terms, which the average of gradients over
         # ranks and micro-batches is, is the sum of scores divided by the sum of tokens.
         means = means.to(sums.scores.dtype)
@@ -148,10 +147,6 @@ def means_of_totals(totals: Tensor, micro_batches: int) -> Tensor:
     """Return f_e and the mean number of tokens, ``[..., E + 1]``, from numbers of choices and tokens."""
     tokens = totals[..., -1:].clamp(min=1)
     return torch.cat([totals[..., :-1] / tokens, tokens / micro_batches], dim=-1)
-
-
-def _data_parallel_group() -> ProcessGroup | None:
-    return parallel_state.get_data_parallel_group()
 
 
 def z_loss(sums: TokenSums, moe: MoEConfig) -> Tensor:
@@ -236,7 +231,7 @@ def with_row(
 
 @torch.no_grad()
 def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> None:
-    """Raise the bias of experts below the mean load by the update rate, and lower that of the others.
+    """Raise the bias of experts below the mean load by the update rate, and lower the bias of the others.
 
     arXiv:2408.15664, algorithm 1. Every data-parallel rank calls, once per optimizer step.
 
@@ -246,9 +241,9 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
             micro-batches of the step, added up.
 
     Raises:
-        ValueError: a router has no bias, or the counts are not those of ``routers``.
+        ValueError: the shape of the counts is not ``[routers, experts]``.
     """
-    move_expert_bias(routers, backend.all_reduce(tokens_per_expert, _data_parallel_group()))
+    move_expert_bias(routers, backend.all_reduce(tokens_per_expert, parallel_state.get_data_parallel_group()))
 
 
 @torch.no_grad()
@@ -262,6 +257,5 @@ def move_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> No
         )
     directions = (counts.mean(-1, keepdim=True) - counts).sign()
     for router, direction in zip(routers, directions, strict=True):
-        if router.expert_bias is None:
-            raise ValueError("a router has no bias to update: set moe_router_bias_update_rate above 0")
+        assert router.expert_bias is not None, "moe_router_bias_update_rate is 0"
         router.expert_bias += router.moe.moe_router_bias_update_rate * direction

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from nxd_memopt.architectures.experts import expert_capacity
 from nxd_memopt.backends import backend
@@ -13,7 +15,7 @@ from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
-from nxd_memopt.modules.moe.router import Router, Routing
+from nxd_memopt.modules.moe.router import Router, Routing, initialize_replicated_
 from nxd_memopt.modules.moe.shared_expert import SharedExpertGate
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import mappings, parallel_state
@@ -32,7 +34,7 @@ class MoELayer(nn.Module):
         moe: options.
         factory: builds the parameters.
         shared_expert: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
-            layout of this layer; its width is that of all shared experts together.
+            layout of this layer; its width is the sum over all shared experts.
         expert_class: gated MLPs without biases, or GPT-NeoX's.
 
     Raises:
@@ -58,24 +60,23 @@ class MoELayer(nn.Module):
                 f"moe_shared_expert_intermediate_size {width} and shared_expert {type(shared_expert).__name__} go "
                 "together: pass both or neither"
             )
-        is_static = moe.moe_pad_expert_input_to_capacity or moe.moe_expert_block_size is not None
-        if backend.shapes_are_static and not is_static:
-            raise ValueError(
-                f"the backend {backend.name} compiles fixed shapes, and the rows of an expert depend on the routing: "
-                "set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or moe_expert_block_size"
-            )
-        expert_size = parallel_state.get_expert_model_parallel_size()
-        if moe.moe_expert_block_size is not None and expert_size > 1 and moe.moe_token_dispatcher_type != "allgather":
-            # The static bound of an exchange is every token to every rank, which is an all-gather.
-            raise ValueError(
-                f"moe_expert_block_size {moe.moe_expert_block_size} and expert_model_parallel_size {expert_size} need "
-                f"moe_token_dispatcher_type 'allgather', got {moe.moe_token_dispatcher_type!r}: set it"
-            )
+        _require_shapes(moe)
         self.moe = moe
         self.sequence_first = factory.parallel.sequence_parallel_enabled
         width = moe.moe_ffn_hidden_size or intermediate_size
-        self.gate = _router(hidden_size, moe, factory)
-        self.experts = _experts(expert_class, moe.num_moe_experts, hidden_size, width, hidden_act, factory)
+        options: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
+        on_cpu = factory.parallel.use_cpu_initialization
+        self.gate = Router(hidden_size, moe, sequence_parallel_enabled=self.sequence_first, **options)
+        initialize_replicated_(self.gate.weight, factory.init_weight, on_cpu=on_cpu)
+        self.experts = expert_class(
+            moe.num_moe_experts,
+            hidden_size,
+            width,
+            hidden_act,
+            init_method=factory.init_weight,
+            use_cpu_initialization=on_cpu,
+            **options,
+        )
         self.shared_expert = shared_expert
         self.shared_expert_gate = None
         if moe.moe_shared_expert_gate:
@@ -101,44 +102,29 @@ class MoELayer(nn.Module):
         rows = with_row(rows, sums, self.moe, self.step_means, training=self.training)
         output = self._routed(hidden, routing)
         if self.shared_expert is not None:
-            output = output + self._shared(self.shared_expert, hidden)
+            shared = self.shared_expert(hidden)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(hidden) * shared
+            output = output + shared
         return output, rows
-
-    def _shared(self, shared_expert: nn.Module, hidden: Tensor) -> Tensor:
-        """Return the output of the shared expert for this rank's tokens."""
-        output = shared_expert(hidden)
-        if self.shared_expert_gate is None:
-            return output
-        return self.shared_expert_gate(hidden) * output
 
     def _routed(self, hidden: Tensor, routing: Routing) -> Tensor:
         """Return the output of the routed experts, reduced over the tensor-parallel ranks."""
+        # Under sequence parallelism an all-gather of [s, B, H] in forward, and a reduce-scatter in backward.
         # Every tensor-parallel rank computes its columns of the experts for all tokens of the
         # micro-batch; the gradients of tokens and weights are partial sums, which backward adds.
-        x = self._enter(hidden)
-        weights = self._enter(routing.weights)
+        x = for_all_experts(hidden, sequence_parallel_enabled=self.sequence_first)
+        weights = for_all_experts(routing.weights, sequence_parallel_enabled=self.sequence_first)
         experts = routing.experts
         if self.sequence_first:
             experts = mappings.gather_along_dim(experts, 0, mappings.resolve_group(None))
         tokens = experts.shape[:-1].numel()
-        dispatcher, positions = self._dispatcher(weights, experts, tokens)
-        top_k = experts.size(-1)
-        partial = dispatcher.run(
-            x.reshape(tokens, -1),
-            weights.reshape(tokens, top_k),
-            experts.reshape(tokens, top_k),
-            positions,
-            self.experts,
-        )
-        return self._leave(partial.view(x.shape))
-
-    def _dispatcher(self, weights: Tensor, experts: Tensor, tokens: int) -> tuple[Dispatcher, Tensor | None]:
-        """Return the dispatcher, and each choice's position in its expert's queue if tokens drop."""
         moe = self.moe
+        top_k = experts.size(-1)
         capacity = None
         positions = None
         if moe.moe_expert_capacity_factor is not None:
-            capacity = expert_capacity(tokens, moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
+            capacity = expert_capacity(tokens, top_k, moe.num_moe_experts, moe.moe_expert_capacity_factor)
             positions = self._positions(weights, experts, capacity)
         dispatcher = Dispatcher(
             moe.num_moe_experts,
@@ -147,7 +133,14 @@ class MoELayer(nn.Module):
             moe.moe_pad_expert_input_to_capacity,
             moe.moe_expert_block_size,
         )
-        return dispatcher, positions
+        partial = dispatcher.run(
+            x.reshape(tokens, -1),
+            weights.reshape(tokens, top_k),
+            experts.reshape(tokens, top_k),
+            positions,
+            self.experts,
+        )
+        return sum_over_experts(partial.view(x.shape), sequence_parallel_enabled=self.sequence_first)
 
     def _positions(self, weights: Tensor, experts: Tensor, capacity: int) -> Tensor:
         """Return ``[N, k]``: queues begin with the first position of each sequence, in both layouts."""
@@ -165,49 +158,40 @@ class MoELayer(nn.Module):
             positions = positions.transpose(0, 1)
         return positions.reshape(-1, top_k)
 
-    def _enter(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of all tokens; the sum over ranks is taken in backward."""
-        if self.sequence_first:
-            return mappings.gather_from_sequence_parallel_region(tensor)
-        return mappings.copy_to_tensor_model_parallel_region(tensor)
 
-    def _leave(self, partial: Tensor) -> Tensor:
-        """Return the sum over ranks, of this rank's tokens under sequence parallelism."""
-        if self.sequence_first:
-            return mappings.reduce_scatter_to_sequence_parallel_region(partial)
-        return mappings.functional_reduce_from_tensor_model_parallel_region(partial)
-
-
-def _router(hidden_size: int, moe: MoEConfig, factory: LayerFactory) -> Router:
-    """Build the router; its weight is equal on all ranks."""
-    parallel = factory.parallel
-    router = Router(
-        hidden_size,
-        moe,
-        sequence_parallel_enabled=parallel.sequence_parallel_enabled,
-        dtype=factory.dtype,
-        device=factory.device,
-    )
-    router.initialize(factory.init_weight, on_cpu=parallel.use_cpu_initialization)
-    return router
+def _require_shapes(moe: MoEConfig) -> None:
+    """Raise ``ValueError`` if ``moe`` has another form of shapes than the device or the dispatcher needs."""
+    is_static = moe.moe_pad_expert_input_to_capacity or moe.moe_expert_block_size is not None
+    if backend.shapes_are_static and not is_static:
+        raise ValueError(
+            f"the backend {backend.name} compiles fixed shapes, and the rows of an expert depend on the routing: "
+            "set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or moe_expert_block_size"
+        )
+    expert_size = parallel_state.get_expert_model_parallel_size()
+    if moe.moe_expert_block_size is not None and expert_size > 1 and moe.moe_token_dispatcher_type != "allgather":
+        # The static bound of an exchange is every token to every rank, which is an all-gather.
+        raise ValueError(
+            f"moe_expert_block_size {moe.moe_expert_block_size} and expert_model_parallel_size {expert_size} need "
+            f"moe_token_dispatcher_type 'allgather', got {moe.moe_token_dispatcher_type!r}: set it"
+        )
 
 
-def _experts(
-    expert_class: type[Experts],
-    num_experts: int,
-    hidden_size: int,
-    width: int,
-    hidden_act: str,
-    factory: LayerFactory,
-) -> Experts:
-    """Build the experts of this rank, sharded over expert- and tensor-parallel ranks."""
-    return expert_class(
-        num_experts,
-        hidden_size,
-        width,
-        hidden_act,
-        init_method=factory.init_weight,
-        use_cpu_initialization=factory.parallel.use_cpu_initialization,
-        dtype=factory.dtype,
-        device=factory.device,
-    )
+def for_all_experts(
+    tensor: Tensor, *, sequence_parallel_enabled: bool, dim: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return ``tensor`` of all tokens of the tensor-parallel ranks; backward sums over the ranks.
+
+    Every rank computes a part of the columns of the experts, so that its gradient of a token is a part of the sum.
+    """
+    if sequence_parallel_enabled:
+        return mappings.gather_from_sequence_parallel_region(tensor, dim, True, group)
+    return mappings.copy_to_tensor_model_parallel_region(tensor, group)
+
+
+def sum_over_experts(
+    partial: Tensor, *, sequence_parallel_enabled: bool, dim: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return the sum of the ranks' ``partial``, with sequence parallelism of this rank's tokens alone."""
+    if sequence_parallel_enabled:
+        return mappings.reduce_scatter_to_sequence_parallel_region(partial, dim, group)
+    return mappings.functional_reduce_from_tensor_model_parallel_region(partial, group)

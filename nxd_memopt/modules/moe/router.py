@@ -25,7 +25,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 SINKHORN_ITERATIONS = 30
 SINKHORN_TOLERANCE = 1e-4
 _SMALL = 1e-8  # keeps divisions finite for an expert that no token may choose
-_SMALLEST_SUM = 1e-20  # of sigmoid scores, as in DeepSeek-V3
+SMALLEST_SUM = 1e-20  # of sigmoid scores, as in DeepSeek-V3
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,6 @@ class Router(ShardedModule):
             bias = torch.zeros(moe.num_moe_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias)
 
-    def initialize(self, init_method: InitMethod, *, on_cpu: bool) -> None:
-        """Draw the weight, on the CPU in fp32 or on its device; meta parameters are skipped."""
-        initialize_replicated_(self.weight, init_method, on_cpu=on_cpu)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # ``to(torch.bfloat16)`` would round the bias to steps that are larger than its updates.
         bias = self.expert_bias
@@ -97,7 +93,9 @@ class Router(ShardedModule):
 
     def forward(self, hidden: Tensor) -> Routing:
         """Route ``hidden``, ``[..., H]``, which is not modified."""
-        logits = self._logits(self._jittered(hidden))
+        # No jitter in evaluation.
+        eps = self.moe.moe_input_jitter_eps if self.training else None
+        logits = self._logits(jittered(hidden, eps, is_shard=self.sequence_parallel_enabled))
         group = None
         if self.sequence_parallel_enabled:
             group = mappings.resolve_group(None)
@@ -105,17 +103,6 @@ class Router(ShardedModule):
             logits, self.moe, expert_bias=self.expert_bias, training=self.training, group=group
         )
         return Routing(logits, weights, experts)
-
-    def _jittered(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` times numbers from ``[1 - eps, 1 + eps]``, in training."""
-        eps = self.moe.moe_input_jitter_eps
-        if not eps or not self.training:
-            return hidden
-        # Sequence shards differ between the ranks and draw from the rank's own stream; replicated
-        # tokens need the same numbers on all ranks. Recompute restores both streams.
-        with fork_if(self.sequence_parallel_enabled):
-            noise = torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
-        return hidden * noise
 
     def _logits(self, hidden: Tensor) -> Tensor:
         name = self.moe.moe_router_dtype
@@ -125,6 +112,17 @@ class Router(ShardedModule):
         dtype = ROUTER_DTYPES[name]
         with without_autocast(hidden):
             return F.linear(hidden.to(dtype), self.weight.to(dtype))
+
+
+def jittered(hidden: Tensor, eps: float | None, *, is_shard: bool) -> Tensor:
+    """Return ``hidden`` times random numbers from ``[1 - eps, 1 + eps]``; ``hidden`` itself without an ``eps``."""
+    if not eps:
+        return hidden
+    # Sequence shards differ between the ranks and draw from the rank's own stream; replicated
+    # tokens need the same numbers on all ranks. Recompute restores both streams.
+    with fork_if(is_shard):
+        noise = torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
+    return hidden * noise
 
 
 @torch.no_grad()
@@ -178,7 +176,7 @@ def choose_experts(
 
 def _sigmoid_choice(logits: Tensor, top_k: int, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = logits.sigmoid()
-    # The order of the scores is that of the logits, and scores of large logits are equal in fp32.
+    # Scores and logits have one order, and scores of large logits are equal in fp32.
     ranked = logits.detach()
     if expert_bias is not None:
         ranked = scores.detach() + expert_bias
@@ -186,7 +184,7 @@ def _sigmoid_choice(logits: Tensor, top_k: int, expert_bias: Tensor | None) -> t
     weights = scores.gather(-1, experts)
     # One weight of 1 would not depend on the router.
     if top_k > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
     return weights, experts
 
 
@@ -199,7 +197,7 @@ def _sinkhorn_choice(
         experts = torch.topk(scores, top_k).indices
         return scores.gather(-1, experts), experts
     with torch.no_grad():
-        # The balance is that of all tokens of the micro-batch: [s, B, E] -> [S, B, E].
+        # All tokens of the micro-batch are balanced together: [s, B, E] -> [S, B, E].
         full = backend.all_gather(logits.detach(), group)
         balanced = sinkhorn(full.reshape(-1, full.size(-1))).view_as(full)
         experts = torch.topk(backend.shard(balanced, 0, group), top_k).indices

@@ -182,12 +182,8 @@ def check(name: str, *, tensor: int, expert: int, sequence_parallel: bool, dispa
     rows = empty_rows(EXPERTS, x.device)
     output, rows = checkpoint(layer, x, rows) if recompute else layer(x, rows)
     statistics = RouterStatistics(rows)
-    loss = (output * upstream).sum()
-    if not sequence_parallel:
-        loss = loss + statistics.loss(moe)
-    else:  # every rank adds the same losses, whose gradients go to its own tokens
-        loss = loss + statistics.loss(moe)
-    loss.backward()
+    # Under sequence parallelism every rank adds the same losses, whose gradients go to its own tokens.
+    ((output * upstream).sum() + statistics.loss(moe)).backward()
     results, input_grads, auxiliary, grads = expected(options, weights)
     assert torch.equal(x.detach(), before), "the input was written to"
     assert relative_error(output, local(results[rank].outputs.detach(), sequence_parallel)) < TOLERANCE

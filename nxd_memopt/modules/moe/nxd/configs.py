@@ -115,7 +115,7 @@ class MoeConfigValidator:
             moe.capacity_factor = 0.0
 
     def _require_activation(self) -> None:
-        """Raise ``ValueError`` unless the activation is that of neuronx-distributed's kernel."""
+        """Raise ``ValueError`` unless neuronx-distributed's kernel has the activation."""
         config = self.hf_model_config
         source, allowed = "", "SiLU activation function"
         found = config.get("hidden_act")

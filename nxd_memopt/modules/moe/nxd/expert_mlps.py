@@ -131,6 +131,7 @@ class RoutedExpertsMLPOpsConfig:
         factor = self.capacity_factor
         if factor is None or factor <= 0 or factor >= self.num_experts / self.top_k:
             return None
+        # Rounded as in neuronx-distributed: ``expert_capacity`` divides before it multiplies.
         return min(math.ceil(tokens * self.top_k * factor / self.num_experts), tokens)
 
     def activate(self, projected: Tensor) -> Tensor:
@@ -275,6 +276,7 @@ class ExpertMLPsV2(nn.Module):
         """
         del seq_len
         config = self.routed_experts_mlp_config
+        # Affinities of all E experts come in, as in neuronx-distributed; the k chosen ones weigh the outputs.
         weights = expert_affinities.gather(1, expert_index)
         capacity = config.capacity(hidden_states.size(0)) if self.training else None
         positions = None
@@ -308,7 +310,7 @@ _KERNEL_OPTIONS = (
 
 
 class ExpertMLPs(ExpertMLPsV2):
-    """``ExpertMLPsV2`` with the options as arguments, those of ``RoutedExpertsMLPOpsConfig``.
+    """``ExpertMLPsV2`` with the options of ``RoutedExpertsMLPOpsConfig`` as arguments.
 
     ``block_size`` and the names of ``_KERNEL_OPTIONS`` choose between neuronx-distributed's kernels.
     They are accepted and have no effect: no result depends on them.

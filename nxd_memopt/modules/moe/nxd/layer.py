@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from nxd_memopt.modules.moe.moe_layer import for_all_experts, sum_over_experts
 from nxd_memopt.modules.moe.nxd.expert_mlps import ExpertMLPsV2
 from nxd_memopt.modules.moe.nxd.routers import RouterBase
 from nxd_memopt.modules.moe.nxd.token_shuffling import token_shuffle, token_unshuffle
@@ -28,7 +29,7 @@ class MoE(nn.Module):
         return_router_logits: return the router's logits too.
         return_expert_index: return the chosen experts too.
         token_shuffle_group_size: data-parallel ranks that exchange random tokens before the router, see
-            ``token_shuffling``. Logits and experts that are returned are those of the exchanged tokens.
+            ``token_shuffling``. Returned logits and experts are of the exchanged tokens.
         token_shuffle_seed: of the permutation, the same in every step; it is kept in
             ``shuffle_permutation``. Default another one in every step.
         tensor_model_parallel_group: ranks that share the layer; default the tensor-parallel group.
@@ -110,17 +111,20 @@ class MoE(nn.Module):
         replicated = hidden_states
         if self.sequence_parallel_enabled and (self.shared_experts or not self.router.sequence_parallel_enabled):
             # For what does the same work on every rank, or sums its gradient itself.
-            replicated = self._gather(hidden_states, to_model_parallel=False)
+            replicated = self._gather(hidden_states)
         logits, affinities, experts = self._route(hidden_states, replicated)
-        # The experts of every rank are a part of all experts' columns: the gradients of tokens and
-        # affinities are partial sums, which backward adds.
-        full = self._enter(hidden_states)
+        layout: dict[str, Any] = {
+            "sequence_parallel_enabled": self.sequence_parallel_enabled,
+            "dim": self.sequence_dimension,
+            "group": self.tensor_parallel_group,
+        }
+        full = for_all_experts(hidden_states, **layout)
         affinities = mappings.copy_to_tensor_model_parallel_region(affinities, self.tensor_parallel_group)
         length = full.size(self.sequence_dimension)
         output = self.expert_mlps(full.reshape(-1, full.size(-1)), affinities, experts, length).view(full.shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts(replicated, length)
-        output = self._leave(output)
+        output = sum_over_experts(output, **layout)
         if permutation is not None:
             output = token_unshuffle(output, permutation)
         results = [output]
@@ -138,29 +142,17 @@ class MoE(nn.Module):
         results = router(hidden_states)
         if router.training:
             return results
-        # In evaluation the results are those of this rank's tokens.
+        # In evaluation the results are of this rank's tokens alone.
         shape = hidden_states.shape[:-1]
         parts = (each.view(*shape, -1) for each in results)
-        logits, affinities, experts = (self._gather(part, to_model_parallel=False).flatten(0, -2) for part in parts)
+        logits, affinities, experts = (self._gather(part).flatten(0, -2) for part in parts)
         return logits, affinities, experts
 
-    def _gather(self, tensor: Tensor, *, to_model_parallel: bool) -> Tensor:
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """Return the shards of all ranks, which do the same work on them: backward takes this rank's part."""
         return mappings.gather_from_sequence_parallel_region(
-            tensor, self.sequence_dimension, to_model_parallel, self.tensor_parallel_group
+            tensor, self.sequence_dimension, False, self.tensor_parallel_group
         )
-
-    def _enter(self, hidden_states: Tensor) -> Tensor:
-        """Return all tokens of the tensor-parallel ranks; the sum over ranks is taken in backward."""
-        if self.sequence_parallel_enabled:
-            return self._gather(hidden_states, to_model_parallel=True)
-        return mappings.copy_to_tensor_model_parallel_region(hidden_states, self.tensor_parallel_group)
-
-    def _leave(self, partial: Tensor) -> Tensor:
-        """Return the sum over ranks, of this rank's tokens under sequence parallelism."""
-        group = self.tensor_parallel_group
-        if self.sequence_parallel_enabled:
-            return mappings.reduce_scatter_to_sequence_parallel_region(partial, self.sequence_dimension, group)
-        return mappings.functional_reduce_from_tensor_model_parallel_region(partial, group)
 
 
 def _refuse(**is_given: bool) -> None:

@@ -16,7 +16,7 @@ def load_balancing_loss_func(router_logits: Tensor, num_experts: int, top_k: int
     from its configs acts 1/k as strongly here.
 
     Args:
-        router_logits: ``[T, E]``, those of all layers one after the other.
+        router_logits: ``[T, E]``, of all layers one after the other.
         num_experts: E.
         top_k: k.
     """

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.config import require_divisible
-from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance
+from nxd_memopt.modules.moe.router import SINKHORN_ITERATIONS, balance, jittered
 from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import mappings
-from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -27,7 +26,7 @@ class RouterBase(nn.Module):
     """Linear layer ``linear_router`` and the choice of k experts for each token.
 
     Under sequence parallelism the router sees this rank's tokens. In training its logits are
-    gathered, and every result is that of all tokens; in evaluation, that of this rank's.
+    gathered, and results are of all tokens; in evaluation, of this rank's tokens.
 
     Args:
         num_experts: E.
@@ -94,11 +93,8 @@ class RouterBase(nn.Module):
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """Return ``[T, E]`` in the dtype of the weight; the input is not modified."""
         hidden = hidden_states.to(self.linear_router.weight.dtype)
-        if self.jitter_eps and self.training:
-            # Sequence shards differ between the ranks; replicated tokens need equal numbers.
-            with fork_if(self.sequence_parallel_enabled):
-                noise = torch.empty_like(hidden).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-            hidden = hidden * noise
+        if self.training:
+            hidden = jittered(hidden, self.jitter_eps, is_shard=self.sequence_parallel_enabled)
         logits = self.linear_router(hidden)
         if self.sequence_parallel_enabled and self.training:
             # All ranks continue with the same work on the logits: their gradients are equal.
@@ -125,7 +121,7 @@ class RouterTopK(RouterBase):
         top_k: k.
         hidden_size: H.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
     """
 
     def __init__(
@@ -183,7 +179,7 @@ class RouterSinkhorn(RouterBase):
         sinkhorn_tol: raise an error if the last step changes the column factors by this or more, on
             average; reads the device. None for no check.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
 
     Raises:
         NotImplementedError: ``top_k`` is not 1.
@@ -257,10 +253,10 @@ class GroupLimitedRouter(RouterBase):
         n_group: number of groups of consecutive experts.
         topk_group: groups of a token; the best are those with the largest sums of their two best experts.
 
-    Other arguments are those of ``RouterBase``.
+    Other arguments as in ``RouterBase``.
 
     Raises:
-        ValueError: the groups are not of equal size, or those of a token have less than k experts.
+        ValueError: the groups are not of equal size, or the groups of a token have less than k experts.
     """
 
     e_score_correction_bias: Tensor

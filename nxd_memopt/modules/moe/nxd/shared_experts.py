@@ -27,7 +27,7 @@ class SharedExperts(nn.Module):
         dtype: dtype of the weights.
         tensor_model_parallel_group: ranks that share the weights.
         reduce_dtype: dtype of the sum of the input's gradient.
-        fused_gate_up_projection: one weight ``gate_up_proj``, the gate's rows before those of up.
+        fused_gate_up_projection: one weight ``gate_up_proj``, the gate's rows before up's rows.
         sequence_parallel_enabled: False; weights are sharded, also if the layer has sequence parallelism.
         transpose_weights: False; it is for inference.
 
