@@ -54,15 +54,18 @@ class OverlappedGradientReduction:
         # Sequence-parallel parameters need two reductions, so they have their own buckets.
         # Buckets are sorted by the parameter that backward reaches last.
         observe(params)
-        shards = [param for param in params if is_sequence_parallel(param)]
-        # Without data parallelism the remaining gradients are complete: they need no bucket.
-        # Experts are reduced over a group of their own.
-        remaining: list[Tensor] = []
+        shards: list[Tensor] = []
         experts: list[Tensor] = []
-        if parallel_state.get_data_parallel_size() > 1:
-            remaining = [param for param in params if not is_sequence_parallel(param)]
-            experts = [param for param in remaining if is_expert_parallel(param)]
-            remaining = [param for param in remaining if not is_expert_parallel(param)]
+        remaining: list[Tensor] = []
+        for param in params:
+            if is_sequence_parallel(param):
+                shards.append(param)
+            elif parallel_state.get_data_parallel_size() == 1:
+                continue  # the gradient is complete: it needs no bucket
+            elif is_expert_parallel(param):
+                experts.append(param)  # reduced over a group of their own
+            else:
+                remaining.append(param)
         buckets: list[_Bucket] = []
         for kind in (shards, remaining, experts):
             for indices in bucket_indices(kind, bucket_bytes):

@@ -6,11 +6,9 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_memopt.parallel_layers import layers, mappings, parallel_state
+from nxd_memopt.parallel_layers import layers, parallel_state
 from tests.dist.pool import distributed
 from tests.reference import from_all_ranks, relative_error, shard, tensors
 
@@ -78,55 +76,3 @@ def test_column_and_row(precision, sequence_parallel, world_size):
         want |= {name: shard(want[name], 0) for name in ("x", "y")}
     for name, value in {**got, "x": x.grad, "y": y}.items():
         assert relative_error(value, want[name]) < TOLERANCE, (name, relative_error(value, want[name]))
-
-
-@distributed(world_size=[2, 4])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_joint_projection(autocast, sequence_parallel, world_size):
-    """One KV head on all ranks: its gradient is summed over them."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    dtype = torch.float32 if autocast else torch.bfloat16
-    torch.manual_seed(1)
-    layer = GQAQKVColumnParallelLinear(
-        HIDDEN,
-        [WIDTH, 12],
-        bias=False,
-        gather_output=False,
-        dtype=dtype,
-        kv_size_multiplier=world_size,
-        sequence_parallel_enabled=sequence_parallel,
-    )
-    x = tensors(TOKENS, 2, HIDDEN, dtype=dtype)
-    ranks = range(world_size)
-    upstream = {
-        "q": [tensors(TOKENS, 2, WIDTH // world_size, seed=rank, dtype=torch.bfloat16) for rank in ranks],
-        "k": [tensors(TOKENS, 2, 12, seed=10 + rank, dtype=torch.bfloat16) for rank in ranks],
-        "v": [tensors(TOKENS, 2, 12, seed=20 + rank, dtype=torch.bfloat16) for rank in ranks],
-    }
-    local = (shard(x, 0) if sequence_parallel else x).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs = layer(local)
-    torch.autograd.backward(list(outputs), [upstream[name][dist.get_rank()] for name in "qkv"])
-    dense = {"q": torch.cat(upstream["q"], -1).double()} | {
-        name: torch.stack(upstream[name]).double().sum(0) for name in "kv"
-    }
-    full = {"q": torch.cat(from_all_ranks(layer.weight_q)), "k": layer.weight_k, "v": layer.weight_v}
-    want_dx = sum(dense[name] @ full[name].detach().double() for name in "qkv")
-    assert relative_error(local.grad, shard(want_dx, 0) if sequence_parallel else want_dx) < TOLERANCE
-    for name in "qkv":
-        want = dense[name].flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
-        want = shard(want, 0) if name == "q" else want
-        assert relative_error(getattr(layer, f"weight_{name}").grad, want) < TOLERANCE, name
-
-
-@distributed(world_size=2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_mappings_reduce_in_low_precision(dtype):
-    """Every dtype is reduced: sums of two halves are exact but for one rounding."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    x = tensors(8, 6, seed=dist.get_rank(), dtype=dtype).requires_grad_()
-    total = torch.stack(from_all_ranks(x)).double().sum(0).to(dtype)
-    assert torch.equal(mappings.reduce_from_tensor_model_parallel_region(x), total)
-    (grad,) = torch.autograd.grad(mappings.copy_to_tensor_model_parallel_region(x), x, x.detach())
-    assert torch.equal(grad, total)

@@ -29,10 +29,7 @@ def scaled_by_a_draw(weight):
 
 INIT_METHODS = {
     "normal": functools.partial(nn.init.normal_, std=0.02),
-    "uniform": functools.partial(nn.init.uniform_, a=-0.3, b=0.1),
     "kaiming": functools.partial(nn.init.kaiming_uniform_, a=5**0.5),
-    "kaiming normal, fan out": functools.partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"),
-    "xavier": nn.init.xavier_normal_,
     "truncated": functools.partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
     "orthogonal": nn.init.orthogonal_,
     "constant": functools.partial(nn.init.constant_, val=0.5),
@@ -92,7 +89,7 @@ def build(kind, rows, columns, init_method, **options):
 
 @distributed(world_size=[2, 3])
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("stride", [2, 3])
+@pytest.mark.parametrize("stride", [3])
 def test_strided_shards(stride, kind, world_size):
     initialize()
     rows = 5 * stride * world_size

@@ -85,7 +85,7 @@ def test_equals_the_layers_apart(sequence_parallel, bias):
             assert_same_on_all_ranks(found[name], name)
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=4)
 def test_replicated_shards():
     parallel_state.initialize_model_parallel(dist.get_world_size())
     columns = Branches(sequence_parallel=False, bias=True, replicas=2)
@@ -176,7 +176,7 @@ def test_a_changed_part_runs_as_it_was_changed(change):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("modules", "more"), [(["attn"], 2), (["mlp"], 2), (["norm"], 0), (["mlp_act"], 0)], ids=str)
+@pytest.mark.parametrize(("modules", "more"), [(["mlp"], 2), (["norm"], 0)], ids=str)
 def test_selective_recompute_of_a_branch_takes_them_apart(modules, more):
     parallel_state.initialize_model_parallel(2)
     config, inputs = gpt_neox_config(), batch()

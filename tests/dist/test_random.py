@@ -40,15 +40,6 @@ def test_fork_differs_per_rank_and_leaves_the_default_stream(world_size):
     assert torch.equal(inside[0], torch.rand(16, generator=generator))
 
 
-@distributed(world_size=4)
-def test_data_parallel_ranks_of_one_tensor_rank_agree():
-    start(size=2)
-    with random.get_rng_tracker().fork():
-        parts = from_all_ranks(torch.rand(16))
-    assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
-    assert_distinct(parts[:2])
-
-
 @distributed(world_size=2)
 def test_states_are_saved_and_restored():
     start()
@@ -127,14 +118,3 @@ def test_recomputation_replays_both_streams(nested, world_size):
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
     assert (results[0][1] == 0).any(), "dropout was on"
-
-
-def test_names_of_neuronx_distributed():
-    assert random.model_parallel_xla_manual_seed is random.model_parallel_manual_seed
-    assert random.get_xla_rng_tracker is random.get_rng_tracker
-
-
-def test_single_process():
-    random.model_parallel_manual_seed(1)
-    with random.get_rng_tracker().fork():
-        torch.rand(2)

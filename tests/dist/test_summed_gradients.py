@@ -66,11 +66,6 @@ def by_data(param):
     reduce_from(param.grad.data)
 
 
-def by_detach(param):
-    with torch.no_grad():
-        reduce_from(param.grad.detach())
-
-
 def by_itself(param):
     reduce_from(param.grad)
 
@@ -80,7 +75,7 @@ def by_flat_view(param):
 
 
 @distributed(2)
-@pytest.mark.parametrize("by_hand", [by_data, by_detach, by_itself, by_flat_view, by_library])
+@pytest.mark.parametrize("by_hand", [by_data, by_itself, by_flat_view, by_library])
 def test_the_library_does_not_sum_again(by_hand):
     parallel_state.initialize_model_parallel(2)
     param = with_gradient(2, 3)
@@ -305,27 +300,6 @@ def test_a_sum_of_an_incoming_gradient_is_an_error(summed, micro_batch):
     param.register_hook(lambda grad: (reduce_from(alias(grad)), None)[1])
     observe([param])
     assert_says(error_message(lambda: backward(param)), UNKNOWN, "no hook on an incoming gradient")
-
-
-class SummedInBackward(torch.autograd.Function):
-    """The identity; backward sums the gradient in place."""
-
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_from(grad.contiguous().clone())
-
-
-@distributed(2)
-def test_a_function_that_sums_a_gradient_is_an_error():
-    parallel_state.initialize_model_parallel(2)
-    param = with_gradient(3)
-    message = error_message(lambda: (SummedInBackward.apply(param) * own(3)).sum().backward())
-    assert_says(message, UNKNOWN)
-    assert is_all(param.grad, dist.get_rank() + 1)
 
 
 # Gradients elsewhere

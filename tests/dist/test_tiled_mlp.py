@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -166,21 +165,15 @@ def test_frozen_weights_and_inputs():
 
 
 def test_sizes_of_tiles():
-    assert auto_tile_tokens(None, 10**6) == 32768
     # LLaMA-3-8B, bf16: (3 * 4096 + 4 * 14336) * 2 bytes a token; a tile of 32768 tokens has 4.2 GiB
-    assert auto_tile_tokens(80 << 30, 139264) == 32768
-    assert auto_tile_tokens(16 << 30, 139264) == 8192
-    assert auto_tile_tokens(0, 139264) == 1024
+    sizes = [auto_tile_tokens(free, 139264) for free in (None, 80 << 30, 16 << 30, 0)]
+    assert sizes == [32768, 32768, 8192, 1024]
 
 
 def test_refusals():
     model = parallel_model(llama_config())
     tiles = MemoryConfig(mlp_tile_tokens=12)
     assert_says(error_message(lambda: apply_memory(model, tiles, compile="layer")), "compile 'layer'", "null")
-    for tokens in (True, "some", 0.5):
-        assert_says(
-            error_message(partial(MemoryConfig, mlp_tile_tokens=tokens)), "mlp_tile_tokens must be", repr(tokens)
-        )
     assert_says(error_message(lambda: MemoryConfig(mlp_tile_tokens=0)), "at least 1, got 0")
     both = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp")}
     assert_says(error_message(lambda: MemoryConfig(mlp_tile_tokens=12, **both)), "already", "['mlp']")

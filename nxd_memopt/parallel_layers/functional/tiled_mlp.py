@@ -13,7 +13,7 @@ from torch import Tensor
 from nxd_memopt.backends import ChunkedAllGather
 from nxd_memopt.ops.activation import ACTIVATIONS, activation_gradient, gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
-from nxd_memopt.ops.cross_entropy import add_matmul, wide_dtype
+from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -103,7 +103,7 @@ class TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options: TiledMLPOptions = ctx.options
         (x, *parameters), (needs_input, *needs_grad) = saved_inputs(ctx)
-        sums = _ParameterSums(options, needs_grad, wide_dtype(x.dtype))
+        sums = _ParameterSums(options, needs_grad, torch.promote_types(x.dtype, torch.float32))
         input_grad = torch.empty_like(x) if needs_input else None
         for tile in options.tiles(x):
             tile_grad = None if input_grad is None else input_grad[tile]

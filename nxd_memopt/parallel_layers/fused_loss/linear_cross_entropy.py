@@ -30,7 +30,6 @@ from nxd_memopt.ops.cross_entropy import (
     scale_gradient,
     token_losses,
     token_scale,
-    wide_dtype,
 )
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 from nxd_memopt.parallel_layers.fused_loss.input_gradient import InputGradient
@@ -155,7 +154,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # rounded: without it, those of a mean over thousands of tokens are below the smallest fp16
         # number. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
         in_backward = options.reduction == "none" or x.dtype == torch.float16
-        scale = token_scale(valid, options.reduction, wide_dtype(x.dtype), options.num_items)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = token_scale(valid, options.reduction, wide, options.num_items)
         if in_backward:
             ctx.save_for_backward(x, weight, target, scale)
         # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
