@@ -122,9 +122,15 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
             raise ValueError(
                 f"a gradient of shape {list(tensor.shape)} may be of experts, which have another group: pass parameters"
             )
-        grad = gradient_of(tensor) if is_parameter else tensor
-        if grad is not None:
-            (experts if is_expert_parallel(tensor) else dense).append(grad)
+        grad: Tensor | None = tensor
+        if is_parameter:
+            grad = gradient_of(tensor)
+        if grad is None:
+            continue
+        if is_expert_parallel(tensor):
+            experts.append(grad)
+        else:
+            dense.append(grad)
     size = parallel_state.get_data_parallel_size()
     group = parallel_state.get_data_parallel_group()
     average_gradients(dense, group, divisor=size, bucket_bytes=bucket_bytes)

@@ -116,13 +116,11 @@ def initialize_model_parallel(
     if not mesh_only:
         if not skip_collective_init:
             backend.initialize_collectives()
-        try:
-            for name, rank_groups in grid.items():
-                has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
-                _STATE.axes[name] = _create_axis(rank_groups) if has_own else _find_or_create_axis(rank_groups)
-        except Exception:
-            _STATE.axes = {}
-            raise
+        for name, rank_groups in grid.items():
+            create = _find_or_create_axis
+            if name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1:
+                create = _create_axis
+            _STATE.axes[name] = create(rank_groups)
     return grid
 
 

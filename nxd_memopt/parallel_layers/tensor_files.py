@@ -63,7 +63,12 @@ class StoredTensor:
                 description.
         """
         if not self.file.is_file():
-            raise ValueError(self._describe_missing())
+            directory = tensors_directory(self.path)
+            raise ValueError(
+                f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely. It is empty in a "
+                "checkpoint of avoid_saving_lower_precision_weights=True, whose weights are the optimizer's master "
+                "weights: load model and optimizer together"
+            )
         # Mapped, so that a reader of a slice reads only the pages of that slice.
         tensor = _load(self.file, mmap=True)
         if not isinstance(tensor, Tensor):
@@ -79,15 +84,6 @@ class StoredTensor:
                     "the files come from different saves, copy the checkpoint again"
                 )
         return tensor
-
-    def _describe_missing(self) -> str:
-        directory = tensors_directory(self.path)
-        if directory.is_dir() and not any(directory.iterdir()):
-            return (
-                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
-                "weights are the optimizer's master weights: load model and optimizer together"
-            )
-        return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
 
 
 def tensors_directory(path: Path) -> Path:

@@ -74,7 +74,7 @@ def attention_calls(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @distributed(world_size=[1, 2])
-@pytest.mark.parametrize("name", ["grouped", "replicated", "neox"])
+@pytest.mark.parametrize("name", ["grouped", "neox"])
 def test_groups_chosen_from_free_memory(name, world_size):
     """Heads that fit an eighth of the fullest rank's memory are not divided."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

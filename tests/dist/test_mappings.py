@@ -164,17 +164,6 @@ def test_gradient_shared_with_a_residual_branch_is_not_overwritten(world_size):
     assert h.grad is not None and torch.equal(h.grad, torch.full((3,), world_size + 1.0))
 
 
-@distributed(world_size=2)
-def test_reduction_dtype_of_reduce_scatter():
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    x = tensors(4, 3, dtype=torch.bfloat16).requires_grad_()
-    y = mappings.reduce_scatter_to_sequence_parallel_region(x, dtype=torch.float32)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, shard(2 * x.detach().float(), 0).bfloat16())
-    y.sum().backward()
-    assert x.grad is not None and x.grad.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
-
-
 @distributed(world_size=3)
 def test_indivisible_lengths_are_refused():
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=3)
