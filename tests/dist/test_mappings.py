@@ -201,7 +201,7 @@ def is_all(tensor, value: float) -> bool:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_outside_autograd_the_tensor_becomes_the_sum(dtype):
     parallel_state.initialize_model_parallel(2)
     plain, transposed = own(3, 4, dtype=dtype), own(4, 3, dtype=dtype).t()
