@@ -14,7 +14,7 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -256,15 +256,5 @@ class _ReferencePickler(_PICKLER):
             super().save_global(obj, name)
 
 
-def _reference_pickle() -> ModuleType:
-    """Return a module to pass to ``torch.save`` as ``pickle_module``."""
-    # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All
-    # other names are those of the standard module.
-    module = ModuleType("reference_pickle")
-    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
-        setattr(module, name, getattr(pickle, name))
-    module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
-    return module
-
-
-_REFERENCE_PICKLE = _reference_pickle()
+# ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed.
+_REFERENCE_PICKLE = SimpleNamespace(**{**vars(pickle), "Pickler": _ReferencePickler})

@@ -74,11 +74,10 @@ def test_under_autocast_the_kernel_gets_its_dtype(kernels, monkeypatch, settings
     assert kernels.calls.count(False) == kernels.calls.count(None) == len(model.decoder_layers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_operators_keep_torchs_rules(kernels, packed, dtype):
+def test_the_operators_keep_torchs_rules(kernels, packed):
     """Schemas, shapes without data, gradients under a compiler: ``torch.library.opcheck``."""
-    columns = [x.transpose(1, 2).detach().to(dtype).requires_grad_() for x in heads(4, 2)]
+    columns = [x.transpose(1, 2).detach().to(torch.bfloat16).requires_grad_() for x in heads(4, 2)]
     boundaries = torch.tensor([0, 13, 20, 26], dtype=torch.int32) if packed else None
     if packed:
         columns = [x.flatten(0, 1).detach().requires_grad_() for x in columns]
