@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,6 +17,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS
 from nxd_memopt.ops import tiled_attention as tiled
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled, without_autocast
 from nxd_memopt.ops.cuda import attention as cuda
 from nxd_memopt.ops.math_attention import math_attention, window_mask
 from nxd_memopt.ops.neuron import attention as nki
@@ -193,47 +195,34 @@ def core_attention(
     reason = _implementation_refusal(implementation, call)
     # attention_implementation() has checked this; a direct call with another shape fails here
     assert reason is None, reason
+    documents = None
     if isinstance(mask, PackedDocuments):
-        return _packed_attention(query, key, value, mask, implementation, dropout_p, window)
+        documents, mask = mask, None
     if implementation == "math":
-        return math_attention(query, key, value, _with_window(mask, window, query), dropout_p)
-    # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
-    # whose inputs are cast here.
-    if implementation == "sdpa" or implementation in _SDPA_KERNELS:
-        return _sdpa(query, key, value, mask, dropout_p, implementation, window)
-    with _one_dtype_under_autocast(query, key, value) as (query, key, value):
-        if implementation == "tiled":
-            return tiled.tiled_attention(query, key, value, mask, window=window)
-        if implementation == "flash4":
-            return cuda.flash4_attention(query, key, value)
-        assert implementation == "nki", implementation
-        return nki.nki_attention(query, key, value)
-
-
-def _packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: PackedDocuments,
-    implementation: str,
-    dropout_p: float,
-    window: int | None,
-) -> Tensor:
-    if implementation == "math":
-        # math attention materialises [B, 1, S, S]
-        mask = documents.mask() & window_mask(query.size(2), window, query.device)
+        mask = _with_window(mask, window, query)
+        if documents is not None:  # math attention materialises [B, 1, S, S]
+            mask = documents.mask() & window_mask(query.size(2), window, query.device)
         return math_attention(query, key, value, mask, dropout_p)
-    if implementation == "sdpa":
+    if implementation == "sdpa" and documents is not None:
         # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
         attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation, window=window)
         return attention_by_document(query, key, value, documents, attend)
-    assert implementation in ("flash4", "flash", "tiled"), implementation
-    with _one_dtype_under_autocast(query, key, value) as (query, key, value):
+    # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
+    # whose inputs are cast here.
+    if implementation == "sdpa" or (implementation in _SDPA_KERNELS and documents is None):
+        return _sdpa(query, key, value, mask, dropout_p, implementation, window)
+    query, key, value = cast("tuple[Tensor, Tensor, Tensor]", cast_if_autocast_enabled(query, key, value))
+    with without_autocast(query):
+        if implementation == "tiled":
+            seen = mask if documents is None else documents.ids
+            return tiled.tiled_attention(query, key, value, seen, window=window)
         if implementation == "flash4":
             return cuda.flash4_attention(query, key, value, documents)
         if implementation == "flash":
+            assert documents is not None
             return flash_attention(query, key, value, documents)
-        return tiled.tiled_attention(query, key, value, documents.ids, window=window)
+        assert implementation == "nki" and documents is None, implementation
+        return nki.nki_attention(query, key, value)
 
 
 def _sdpa(
@@ -281,19 +270,3 @@ def attention_dtype(query: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return query.dtype
-
-
-@contextmanager
-def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cast ``tensors`` to autocast's dtype and disable autocast inside, as in backward.
-
-    This is what autocast does for PyTorch's own fused kernels. Without autocast the tensors are
-    unchanged.
-    """
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        yield tensors
-        return
-    dtype = attention_dtype(tensors[0])
-    with torch.autocast(device_type, enabled=False):
-        yield tuple(tensor.to(dtype) for tensor in tensors)

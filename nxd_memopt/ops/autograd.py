@@ -147,7 +147,8 @@ def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which operations on the device of ``tensor`` keep its dtype."""
-    if tensor.is_meta:  # which has no autocast
+    # A meta tensor has no autocast; without autocast an own context would cost host time in each layer.
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 

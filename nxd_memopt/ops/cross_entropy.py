@@ -35,11 +35,6 @@ class LossTerms:
     softcap: float | None = None
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: fp64 for fp64, and fp32 otherwise."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def local_sums(
     logits: Tensor,
     local_target: Tensor,
@@ -211,7 +206,7 @@ def labels_outside(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor
 
 def _capped(logits: Tensor, terms: LossTerms) -> Tensor:
     """Return ``c tanh(logit / c)`` in fp32 (fp64 for fp64), or the logits without soft-capping."""
-    wide = logits.to(wide_dtype(logits.dtype))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if terms.softcap is None:
         return wide
     return terms.softcap * torch.tanh(wide / terms.softcap)

@@ -28,7 +28,7 @@ def math_attention(
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     # A bf16 sum over S exponentials would lose the small ones. With NEURON_FUSE_SOFTMAX, torch-neuronx
     # replaces F.softmax, and not torch.softmax, by one operation of its compiler.
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(scores.dtype, torch.float32)
     weights = F.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     return F.dropout(weights, dropout_p) @ value
 

@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
-    wide = _widened(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # [..., H] * [..., 1]
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     # rounded before the weight, as in LLaMA
@@ -83,13 +83,6 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Return ``x`` in the dtype of its statistics: fp64 for fp64, and fp32 otherwise."""
-    if x.dtype == torch.float64:
-        return x
-    return x.float()
-
-
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(x - mean) * rstd``, mean and rstd: LayerNorm without its affine part.
 
@@ -105,7 +98,7 @@ def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if x.device.type in _NATIVE_LAYER_NORM:
         return torch.native_layer_norm(x, [x.size(-1)], None, None, eps)
     # Two passes, the variance from the differences to the mean: E[x^2] - E[x]^2 cancels in fp32.
-    wide = _widened(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.mean(-1, keepdim=True)
     rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
     return ((wide - mean) * rstd).to(x.dtype), mean, rstd
@@ -173,7 +166,7 @@ def affine_branches_gradient(
     """
     if len(weights) == 2 and can_use_triton(normalised, *grads, *weights):
         return cuda.affine_branches_gradient(normalised, grads, weights)
-    wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(normalised.dtype, torch.float32)
     flat = normalised.reshape(-1, normalised.size(-1)).to(wide)
     # Per branch: dx += dy * weight, dweight = sum over rows of dy * x, dbias = sum over rows of dy.
     # dx of all branches is summed in fp32 and rounded once.

@@ -128,7 +128,7 @@ def _attend(
     Returns:
         ``[B, h, t, d]`` and ``[B, h, t, 1]``.
     """
-    wide = _wide(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
     # [B, g, r*t, d]
     tile, *_ = backend.optimization_barrier([_rows(query, rows, key.size(1)), *after])
     # Running softmax. Over the keys seen so far: m = max of the scores, l = sum of exp(s - m), and
@@ -167,7 +167,7 @@ def _backward(
     With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K,
     dK = dS^t Q.
     """
-    wide = _wide(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
     dtype = query.dtype
     groups = key.size(1)
     dot = (grad.to(wide) * output).sum(-1, keepdim=True)  # [B, h, S, 1]
@@ -204,10 +204,6 @@ def _backward(
     return torch.cat(dqueries, dim=2), torch.cat(dkeys, dim=2), torch.cat(dvalues, dim=2)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _visible(rows: Span, spans: Sequence[Span], window: int) -> list[Span]:
     """Return the tiles of keys that some query of ``rows`` may see.
 
@@ -242,7 +238,7 @@ def _scores(
 
     Scores of hidden keys are the dtype's least number.
     """
-    wide = _wide(query_tile)
+    wide = torch.promote_types(query_tile.dtype, torch.float32)
     scores = scaled_scores(query_tile, key_tile, wide)
     hidden = _hidden(mask, rows, cols, window, scores.device)
     if hidden is None:

@@ -7,14 +7,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
     default_bias_init,
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
 
 
 class BaseParallelLinear(ShardedModule):
@@ -31,6 +30,7 @@ class BaseParallelLinear(ShardedModule):
     use_bias: bool
     stride: int
     sequence_parallel_enabled: bool
+    sequence_dimension: int
     dtype: torch.dtype
     device: torch.device | str | None
     init_method: InitMethod | None
@@ -98,6 +98,12 @@ class BaseParallelLinear(ShardedModule):
         init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
 
+    def _sharded_sequence_dimension(self) -> int | None:
+        """Return the dimension of activations that is sharded, or None without sequence parallelism."""
+        if self.sequence_parallel_enabled:
+            return self.sequence_dimension
+        return None
+
     def _group_size(self) -> int:
         return backend.group_size(self.tensor_parallel_group)
 
@@ -109,23 +115,3 @@ def check_padding(pad: bool, stride: int) -> None:
     """Raise ValueError if ``pad`` is combined with strided blocks."""
     if pad and stride > 1:
         raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
-
-
-def partition_size(what: str, size: int, padded: int, partitions: int, stride: int) -> int:
-    """Return the size of a shard that consists of one chunk of each of ``stride`` blocks.
-
-    Args:
-        what: argument of the layer, for messages.
-        size: number of features over all ranks, without padding.
-        padded: number of features to divide; equal to ``size`` without padding.
-        partitions: number of distinct shards.
-        stride: number of separately sharded blocks.
-
-    Raises:
-        ValueError: ``padded`` is not divisible.
-    """
-    # Each block is divided over the partitions by itself: partitions * stride chunks of equal
-    # size.
-    chunks = partitions * stride
-    remedy = f"pass pad=True or use {padded_size(size, chunks)}"
-    return stride * require_divisible(what, padded, "tensor_model_parallel_size", chunks, remedy)

@@ -55,8 +55,8 @@ def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
 
     def copied(tensor: Tensor) -> Tensor:
         tensor = _require_replicated(tensor).detach().cpu()
-        if down_cast_bf16 and tensor.dtype == torch.float32:
-            return tensor.to(torch.bfloat16)
+        if down_cast_bf16:
+            tensor = _as_bf16(tensor)
         # A view would be saved with the full storage of its base.
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             return tensor.clone()
@@ -129,9 +129,7 @@ def save(
             if save_xser:
                 map_tensors(checkpoint, _require_replicated)
                 _require_other_kind(path, path.is_dir())
-                if down_cast_bf16:
-                    checkpoint = _down_cast(checkpoint)
-                write_xser(path, checkpoint)
+                write_xser(path, map_tensors(checkpoint, _as_bf16) if down_cast_bf16 else checkpoint)
             else:
                 _require_other_kind(path, path.is_file())
                 content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
@@ -156,15 +154,11 @@ def _require_replicated(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _down_cast(checkpoint: Mapping[str, Any]) -> Any:
-    """Return ``checkpoint`` with fp32 tensors as bf16, on their device."""
-
-    def cast_to_bf16(tensor: Tensor) -> Tensor:
-        if tensor.dtype != torch.float32:
-            return tensor
-        return tensor.detach().to(torch.bfloat16)
-
-    return map_tensors(checkpoint, cast_to_bf16)
+def _as_bf16(tensor: Tensor) -> Tensor:
+    """Return an fp32 tensor as bf16 on its device, and any other one as it is."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    return tensor.detach().to(torch.bfloat16)
 
 
 def _require_other_kind(path: Path, exists: bool) -> None:

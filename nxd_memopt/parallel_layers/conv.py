@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
@@ -17,7 +16,7 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import ShardedModule, partition_size, set_tensor_model_parallel_attributes
 
 IntPair = int | tuple[int, int]
 
@@ -85,13 +84,9 @@ class BaseParallelConv(ShardedModule):
         size = parallel_state.get_tensor_model_parallel_size()
         dim = self.partition_dim
         full = (out_channels, in_channels, *kernel_size)
-        padded = padded_size(full[dim], size)
-        self.channels_per_partition = require_divisible(
-            ("out_channels", "in_channels")[dim],
-            padded if partition_pad else full[dim],
-            "tensor_model_parallel_size",
-            size,
-            f"pass partition_pad=True or use {padded}",
+        what = ("out_channels", "in_channels")[dim]
+        self.channels_per_partition = partition_size(
+            what, full[dim], size, pad=partition_pad, pad_option="partition_pad=True"
         )
         local = list(full)
         local[dim] = self.channels_per_partition
@@ -102,9 +97,7 @@ class BaseParallelConv(ShardedModule):
             self.bias = nn.Parameter(torch.empty(local[0], dtype=dtype, device=device))
             # One bias element per output channel: sharded with the output channels (dim 0), and
             # replicated (dim -1) if the input channels are sharded.
-            is_sharded = dim == 0
-            bias_dim = 0 if is_sharded else -1
-            set_tensor_model_parallel_attributes(self.bias, is_sharded, bias_dim, full_shape=full[:1])
+            set_tensor_model_parallel_attributes(self.bias, dim == 0, -dim, full_shape=full[:1])
         self.initialize_weight_biases()
 
     def initialize_weight_biases(self) -> None:

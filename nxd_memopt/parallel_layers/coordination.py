@@ -87,21 +87,14 @@ def _wait(store: Any, keys: dict[str, int], number: int) -> None:
     try:
         store.wait(list(keys))
     except RuntimeError as error:  # includes dist.DistStoreError
-        missing = [rank for key, rank in keys.items() if not store.check([key])]
+        missing = [str(rank) for key, rank in keys.items() if not store.check([key])]
         if not missing:
             raise
         raise RuntimeError(
             f"rank {dist.get_rank()} waited {store.timeout.total_seconds():.0f} s for ranks "
-            f"{_format_ranks(missing)} in exchange {number} of texts: look for their errors, or "
+            f"{', '.join(missing)} in exchange {number} of texts: look for their errors, or "
             "raise the timeout of init_process_group if they still work"
         ) from error
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    if len(ranks) <= 8:
-        return shown
-    return f"{shown} and {len(ranks) - 8} more"
 
 
 @contextmanager

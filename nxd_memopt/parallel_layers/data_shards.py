@@ -98,7 +98,9 @@ def replica_ranks(param: Tensor, data_parallel_size: int) -> tuple[int, ...]:
         experts: Any = param
         same = range(experts.expert_partition_index, data_parallel_size, experts.num_expert_partitions)
         # Each of the ranks with the same experts has other rows of them.
-        return (same[shard_group(param).rank()],) if is_data_sharded(param) else tuple(same)
+        if is_data_sharded(param):
+            return (same[shard_group(param).rank()],)
+        return tuple(same)
     if not is_data_sharded(param):
         return tuple(range(data_parallel_size))
     group = shard_group(param)

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.utils import (
     ShardedModule,
     check_sequence_dimension,
-    padded_size,
+    partition_size,
     set_tensor_model_parallel_attributes,
 )
 
@@ -84,15 +83,8 @@ class ParallelEmbedding(ShardedModule):
         size = backend.group_size(self.tensor_parallel_group)
         dim = 1 if shard_across_embedding else 0
         full_shape = (num_embeddings, embedding_dim)
-        padded = padded_size(full_shape[dim], size)
         shape = list(full_shape)
-        shape[dim] = require_divisible(
-            ("num_embeddings", "embedding_dim")[dim],
-            padded if pad else full_shape[dim],
-            "tensor_model_parallel_size",
-            size,
-            f"pass pad=True or use {padded}",
-        )
+        shape[dim] = partition_size(("num_embeddings", "embedding_dim")[dim], full_shape[dim], size, pad=pad)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         set_tensor_model_parallel_attributes(
             self.weight,
@@ -138,12 +130,11 @@ class ParallelEmbedding(ShardedModule):
     def _check_range(self, ids: Tensor) -> None:
         if not ids.numel():
             return
-        lowest = int(ids.min())
-        highest = int(ids.max())
-        if lowest < 0 or highest >= self.num_embeddings:
-            worst = lowest if lowest < 0 else highest
+        for index in (int(ids.min()), int(ids.max())):
+            if 0 <= index < self.num_embeddings:
+                continue
             raise ValueError(
-                f"index {worst} is outside the embedding's [0, {self.num_embeddings}): "
+                f"index {index} is outside the embedding's [0, {self.num_embeddings}): "
                 "check that the tokenizer belongs to the model"
             )
 

@@ -122,9 +122,15 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
             raise ValueError(
                 f"a gradient of shape {list(tensor.shape)} may be of experts, which have another group: pass parameters"
             )
-        grad = gradient_of(tensor) if is_parameter else tensor
-        if grad is not None:
-            (experts if is_expert_parallel(tensor) else dense).append(grad)
+        grad: Tensor | None = tensor
+        if is_parameter:
+            grad = gradient_of(tensor)
+        if grad is None:
+            continue
+        if is_expert_parallel(tensor):
+            experts.append(grad)
+        else:
+            dense.append(grad)
     size = parallel_state.get_data_parallel_size()
     group = parallel_state.get_data_parallel_group()
     average_gradients(dense, group, divisor=size, bucket_bytes=bucket_bytes)
@@ -248,11 +254,17 @@ def local_norms(params: list[Tensor], norm_type: float = 2.0) -> Tensor:
         ``[3]``, fp32: the sums of p-th powers, or the maxima for p = infinity. Sums of several lists
         of parameters add up.
     """
-    experts = _local_norm([p for p in params if is_expert_parallel(p)], norm_type)
-    params = [p for p in params if not is_expert_parallel(p)]
-    sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
-    replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
-    return torch.stack([sharded, replicated, experts])
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    experts: list[Tensor] = []
+    for param in params:
+        if is_expert_parallel(param):
+            experts.append(param)
+        elif is_sharded(param):
+            sharded.append(param)
+        else:
+            replicated.append(param)
+    return torch.stack([_local_norm(kind, norm_type) for kind in (sharded, replicated, experts)])
 
 
 def total_norm(norms: Tensor, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None) -> Tensor:
@@ -271,7 +283,7 @@ def total_norm(norms: Tensor, norm_type: float = 2.0, *, sharding_group: Process
     # Expert-parallel ranks have different experts. A ZeRO group has all data-parallel ranks, and so
     # all experts.
     if backend.group_size(sharding_group) == 1:
-        experts = reduce(experts, _expert_group())
+        experts = reduce(experts, parallel_state.get_expert_model_parallel_group())
     # All norms in one collective over the ZeRO group; then only the sharded parts are reduced over
     # the tensor-parallel group. All values stay on the device: no host read here.
     sharded, replicated, experts = reduce(torch.stack([sharded, replicated, experts]), sharding_group).unbind()
@@ -284,10 +296,6 @@ def _all_reduce_max(norms: Tensor, group: ProcessGroup | None) -> Tensor:
     is_nan = norms.isnan().to(norms.dtype)
     maxima, flags = backend.all_reduce(torch.stack([norms.nan_to_num(posinf=torch.inf), is_nan]), group, op="max")
     return maxima.masked_fill(flags > 0, torch.nan)
-
-
-def _expert_group() -> ProcessGroup | None:
-    return parallel_state.get_expert_model_parallel_group()
 
 
 def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:

@@ -95,7 +95,7 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
     description: Any = param
     # The draw does not depend on the dtype of the parameter, unless that is fp64: a bf16 model
     # has the rounded values of the fp32 model with the same seed.
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(param.dtype, torch.float32)
     full: Tensor | None = None
     chunks: Iterable[tuple[int, Tensor]]
     if keep_full:

@@ -19,7 +19,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding, partition_size
+from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -30,7 +30,7 @@ from nxd_memopt.parallel_layers.functional.linear import (
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.rank_order import columns_in_full_order, swap_blocks
-from nxd_memopt.parallel_layers.utils import check_sequence_dimension, padded_size
+from nxd_memopt.parallel_layers.utils import check_sequence_dimension, partition_size
 
 __all__ = ["BaseParallelLinear", "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "SharedInput"]
 
@@ -119,13 +119,10 @@ class ColumnParallelLinear(BaseParallelLinear):
         require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
         self.replicas, self.rank_stride = replicas, rank_stride
         self.replica_group = parallel_state.replica_group(replicas, rank_stride)
-        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a
-        # multiple of stride * pad_alignment_size_per_rank.
-        shards = size // replicas
-        padded = output_size
-        if pad:
-            padded = padded_size(output_size, shards * stride * pad_alignment_size_per_rank)
-        self.output_size_per_partition = partition_size("output_size", output_size, padded, shards, stride)
+        # Replicated shards: T / replicas distinct shards.
+        self.output_size_per_partition = partition_size(
+            "output_size", output_size, size // replicas, pad=pad, stride=stride, alignment=pad_alignment_size_per_rank
+        )
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
@@ -137,7 +134,7 @@ class ColumnParallelLinear(BaseParallelLinear):
 
     def activation_sharding(self, *replica_groups: ProcessGroup | None) -> ColumnActivationSharding:
         """Return the sharding of the input, for weights replicated over ``replica_groups``."""
-        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
+        sequence_dimension = self._sharded_sequence_dimension()
         return ColumnActivationSharding(
             self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups
         )
@@ -327,8 +324,8 @@ class RowParallelLinear(BaseParallelLinear):
         self.rank_stride = rank_stride
         require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
         # Padded inputs are zero, as are the weight's padded columns: they add nothing to the sum.
-        self.input_size = padded_size(input_size, size * stride) if pad else input_size
-        self.input_size_per_partition = partition_size("input_size", input_size, self.input_size, size, stride)
+        self.input_size_per_partition = partition_size("input_size", input_size, size, pad=pad, stride=stride)
+        self.input_size = self.input_size_per_partition * size
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
@@ -365,8 +362,7 @@ class RowParallelLinear(BaseParallelLinear):
 
     def activation_sharding(self) -> ActivationSharding:
         """Return the group, sequence dimension and dtype of the output reduction."""
-        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        return ActivationSharding(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype)
+        return ActivationSharding(self.tensor_parallel_group, self._sharded_sequence_dimension(), self.reduce_dtype)
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """Raise ValueError if T does not divide the sequence length to be scattered."""

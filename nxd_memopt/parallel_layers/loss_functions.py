@@ -91,7 +91,7 @@ def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEnt
     """Return new fp32 (fp64) logits minus the maximum over the vocabulary; -inf in padding."""
     # The copy is the only [..., V/T] tensor in fp32: the caller turns it into the softmax and
     # then into the gradient in place. The caller's logits are not modified.
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(logits.dtype, torch.float32)
     shifted = logits.to(wide, copy=True)
     padding = _padding_columns(shifted, first_column, options)
     if padding is not None:

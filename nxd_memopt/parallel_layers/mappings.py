@@ -409,11 +409,3 @@ def all_to_all_rows_in_expert_parallel_region(
     """
     group = process_group or parallel_state.get_expert_model_parallel_group()
     return _apply(_AllToAllRows, tensor, group, tuple(sent), tuple(received))
-
-
-# Layout
-
-
-def transpose_batch_and_sequence(tensor: Tensor) -> Tensor:
-    """Swap the first two dimensions, ``[B, S, ...] <-> [S, B, ...]``; the result is contiguous."""
-    return tensor.transpose(0, 1).contiguous()

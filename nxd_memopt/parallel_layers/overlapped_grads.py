@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,15 +55,18 @@ class OverlappedGradientReduction:
         # Sequence-parallel parameters need two reductions, so they have their own buckets.
         # Buckets are sorted by the parameter that backward reaches last.
         observe(params)
-        shards = [param for param in params if is_sequence_parallel(param)]
-        # Without data parallelism the remaining gradients are complete: they need no bucket.
-        # Experts are reduced over a group of their own.
-        remaining: list[Tensor] = []
+        shards: list[Tensor] = []
         experts: list[Tensor] = []
-        if parallel_state.get_data_parallel_size() > 1:
-            remaining = [param for param in params if not is_sequence_parallel(param)]
-            experts = [param for param in remaining if is_expert_parallel(param)]
-            remaining = [param for param in remaining if not is_expert_parallel(param)]
+        remaining: list[Tensor] = []
+        for param in params:
+            if is_sequence_parallel(param):
+                shards.append(param)
+            elif parallel_state.get_data_parallel_size() == 1:
+                continue  # the gradient is complete: it needs no bucket
+            elif is_expert_parallel(param):
+                experts.append(param)  # reduced over a group of their own
+            else:
+                remaining.append(param)
         buckets: list[_Bucket] = []
         for kind in (shards, remaining, experts):
             for indices in bucket_indices(kind, bucket_bytes):
@@ -72,9 +76,10 @@ class OverlappedGradientReduction:
         self._in_progress: deque[_Bucket] = deque()
         self._is_reducing = False
         self._hooks = []
+        # The hooks hold weak references: a reference cycle through autograd hooks is never garbage-collected.
         for index, bucket in enumerate(self._buckets):
+            hook = functools.partial(_on_gradient, weakref.ref(self), index)
             for param in bucket.params:
-                hook = _hook(weakref.ref(self), index)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     @contextmanager
@@ -150,18 +155,11 @@ class OverlappedGradientReduction:
             self._in_progress.append(bucket)
 
 
-def _hook(owner: weakref.ref[OverlappedGradientReduction], index: int) -> Callable[[Tensor], None]:
-    """Return a hook that holds a weak reference to ``owner``.
-
-    A reference cycle through autograd hooks is never garbage-collected.
-    """
-
-    def arrived(param: Tensor) -> None:
-        reduction = owner()
-        if reduction is not None:
-            reduction._on_gradient(reduction._buckets[index], param)
-
-    return arrived
+def _on_gradient(owner: weakref.ref[OverlappedGradientReduction], index: int, param: Tensor) -> None:
+    """Hook on the gradient of ``param``, a parameter of bucket ``index``."""
+    reduction = owner()
+    if reduction is not None:
+        reduction._on_gradient(reduction._buckets[index], param)
 
 
 class _FlatReduction:

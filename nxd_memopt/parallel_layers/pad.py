@@ -74,9 +74,11 @@ def _unpaired_layers(model: nn.Module) -> set[nn.Module]:
     """
     paired: set[nn.Module] = set()
     for module in model.modules():
-        readers = module.modules() if module is not model else module.children()
-        if any(isinstance(each, RowParallelLinear) for each in readers):
-            paired.update(module.modules() if module is not model else module.children())
+        inside = list(module.modules())
+        if module is model:
+            inside = list(module.children())
+        if any(isinstance(each, RowParallelLinear) for each in inside):
+            paired.update(inside)
     return {module for module in model.modules() if isinstance(module, ColumnParallelLinear) and module not in paired}
 
 

@@ -27,6 +27,11 @@ class _Axis:
     ranks: list[int]
     group: ProcessGroup | None
 
+    def group_or_ranks(self, as_list: bool) -> Group:
+        if as_list:
+            return self.rank_groups
+        return self.group
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -116,13 +121,11 @@ def initialize_model_parallel(
     if not mesh_only:
         if not skip_collective_init:
             backend.initialize_collectives()
-        try:
-            for name, rank_groups in grid.items():
-                has_own = name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1
-                _STATE.axes[name] = _create_axis(rank_groups) if has_own else _find_or_create_axis(rank_groups)
-        except Exception:
-            _STATE.axes = {}
-            raise
+        for name, rank_groups in grid.items():
+            create = _find_or_create_axis
+            if name in _AXES_WITH_OWN_GROUPS and len(rank_groups[0]) > 1:
+                create = _create_axis
+            _STATE.axes[name] = create(rank_groups)
     return grid
 
 
@@ -211,8 +214,7 @@ def _axis(name: str) -> _Axis:
 
 
 def _group(name: str, as_list: bool) -> Group:
-    axis = _axis(name)
-    return axis.rank_groups if as_list else axis.group
+    return _axis(name).group_or_ranks(as_list)
 
 
 def process_groups() -> list[ProcessGroup]:
@@ -291,8 +293,7 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
     """Return the group that ``initialize_kv_group`` created for this size."""
     if kv_shared_group_size not in _STATE.kv_groups:
         raise RuntimeError(f"no KV groups of size {kv_shared_group_size}: call initialize_kv_group first")
-    axis = _STATE.kv_groups[kv_shared_group_size]
-    return axis.rank_groups if as_list else axis.group
+    return _STATE.kv_groups[kv_shared_group_size].group_or_ranks(as_list)
 
 
 def destroy_kv_group() -> None:

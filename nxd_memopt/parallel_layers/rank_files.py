@@ -29,7 +29,6 @@ _PATTERNS = {
     ),
 }
 _EXPERT_PARALLEL = re.compile(r"dp_rank_\d+_ep_rank_\d+_tp_rank_\d+_pp_rank_\d+\.pt")
-_DISTRIBUTED_CHECKPOINT = (".metadata", "__0_0.distcp")
 
 Ranks = tuple[int, int, int]
 """Data-, tensor- and pipeline-parallel rank."""
@@ -106,10 +105,9 @@ def find_rank_files(directory: str | Path, kind: Literal["model", "optim"] = "mo
 
 def _refuse_other_layouts(path: Path, names: list[str]) -> None:
     """Raise ValueError for torch.distributed.checkpoint and expert-parallel files."""
-    distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
-    if distributed:
+    if ".metadata" in names:
         raise ValueError(
-            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
+            f"{path} holds .metadata, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
             "pickle: save the optimizer with neuronx-distributed and use_zero1_dcp=False"
         )
     expert = [name for name in names if _EXPERT_PARALLEL.fullmatch(name)]

@@ -12,16 +12,16 @@ from __future__ import annotations
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.utils import map_tensors
+from nxd_memopt.parallel_layers.utils import map_leaves, map_tensors
 
 XSER_REFERENCE = "torch_xla.utils.serialization.TensorReference"
 XSER_INTERNAL_REFERENCE = "neuronx_distributed.trainer.checkpoint._InternalTensorReference"
@@ -63,35 +63,27 @@ class StoredTensor:
                 description.
         """
         if not self.file.is_file():
-            raise ValueError(self._describe_missing())
+            directory = tensors_directory(self.path)
+            raise ValueError(
+                f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely. It is empty in a "
+                "checkpoint of avoid_saving_lower_precision_weights=True, whose weights are the optimizer's master "
+                "weights: load model and optimizer together"
+            )
         # Mapped, so that a reader of a slice reads only the pages of that slice.
         tensor = _load(self.file, mmap=True)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{self.file} holds a {type(tensor).__name__}, not a tensor: copy or save it again")
         # tensor_N.pt of another save has the same name, and possibly another parameter: compare
         # with the description, if there is one.
-        stored_shape = tuple(tensor.shape)
-        expected_shape = tuple(self.info.get("shape", stored_shape))
-        expected_dtype = self.info.get("dtype", tensor.dtype)
-        for name, stored, expected in (
-            ("shape", stored_shape, expected_shape),
-            ("dtype", tensor.dtype, expected_dtype),
-        ):
-            if stored != expected:
+        stored = (tuple(tensor.shape), tensor.dtype)
+        expected = (tuple(self.info.get("shape", tensor.shape)), self.info.get("dtype", tensor.dtype))
+        for name, found, wanted in zip(("shape", "dtype"), stored, expected, strict=True):
+            if found != wanted:
                 raise ValueError(
-                    f"{self.file} has {name} {stored}, {info_file(self.path).name} says {expected}: "
+                    f"{self.file} has {name} {found}, {info_file(self.path).name} says {wanted}: "
                     "the files come from different saves, copy the checkpoint again"
                 )
         return tensor
-
-    def _describe_missing(self) -> str:
-        directory = tensors_directory(self.path)
-        if directory.is_dir() and not any(directory.iterdir()):
-            return (
-                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
-                "weights are the optimizer's master weights: load model and optimizer together"
-            )
-        return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
 
 
 def tensors_directory(path: Path) -> Path:
@@ -126,14 +118,14 @@ def read_tensors(path: Path, *, mmap: bool = True) -> Any:
             tensor = tensor.clone()
         return tensor
 
-    return _map_leaves(content, StoredTensor, load)
+    return map_leaves(content, StoredTensor, load)
 
 
 def read_stored(path: Path, *, mmap: bool = True) -> Any:
     """Read like ``read_tensors``, but return a ``StoredTensor`` for each tensor of an xser file."""
     content = _load(path, mmap=mmap)
     references: list[TensorReference] = []
-    _map_leaves(content, TensorReference, references.append)
+    map_leaves(content, TensorReference, references.append)
     if not references:
         return content
     # The number becomes part of a file name; text such as "../x" would name another file.
@@ -151,7 +143,7 @@ def read_stored(path: Path, *, mmap: bool = True) -> Any:
     def stored(reference: TensorReference) -> StoredTensor:
         return StoredTensor(path, reference.tid, infos.get(reference.tid, {}))
 
-    return _map_leaves(content, TensorReference, stored)
+    return map_leaves(content, TensorReference, stored)
 
 
 def resolve(value: Tensor | StoredTensor) -> Tensor:
@@ -177,17 +169,6 @@ def _load(path: Path, *, mmap: bool) -> Any:
             f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "
             "It is cut short, or holds other objects than tensors and plain values: copy or save it again"
         ) from error
-
-
-def _map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to all leaves of the class ``kind``, like ``map_tensors``."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_leaves(item, kind, function) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_map_leaves(item, kind, function) for item in value])
-    return value
 
 
 # Writing
@@ -240,7 +221,7 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
         return TensorReference(tid)
 
     try:
-        references = map_tensors(checkpoint, store)  # pyright: ignore[reportArgumentType] # references for tensors
+        references = map_tensors(checkpoint, store)
         path.unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
         incomplete.rename(directory)
@@ -275,15 +256,5 @@ class _ReferencePickler(_PICKLER):
             super().save_global(obj, name)
 
 
-def _reference_pickle() -> ModuleType:
-    """Return a module to pass to ``torch.save`` as ``pickle_module``."""
-    # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All
-    # other names are those of the standard module.
-    module = ModuleType("reference_pickle")
-    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
-        setattr(module, name, getattr(pickle, name))
-    module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
-    return module
-
-
-_REFERENCE_PICKLE = _reference_pickle()
+# ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed.
+_REFERENCE_PICKLE = SimpleNamespace(**{**vars(pickle), "Pickler": _ReferencePickler})

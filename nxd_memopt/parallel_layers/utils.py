@@ -84,6 +84,38 @@ def padded_size(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def partition_size(
+    what: str,
+    size: int,
+    partitions: int,
+    *,
+    pad: bool = False,
+    stride: int = 1,
+    alignment: int = 1,
+    pad_option: str = "pad=True",
+) -> int:
+    """Return the size of a shard that consists of one chunk of each of ``stride`` blocks.
+
+    Args:
+        what: argument of the layer, for messages.
+        size: number of features over all ranks, without padding.
+        partitions: number of distinct shards.
+        pad: divide ``size`` rounded up.
+        stride: number of separately sharded blocks.
+        alignment: with ``pad``, each chunk is a multiple of this.
+        pad_option: option of the layer that allows padding, for messages.
+
+    Raises:
+        ValueError: the size is not divisible, and ``pad`` is False.
+    """
+    # Each block is divided over the partitions by itself: partitions * stride equal chunks.
+    chunks = partitions * stride
+    if pad:
+        return padded_size(size, chunks * alignment) // partitions
+    remedy = f"pass {pad_option} or use {padded_size(size, chunks)}"
+    return stride * require_divisible(what, size, "tensor_model_parallel_size", chunks, remedy)
+
+
 def check_sequence_dimension(sequence_dimension: int | None) -> int:
     """Return the dimension, 0 for None; raise ValueError for anything but None, 0 and 1."""
     if sequence_dimension not in (None, 0, 1):
@@ -224,16 +256,21 @@ def bit_equal(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first_bytes, second_bytes)
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``function`` to every tensor in nested dicts, lists and tuples; keep other values."""
-    if isinstance(value, Tensor):
+def map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to every ``kind`` in nested dicts, lists and tuples; keep other values."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        return {key: map_leaves(item, kind, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
         make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
-        return make([map_tensors(item, function) for item in value])
+        return make([map_leaves(item, kind, function) for item in value])
     return value
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply ``function`` to every tensor in nested dicts, lists and tuples; keep other values."""
+    return map_leaves(value, Tensor, function)
 
 
 def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

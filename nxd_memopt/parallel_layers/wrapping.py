@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from nxd_memopt.parallel_layers.fusion import examine_fused_paths
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
+# In the order of the wrappers, from the innermost on.
 Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "pace", "optimizer", "weights"]
 
 # Full recompute is outside the compiled graph. Inside, the compiler would decide what is saved, by
@@ -22,16 +23,7 @@ Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offloa
 # optimizer's wrapper completes the layer's update; it must not run again in a recomputation.
 # Tiles replace the computation of a module, so every other technique is around them. All of them read
 # weights, which must be on the device first.
-_INNER_FIRST: tuple[Technique, ...] = (
-    "tiles",
-    "traced_recompute",
-    "compile",
-    "recompute",
-    "offload",
-    "pace",
-    "optimizer",
-    "weights",
-)
+_INNER_FIRST: tuple[Technique, ...] = get_args(Technique)
 _STATE = "_wrapped_forward"
 
 

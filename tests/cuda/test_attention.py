@@ -9,7 +9,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.cuda.attention import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
-from tests.reference import assert_says, error_message
 
 pytestmark = [
     pytest.mark.cuda,
@@ -72,8 +71,6 @@ def test_flash4_repeats_itself_where_that_was_asked_for(packed):
 
 def test_packed_documents_take_flash():
     assert attention_implementation(**CALL, packed=True)[0] == ("flash4" if IS_FLASH4_FIRST else "flash")
-    refusal = error_message(lambda: attention_implementation(**CALL, packed=True, attention_backend="cudnn"))
-    assert_says(refusal, "packed")
 
 
 @pytest.mark.parametrize("name", [FLASH4, "flash"])
@@ -117,30 +114,3 @@ def test_the_generations_best_comes_first():
     assert attention_implementation(**CALL, masked=True)[0] == "efficient"
     assert attention_implementation(**CALL, dropout_p=0.1)[0] == "flash"
     assert attention_implementation(**(CALL | {"dtype": torch.float32}))[0] == "efficient"
-
-
-def test_switches_of_transformer_engine_and_torch_are_honoured(monkeypatch):
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert attention_implementation(**CALL)[0] == "cudnn"
-    monkeypatch.delenv("NVTE_FLASH_ATTN")
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert attention_implementation(**CALL)[0] == ("flash4" if IS_FLASH4_FIRST else "flash")
-    _, reason = attention_implementation(**CALL, dropout_p=0.1)
-    assert "NVTE_FUSED_ATTN=0" in reason or torch.cuda.get_device_capability() < (9, 0)
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert attention_implementation(**CALL)[0] == "efficient"
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    try:
-        assert attention_implementation(**CALL)[0] == "tiled"
-    finally:
-        torch.backends.cuda.enable_mem_efficient_sdp(True)
-
-
-def test_an_impossible_choice_is_an_error(monkeypatch):
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    message = error_message(lambda: attention_implementation(**CALL, attention_backend="flash"), ValueError)
-    assert_says(message, "'flash'", "NVTE_FLASH_ATTN=0", "auto")
-    message = error_message(
-        lambda: attention_implementation(**CALL, masked=True, attention_backend="cudnn"), ValueError
-    )
-    assert_says(message, "'cudnn'", "no mask")

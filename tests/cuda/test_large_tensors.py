@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -38,8 +39,20 @@ def vector() -> Tensor:
     return torch.randn(HIDDEN, dtype=torch.bfloat16, device=backend.device)
 
 
-def check(function: Callable[..., Tensor], count: int) -> None:
-    """Compare the first and the last rows of ``function`` and of its gradients for ``count`` inputs."""
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda weight, x: rms_norm(x, weight, 1e-5), 1),
+        (lambda weight, x, added: add_rms_norm(x, added, weight, 1e-5)[0], 2),
+        (lambda bias, x, added: add_residual(x, added, bias), 2),
+        (lambda _, gate, up: gated_activation(gate, up, "silu"), 2),
+        (lambda _, gate, up: gated_activation(gate, up, "gelu_new"), 2),
+        (lambda _, x: activation("gelu")(x), 1),
+    ],
+    ids=["rms_norm", "add_rms_norm", "add_residual", "swiglu", "geglu", "gelu"],
+)
+def test_first_and_last_rows_and_their_gradients(function: Callable[..., Tensor], count: int):
+    function = partial(function, vector())
     inputs = [rows().requires_grad_() for _ in range(count)]
     found = function(*inputs)
     upstream = rows()
@@ -51,30 +64,6 @@ def check(function: Callable[..., Tensor], count: int) -> None:
         assert torch.equal(found[end], expected)
         for a, b in zip(grads, wanted, strict=True):
             assert torch.equal(a[end], b)
-
-
-def test_rms_norm():
-    weight = vector()
-    check(lambda x: rms_norm(x, weight, 1e-5), 1)
-
-
-def test_add_rms_norm():
-    weight = vector()
-    check(lambda x, added: add_rms_norm(x, added, weight, 1e-5)[0], 2)
-
-
-def test_add_residual():
-    bias = vector()
-    check(lambda x, added: add_residual(x, added, bias), 2)
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu_new"])
-def test_gated_activation(name):
-    check(lambda gate, up: gated_activation(gate, up, name), 2)
-
-
-def test_gelu():
-    check(activation("gelu"), 1)
 
 
 def test_column_sums():

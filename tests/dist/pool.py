@@ -103,9 +103,6 @@ def distributed(
     Tests of the sizes ``slow`` are marked so.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
-    twice = sorted(set(sizes) & set(slow))
-    if twice:
-        raise ValueError(f"world_size {sizes} and slow {list(slow)}: {twice} would run twice")
 
     def decorate(body: Callable) -> Callable:
         names = list(inspect.signature(body).parameters)

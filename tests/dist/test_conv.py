@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
 
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
@@ -26,56 +24,37 @@ def build(kind: type, **options):
 
 
 @distributed(world_size=[1, 2, 3])
-def test_output_channels(world_size):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (OutputChannelParallelConv2d, {}),
+        (OutputChannelParallelConv2d, {"gather_output": False}),
+        (InputChannelParallelConv2d, {}),
+        (InputChannelParallelConv2d, {"input_is_parallel": True}),
+    ],
+)
+def test_equals_the_dense_convolution(kind, options, world_size):
+    """Values, dX, dW and db; layers of both kinds pass sharded channels to each other."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    layer, weight, bias = build(OutputChannelParallelConv2d)
+    layer, weight, bias = build(kind, **options)
     x = tensors(2, IN, 8, 9, seed=1).requires_grad_()
     want = F.conv2d(x, weight, bias, **OPTIONS)
     upstream = tensors(*want.shape, seed=2)
     want_dx, want_dw, want_db = gradients(want, upstream, [x, weight, bias])
+
+    def part(full, dim):
+        return shard(pad(full.detach(), dim, world_size), dim)
+
+    if options.get("gather_output") is False:
+        want, upstream = part(want, 1), part(upstream, 1)
+    if options.get("input_is_parallel"):
+        x, want_dx = part(x, 1).requires_grad_(), part(want_dx, 1)
+    want_db = part(want_db, 0) if kind is OutputChannelParallelConv2d else want_db
     got = layer(x)
-    dx, dw, db = gradients(got, upstream, [x, layer.weight, layer.bias])
-    assert_float64_close(got, want, "output")
-    assert_float64_close(dx, want_dx, "dX")
-    assert_float64_close(dw, shard(pad(want_dw, 0, world_size), 0), "dW")
-    assert_float64_close(db, shard(pad(want_db, 0, world_size), 0), "db")
-
-
-@distributed(world_size=[1, 2, 3])
-@pytest.mark.parametrize("input_is_parallel", [False, True])
-def test_input_channels(input_is_parallel, world_size):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    layer, weight, bias = build(InputChannelParallelConv2d, input_is_parallel=input_is_parallel)
-    x = tensors(2, IN, 8, 9, seed=1).requires_grad_()
-    want = F.conv2d(x, weight, bias, **OPTIONS)
-    upstream = tensors(*want.shape, seed=2)
-    want_dx, want_dw, want_db = gradients(want, upstream, [x, weight, bias])
-    if input_is_parallel:
-        x, want_dx = shard(pad(x.detach(), 1, world_size), 1).requires_grad_(), shard(pad(want_dx, 1, world_size), 1)
-    got = layer(x)
-    dx, dw, db = gradients(got, upstream, [x, layer.weight, layer.bias])
-    assert_float64_close(got, want, "output")
-    assert_float64_close(dx, want_dx, "dX")
-    assert_float64_close(dw, shard(pad(want_dw, 1, world_size), 1), "dW")
-    assert_float64_close(db, want_db, "db")
-
-
-@distributed(world_size=2)
-def test_back_to_back():
-    """Sharded channels pass from the first to the second without a collective between."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    torch.manual_seed(SEED)
-    first = OutputChannelParallelConv2d(4, 6, 3, bias=False, gather_output=False, dtype=torch.float64)
-    second = InputChannelParallelConv2d(6, 2, 1, bias=False, input_is_parallel=True, dtype=torch.float64)
-    torch.manual_seed(SEED)
-    dense = [nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(6, 2, 1, bias=False)]  # fp32 draws another stream: copied below
-    for layer, sharded, dim in zip(dense, (first, second), (0, 1), strict=True):
-        full = tensors(*layer.weight.shape, seed=dim)
-        layer.weight = nn.Parameter(full)
-        sharded.weight.data.copy_(shard(full, dim))
-    x = tensors(1, 4, 5, 5)
-    assert first(x).size(1) == 3
-    assert_float64_close(second(torch.relu(first(x))), dense[1](torch.relu(dense[0](x))))
+    found = got, *gradients(got, upstream, [x, layer.weight, layer.bias])
+    wanted = want, want_dx, part(want_dw, kind.partition_dim), want_db
+    for name, a, b in zip(("output", "dX", "dW", "db"), found, wanted, strict=True):
+        assert_float64_close(a, b, name)
 
 
 @distributed(world_size=2)
@@ -84,16 +63,8 @@ def test_refusals():
     message = error_message(lambda: OutputChannelParallelConv2d(4, 5, 3))
     assert_says(message, "out_channels 5", "tensor_model_parallel_size 2", "partition_pad=True", 6)
     message = error_message(lambda: InputChannelParallelConv2d(4, 4, 3, groups=2))
-    assert_says(message, "groups=1", 2)
-    message = error_message(lambda: InputChannelParallelConv2d(4, 4, 3, padding_mode="reflect"))
-    assert_says(message, "padding_mode='zeros'", "reflect")
-    assert dist.get_world_size() == 2
-
-
-@distributed(world_size=[2])
-def test_another_number_of_channels_is_refused(world_size):
-    """Missing channels were taken for zeros, and surplus ones cut off."""
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    assert_says(message, "groups=1", "padding_mode='zeros'", 2)
+    # Missing channels would be taken for zeros, and surplus ones cut off.
     layer = InputChannelParallelConv2d(8, 4, 3)
     for channels in (7, 9):
         message = error_message(lambda channels=channels: layer(torch.zeros(1, channels, 5, 5)))

@@ -43,7 +43,7 @@ def check(size: int, *, vocabulary_sharded: bool = True, ids: torch.Tensor | Non
     )
 
 
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 @pytest.mark.parametrize("vocabulary_sharded", [True, False])
 @pytest.mark.parametrize("sequence_dimension", [None, 0, 1], ids=["whole", "dim0", "dim1"])
 def test_equals_the_dense_lookup(vocabulary_sharded, sequence_dimension, world_size):
@@ -67,7 +67,7 @@ def test_other_shapes_of_ids(world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_keeps_the_dtype_exactly(dtype):
     """One rank alone adds a row that is not zero: no rounding in any dtype."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -84,14 +84,6 @@ def test_index_outside_the_vocabulary_is_refused(index):
     layer = layers.ParallelEmbedding(VOCAB, HIDDEN, pad=True)
     message = error_message(lambda: layer(torch.tensor([[0, index]])))
     assert_says(message, f"index {index}", f"[0, {VOCAB})")
-
-
-@distributed(world_size=2)
-def test_indivisible_sequence_is_refused():
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    layer = layers.ParallelEmbedding(8, 4, sequence_parallel_enabled=True)
-    message = error_message(lambda: layer(torch.zeros(1, 7, dtype=torch.long)))
-    assert_says(message, "sequence length 7", "tensor_model_parallel_size 2", "8", "sequence_parallel_enabled")
 
 
 @distributed(world_size=2)

@@ -23,8 +23,8 @@ def padded(weight: torch.Tensor) -> torch.Tensor:
     return shard(F.pad(weight, (0, 0, 0, missing), value=50.0), 0).clone().requires_grad_()
 
 
-@distributed([2, 3, 4])
-@pytest.mark.parametrize("logits_bytes", [0, 60_000, 10**8])
+@distributed([2, 4])
+@pytest.mark.parametrize("logits_bytes", [0, 60_000])
 @pytest.mark.parametrize("layout", ["sequence first", "batch first", "replicated"])
 @pytest.mark.parametrize(
     ("vocab", "terms", "reduction"),

@@ -40,13 +40,10 @@ def test_equals_the_two_apart(hidden_act, tile_rows):
     options = {"input_is_parallel": True, "sequence_parallel_enabled": size > 1, **F64}
     layer = RowParallelLinear(WIDTH, HIDDEN, **options)
     gate, up = inputs(size)
-    before, gated_mlp._TILE_BYTES = gated_mlp._TILE_BYTES, tile_rows * WIDTH // size * 8
-    try:
-        expected = results(lambda g, u: layer(gated_activation(g, u, hidden_act)), layer, gate, up)
-        merged = lambda g, u: fused_gated_mlp(g * 1, u * 1, layer, hidden_act)  # noqa: E731
-        found = results(merged, layer, gate, up)
-    finally:
-        gated_mlp._TILE_BYTES = before
+    expected = results(lambda g, u: layer(gated_activation(g, u, hidden_act)), layer, gate, up)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gated_mlp, "ACTIVATION_TILE_BYTES", tile_rows * WIDTH // size * 8)
+        found = results(lambda g, u: fused_gated_mlp(g * 1, u * 1, layer, hidden_act), layer, gate, up)
     for a, b in zip(found, expected, strict=True):
         assert_float64_close(a, b)
 

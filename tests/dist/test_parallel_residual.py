@@ -31,15 +31,13 @@ HIDDEN, WIDTHS, LENGTH, BATCH = 12, (24, 36), 20, 3
 
 
 class Branches(nn.Module):
-    def __init__(self, *, sequence_parallel: bool, bias: bool, replicas: int = 1) -> None:
+    def __init__(self, *, sequence_parallel: bool, bias: bool) -> None:
         super().__init__()
         options = {"sequence_parallel_enabled": sequence_parallel, "bias": bias, **F64}
         self.norms = nn.ModuleList(
             LayerNorm(HIDDEN, sequence_parallel_enabled=sequence_parallel, **F64) for _ in WIDTHS
         )
-        self.columns = nn.ModuleList(
-            ColumnParallelLinear(HIDDEN, n, gather_output=False, replicas=replicas, **options) for n in WIDTHS
-        )
+        self.columns = nn.ModuleList(ColumnParallelLinear(HIDDEN, n, gather_output=False, **options) for n in WIDTHS)
         self.rows = nn.ModuleList(RowParallelLinear(n, HIDDEN, input_is_parallel=True, **options) for n in WIDTHS)
         with torch.no_grad():
             for i, param in enumerate(p for norm in self.norms for p in norm.parameters()):
@@ -64,7 +62,7 @@ def results(branches: Branches, function, x, upstream):
     return {"output": output.detach(), "dX": x.grad, **found}
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_equals_the_layers_apart(sequence_parallel, bias):
@@ -83,24 +81,6 @@ def test_equals_the_layers_apart(sequence_parallel, bias):
         assert_float64_close(found[name], value, name)
         if name.startswith("norms"):
             assert_same_on_all_ranks(found[name], name)
-
-
-@distributed(world_size=[2, 4])
-def test_replicated_shards():
-    parallel_state.initialize_model_parallel(dist.get_world_size())
-    columns = Branches(sequence_parallel=False, bias=True, replicas=2)
-    x = tensors(LENGTH, BATCH, HIDDEN)
-
-    def gradients(function):
-        columns.zero_grad()
-        outputs = function(x.detach().requires_grad_())
-        sum((y * tensors(*y.shape, seed=5 + dist.get_rank())).sum() for y in outputs).backward()
-        return [param.grad.clone() for part in (columns.norms, columns.columns) for param in part.parameters()]
-
-    pairs = list(zip(columns.norms, columns.columns, strict=True))
-    found = gradients(lambda x: normalised_column_parallel_linears(x, *pairs))
-    for a, b in zip(found, gradients(lambda x: [column(norm(x)) for norm, column in pairs]), strict=True):
-        assert_float64_close(a, b)
 
 
 @distributed(world_size=2)
@@ -176,7 +156,7 @@ def test_a_changed_part_runs_as_it_was_changed(change):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("modules", "more"), [(["attn"], 2), (["mlp"], 2), (["norm"], 0), (["mlp_act"], 0)], ids=str)
+@pytest.mark.parametrize(("modules", "more"), [(["mlp"], 2), (["norm"], 0)], ids=str)
 def test_selective_recompute_of_a_branch_takes_them_apart(modules, more):
     parallel_state.initialize_model_parallel(2)
     config, inputs = gpt_neox_config(), batch()

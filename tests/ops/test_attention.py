@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled
 from nxd_memopt.ops.describe import describe_attention
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments
-from nxd_memopt.ops.tiled_attention import tile_length, tiled_attention
+from nxd_memopt.ops.tiled_attention import tiled_attention
 from tests.reference import (
     assert_float64_close,
     assert_says,
@@ -73,32 +72,10 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-class FollowDependencies(TorchDispatchMode):
-    """Which tensors were made from which: what a compiler sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources: dict[int, set[int]] = {}
-        self.kept: list[torch.Tensor] = []  # or a new tensor could get a dead one's id
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        before = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        reached = before.union(*(self.sources.get(x, set()) for x in before))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.sources[id(leaf)] = self.sources.get(id(leaf), set()) | reached
-                self.kept.append(leaf)
-        return out
-
-    def depends(self, tensor: torch.Tensor, on: list[torch.Tensor]) -> bool:
-        return not {id(x) for x in on}.isdisjoint({id(tensor)} | self.sources.get(id(tensor), set()))
-
-
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", [1, 16, LENGTH, 64])
+@pytest.mark.parametrize("tile", [7, 16, 64])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 def test_tiles_equal_the_reference(kv_heads, masked, tile):
@@ -114,7 +91,7 @@ def test_tiles_equal_the_reference(kv_heads, masked, tile):
 
 
 @pytest.mark.parametrize("kind", ["causal", "padded", "documents"])
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, LENGTH - 1, LENGTH, 100])
+@pytest.mark.parametrize("window", [1, 16, 17, LENGTH])
 def test_windows_equal_their_definition(window, kind):
     """Query i sees the keys i - window < j <= i, whatever the tiles; and of its document, without padding."""
     inputs = heads(3)
@@ -157,20 +134,6 @@ def test_windows_leave_tiles_out(monkeypatch):
     tiled_attention(*inputs, tile=8, window=9).sum().backward()
     # the first key that row 8 i sees is 8 i - 8: of two tiles, in forward and again in backward
     assert len(pairs) == 2 * (8 + 7) and len(set(pairs)) == 15
-
-
-def test_kernels_without_windows_are_passed_over():
-    assert attention_implementation(**CALL, window=16)[0] == "tiled"
-    assert attention_implementation(**CALL, window=16, attention_backend="sdpa")[0] == "sdpa"
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_tiles_gradcheck(masked):
-    inputs, mask = (
-        heads(3, length=7, width=3),
-        padding_and_causal_mask(torch.tensor([[1] * 5 + [0] * 2, [0, 1] * 3 + [1]])),
-    )
-    assert gradcheck(lambda q, k, v: tiled_attention(q, k, v, mask if masked else None, tile=3), inputs)
 
 
 def test_causality_is_added_to_a_mask_without_it():
@@ -226,51 +189,6 @@ def test_tiles_never_materialise_all_scores():
     assert largest["tiled"] == 2 * 6 * 512 * 512
 
 
-@pytest.mark.parametrize(
-    ("length", "tile"), [(1, 512), (512, 512), (4096, 512), (4097, 640), (8192, 1024), (32768, 4096)]
-)
-def test_tile_length(length, tile):
-    assert tile_length(length) == tile
-    assert -(-length // tile) <= 8  # the graph is bounded
-
-
-def test_backward_reads_what_the_barrier_returns(monkeypatch):
-    """A compiler can merge backward's scores with forward's unless all that makes them passes the barrier."""
-    inputs, behind = heads(3), []
-    out = tiled_attention(*inputs, padding(), tile=16)
-
-    def barrier(before):
-        behind.append(len(before))
-        return [torch.zeros_like(x) for x in before] if len(behind) == 1 else list(before)
-
-    monkeypatch.setattr(backend, "optimization_barrier", barrier)
-    grads = gradients(out, torch.ones_like(out), inputs)
-    assert behind[0] == 7  # query, key, value, output, log of sums, mask, gradient
-    assert all(not grad.any() for grad in grads)
-
-
-def test_each_tile_waits_for_the_one_before(monkeypatch):
-    """Every barrier but the first of a pass takes something that the barrier before it had to be passed for."""
-    passed, unchained = [], []
-
-    def barrier(before):
-        after = [x + 0 for x in before]
-        if passed and not any(_depends(x, passed[-1]) for x in before):
-            unchained.append(len(passed))
-        passed.append(after)
-        return after
-
-    with FollowDependencies() as graph:
-        _depends = graph.depends
-        monkeypatch.setattr(backend, "optimization_barrier", barrier)
-        inputs = heads(3)
-        out = tiled_attention(*inputs, tile=16)
-        assert len(passed) == 3 + 6  # 3 tiles of queries, 6 tiles of scores
-        gradients(out, torch.ones_like(out), inputs)
-    assert len(passed) == 3 + 6 + 1 + 6
-    assert not unchained
-
-
 def test_tiles_under_autocast():
     inputs = heads(3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -297,15 +215,14 @@ def test_the_devices_first_choice_runs():
     assert attention_implementation(**CALL) == ("sdpa", "sdpa can run")
     assert attention_implementation(**CALL, masked=True, dropout_p=0.1)[0] == "sdpa"
     assert describe_attention() == "sdpa > tiled > math"
+    assert attention_implementation(**CALL, window=16)[0] == "tiled", "sdpa would take a mask of S x S"
 
 
 @pytest.mark.parametrize(
     ("change", "name", "facts"),
     [
         ({}, "nki", ["nki can run"]),
-        ({"kv_heads": 1}, "nki", []),
         ({"query_shape": (1, 4, 2000, 64)}, "tiled", ["no nki", "2000", "2048", "pad to 2048"]),
-        ({"query_shape": (1, 4, 2048, 256)}, "tiled", ["no nki", "head size 256", "128"]),
         ({"masked": True}, "tiled", ["no nki", "mask"]),
         ({"dtype": torch.float16}, "tiled", ["no nki", "float16", "bfloat16"]),
         ({"dropout_p": 0.1}, "math", ["no nki", "no tiled", "dropout", "0.1"]),
@@ -328,13 +245,6 @@ def test_a_forced_choice_that_cannot_be_met_is_refused(trainium_order):
     assert attention_implementation(**CALL, attention_backend="math")[0] == "math"
 
 
-def test_absent_kernels_are_said_to_be_absent(monkeypatch):
-    monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
-    assert_says(error_message(lambda: select_attention("nki")), "neuronxcc.nki.kernels.attention cannot be imported")
-    assert select_attention("auto") == "tiled"
-    assert_says(describe_attention(), "tiled > math", "no nki: neuronxcc")
-
-
 def test_dropout_without_a_kernel_warns(trainium_order):
     with pytest.warns(UserWarning, match="S x S weights.*attention_dropout"):
         assert select_attention("auto", 0.1) == "math"
@@ -352,14 +262,6 @@ def test_the_module_decides_for_each_call(trainium_order, monkeypatch):
     assert len(runs) == 1
     forced = CoreAttention(attention_backend="nki", head_dim=64, dropout=0.0, sharded=False)
     assert_says(error_message(lambda: forced(*inputs, None)), "'nki'", "float64")
-
-
-def test_dropout_is_off_in_evaluation():
-    module = CoreAttention(attention_backend="auto", head_dim=64, dropout=0.5, sharded=False)
-    inputs = heads(3)
-    with pytest.raises(ValueError, match="dropout"):
-        CoreAttention(attention_backend="tiled", head_dim=64, dropout=0.5, sharded=False)
-    assert_float64_close(module.eval()(*inputs, None), core_attention(*inputs, implementation="math"))
 
 
 @pytest.mark.parametrize("implementation", ["math", "tiled"])

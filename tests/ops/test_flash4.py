@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -21,7 +19,7 @@ from nxd_memopt.ops.describe import describe_attention
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from tests import flash4_kernels
-from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors
+from tests.reference import assert_float64_close, assert_says, gradients, tensors
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
 
 CALL = {"query_shape": (1, 4, 2048, 64), "kv_heads": 4, "dtype": torch.bfloat16}
@@ -55,11 +53,6 @@ def test_equals_the_reference(kernels, query_heads, kv_heads, starts):
     assert kernels.calls == [None, False]
 
 
-def test_the_output_lies_in_memory_as_the_query_does(kernels):
-    query, key, value = heads(4, 2)
-    assert core_attention(query, key, value, implementation="flash4").stride() == query.stride()
-
-
 def test_deterministic_algorithms_are_asked_of_the_kernel(kernels):
     inputs = heads(2, 2)
     torch.use_deterministic_algorithms(True)
@@ -81,26 +74,10 @@ def test_under_autocast_the_kernel_gets_its_dtype(kernels, monkeypatch, settings
     assert kernels.calls.count(False) == kernels.calls.count(None) == len(model.decoder_layers())
 
 
-def test_a_head_size_is_refused_when_the_model_is_built(kernels):
-    message = error_message(lambda: parallel_model(llama_config(hidden_size=160), attention_backend="flash4"))
-    assert_says(message, "'flash4' cannot be met", "head size", "is not a multiple of flash4's 32")
-
-
-def test_a_kernel_that_fails_says_how_to_do_without(kernels, monkeypatch):
-    def fails(self, **options):
-        raise RuntimeError("ptxas not found")
-
-    monkeypatch.setattr(type(kernels), "_flash_attn_fwd", fails)
-    with pytest.raises(RuntimeError, match="ptxas") as caught:
-        core_attention(*heads(2, 2), implementation="flash4")
-    assert_says(caught.value.__notes__[0], "flash-attn-4", "NVTE_FLASH_ATTN=0")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_operators_keep_torchs_rules(kernels, packed, dtype):
+def test_the_operators_keep_torchs_rules(kernels, packed):
     """Schemas, shapes without data, gradients under a compiler: ``torch.library.opcheck``."""
-    columns = [x.transpose(1, 2).detach().to(dtype).requires_grad_() for x in heads(4, 2)]
+    columns = [x.transpose(1, 2).detach().to(torch.bfloat16).requires_grad_() for x in heads(4, 2)]
     boundaries = torch.tensor([0, 13, 20, 26], dtype=torch.int32) if packed else None
     if packed:
         columns = [x.flatten(0, 1).detach().requires_grad_() for x in columns]
@@ -178,22 +155,6 @@ def test_other_layouts_are_served(kernels):
             assert_float64_close(a, b)
 
 
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-def test_no_gradient_of_the_output_is_none_of_the_inputs(kernels):
-    inputs = heads(2, 2)
-    NoGradient.apply(core_attention(*inputs, implementation="flash4")).sum().backward()
-    assert all(x.grad is None for x in inputs) and kernels.calls == [None]
-
-
 def test_second_derivatives_are_refused(kernels):
     query, key, value = heads(2, 2)
     total = core_attention(query, key, value, implementation="flash4").square().sum()
@@ -215,32 +176,17 @@ def test_gradients_of_one_projection_lie_in_one_memory(kernels):
 def test_it_is_said_why_the_kernels_are_not_there(monkeypatch):
     monkeypatch.setattr(backend, "attention_implementations", ("flash4", "math"))
     assert_says(unavailable_reason(), "flash-attn-4 is not installed", "flash-attn-4==4.0.0b36", "[cu13]")
+    assert_says(describe_attention(), "no flash4: flash-attn-4")
+    assert attention_implementation(**CALL)[0] == "math"
     why_missing.cache_clear()
     flash4_kernels.set_version(monkeypatch, "4.0.0b27")
     assert_says(unavailable_reason(), "flash-attn-4 4.0.0b27 is older than 4.0.0b36")
-    for broken in (None, "unknown"):
-        why_missing.cache_clear()
-        flash4_kernels.set_version(monkeypatch, broken)
-        assert_says(unavailable_reason(), f"flash-attn-4 has version {broken!r}")
-    why_missing.cache_clear()
-    flash4_kernels.set_version(monkeypatch, "4.0.0")
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert_says(unavailable_reason(), "flash_attn.cute.interface cannot be imported", "flash-attn-4==")
-    assert_says(describe_attention(), "no flash4: flash_attn")
-    assert attention_implementation(**CALL)[0] == "math"
 
 
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
 def test_kernels_of_another_version_are_refused(kernels, monkeypatch, name):
     monkeypatch.setattr(kernels, name, lambda q, k, v, out, dout, lse: None)
     assert_says(unavailable_reason(), f"{name} takes no causal", "cu_seqlens_k", "flash-attn-4==")
-    why_missing.cache_clear()
-    monkeypatch.setattr(kernels, name, None)
-    assert_says(unavailable_reason(), f"{name} cannot be asked")
-    why_missing.cache_clear()
-    monkeypatch.delattr(kernels, name)
-    monkeypatch.delattr(type(kernels), name)
-    assert_says(unavailable_reason(), f"has no {name}")
 
 
 # ---- what each of a GPU's kernels serves -----------------------------------------------------------------------------
@@ -259,22 +205,15 @@ def refusal(name, **change):
     [
         ("flash4", {"dtype": torch.float32}, ["float32", "bfloat16"]),
         ("flash4", {"masked": True}, ["no mask"]),
-        ("flash4", {"dropout_p": 0.1}, ["no dropout", "0.1"]),
         ("flash4", {"dropout_p": 0.1, "packed": True}, ["no dropout", "0.1"]),
-        ("flash4", {"query_shape": (1, 4, 47, 256)}, ["256", "128"]),
         ("flash4", {"query_shape": (1, 4, 47, 80)}, ["80", "not a multiple of", "32"]),
-        ("cudnn", {"dtype": torch.float32}, ["float32", "bfloat16"]),
-        ("cudnn", {"masked": True}, ["no mask"]),
         ("cudnn", {"packed": True}, ["no packed documents"]),
         ("cudnn", {"dropout_p": 0.1}, ["without dropout", "0.1"]),
         ("cudnn", {"query_shape": (1, 4, 47, 136)}, ["136", "128"]),
-        ("flash", {"dtype": torch.float32}, ["float32", "bfloat16"]),
-        ("flash", {"masked": True}, ["no mask"]),
         ("flash", {"dropout_p": 0.1, "packed": True}, ["without dropout for packed documents", "0.1"]),
         ("flash", {"query_shape": (1, 4, 47, 20)}, ["20", "multiple of 8"]),
         ("efficient", {"packed": True}, ["no packed documents"]),
         ("efficient", {"dtype": torch.float64}, ["float64", "float32"]),
-        ("efficient", {"query_shape": (1, 4, 47, 264)}, ["264", "256"]),
     ],
 )
 def test_what_a_kernel_cannot_do_is_refused(name, change, facts):
@@ -286,9 +225,7 @@ def test_what_a_kernel_cannot_do_is_refused(name, change, facts):
     [
         ("flash4", {"packed": True}),
         ("flash4", {"query_shape": (1, 4, 47, 96), "dtype": torch.float16}),
-        ("cudnn", {"query_shape": (1, 4, 47, 40)}),
         ("flash", {"dropout_p": 0.1}),
-        ("flash", {"query_shape": (1, 4, 47, 256)}),
         ("efficient", {"masked": True, "dropout_p": 0.1, "dtype": torch.float32}),
     ],
 )
@@ -304,21 +241,9 @@ def test_what_is_switched_off_is_not_imported(kernels, monkeypatch):
     assert attention_implementation(**CALL)[0] == "sdpa"
 
 
-def test_each_generation_has_its_order():
-    every = {major: cuda_attention.implementations(major) for major in (7, 8, 9, 10, 12)}
-    assert every[7] == ("efficient", "tiled", "math")
-    assert every[8] == ("flash", "cudnn", "efficient", "tiled", "math")
-    assert every[9] == ("flash4", "cudnn", "flash", "efficient", "tiled", "math")
-    assert every[10] == every[12] == ("cudnn", "flash", "flash4", "efficient", "tiled", "math")
-
-
 @pytest.mark.parametrize(
     ("name", "torch_switch", "variable"),
-    [
-        ("flash4", "flash", "NVTE_FLASH_ATTN"),
-        ("flash", "flash", "NVTE_FLASH_ATTN"),
-        ("cudnn", "cudnn", "NVTE_FUSED_ATTN"),
-    ],
+    [("flash4", "flash", "NVTE_FLASH_ATTN"), ("cudnn", "cudnn", "NVTE_FUSED_ATTN")],
 )
 def test_switches_of_torch_and_of_transformer_engine(monkeypatch, name, torch_switch, variable):
     switch = getattr(torch.backends.cuda, f"enable_{torch_switch}_sdp")

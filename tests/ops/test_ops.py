@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch.autograd import gradcheck
 from transformers.activations import ACT2FN
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rope
@@ -16,8 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.ops.activation import ACTIVATIONS, activation
-from nxd_memopt.ops.attention import core_attention, select_attention
-from nxd_memopt.ops.math_attention import causal_mask, padding_and_causal_mask
+from nxd_memopt.ops.attention import core_attention
+from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.norm import rms_norm
 from nxd_memopt.ops.rope import RotaryEmbedding, apply_rope, rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
@@ -26,21 +24,12 @@ from tests.reference import (
     assert_says,
     error_message,
     gradients,
-    relative_error,
     tensors,
     unchanged,
 )
 from tests.reference_models import LLAMA3_ROPE, llama_config
 
-IMPLEMENTATIONS = ("math", "sdpa")
-
 # ---- norms -----------------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_by_hand():
-    """[3, 4] has mean square 12.5; eps 3.5 makes the root 4."""
-    out = rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 10.0]), 3.5)
-    assert torch.equal(out, torch.tensor([3 / 4 * 2, 10.0]))
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
@@ -80,13 +69,6 @@ def test_layer_norm_by_hand(eps):
     assert gradcheck(norm, (x,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
-def test_norms_return_the_inputs_dtype(norm, dtype):
-    """Whatever they compute in."""
-    assert norm(8, dtype=dtype)(tensors(3, 8, dtype=dtype)).dtype == dtype
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_norms_tag_their_parameters(enabled):
     for norm in (LayerNorm(8, sequence_parallel_enabled=enabled), RMSNorm(8, sequence_parallel_enabled=enabled)):
@@ -98,62 +80,13 @@ def test_norms_tag_their_parameters(enabled):
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def heads(batch: int = 2, query_heads: int = 6, kv_heads: int = 6, length: int = 7, width: int = 5, **options):
-    shapes = ((query_heads, 0), (kv_heads, 1), (kv_heads, 2))
-    return [tensors(batch, n, length, width, seed=seed, **options).requires_grad_() for n, seed in shapes]
+def test_mask_of_padding():
+    """A padded key is not seen, but by itself."""
+    mask = padding_and_causal_mask(torch.tensor([[0, 1, 1]]))
+    assert mask.tolist() == [[[[True, False, False], [False, True, False], [False, True, True]]]]
 
 
-def attention_by_hand(query, key, value, allowed):
-    """One score at a time, from the definition: query head i reads KV head i // (h/g)."""
-    out = torch.zeros_like(query)
-    group = query.size(1) // key.size(1)
-    for b in range(query.size(0)):
-        for h in range(query.size(1)):
-            for i in range(query.size(2)):
-                seen = [j for j in range(query.size(2)) if allowed(b, i, j)]
-                scores = torch.stack([query[b, h, i] @ key[b, h // group, j] / math.sqrt(query.size(-1)) for j in seen])
-                out[b, h, i] = scores.softmax(0) @ value[b, h // group, seen]
-    return out
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kv_heads", [6, 3, 1])
-def test_causal_attention_by_hand(kv_heads, implementation):
-    query, key, value = heads(kv_heads=kv_heads)
-    want = attention_by_hand(query.detach(), key.detach(), value.detach(), lambda b, i, j: j <= i)
-    with unchanged(query, key, value):
-        assert_float64_close(core_attention(query, key, value, implementation=implementation), want)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_padding_by_hand(implementation):
-    """A padded key is not seen; a padded query sees what there is, and itself."""
-    keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
-    query, key, value = (t.detach() for t in heads(kv_heads=3))
-    want = attention_by_hand(query, key, value, lambda b, i, j: j <= i and (bool(keep[b, j]) or i == j))
-    got = core_attention(query, key, value, implementation=implementation, mask=padding_and_causal_mask(keep))
-    assert_float64_close(got, want)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_gradcheck(masked, implementation):
-    mask = padding_and_causal_mask(torch.tensor([[1, 1, 0], [0, 1, 1]])) if masked else None
-    inputs = heads(query_heads=4, kv_heads=2, length=3, width=3)
-    assert gradcheck(lambda q, k, v: core_attention(q, k, v, implementation=implementation, mask=mask), inputs)
-
-
-def test_implementations_agree_in_bf16():
-    inputs = heads(kv_heads=2, length=31, width=16, dtype=torch.bfloat16)
-    wide = [t.detach().double() for t in inputs]
-    want = core_attention(*wide, implementation="math")
-    for implementation in IMPLEMENTATIONS:
-        got = core_attention(*inputs, implementation=implementation)
-        assert got.dtype == torch.bfloat16
-        assert relative_error(got, want) < 1e-2  # bf16 rounds scores, weights and result by 2^-9 = 2e-3 each
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["math", "sdpa"])
 def test_attention_dropout_drops_weights_and_scales_the_rest(implementation):
     """With values of one, a row's output is the sum of its kept weights over 1 - p: 1 on average."""
     query, key = tensors(8, 4, 32, 8), tensors(8, 4, 32, 8, seed=1)
@@ -162,17 +95,6 @@ def test_attention_dropout_drops_weights_and_scales_the_rest(implementation):
     assert set(first.unique().tolist()) <= {0.0, 1 / 0.75}
     # 1024 rows of variance below p/(1-p) = 1/3: standard error below 0.02, five of them are allowed
     assert out[..., 0].mean().item() == pytest.approx(1.0, abs=0.1)
-
-
-def test_masks():
-    assert causal_mask(3, torch.device("cpu")).tolist() == [[True, False, False], [True, True, False], [True] * 3]
-    mask = padding_and_causal_mask(torch.tensor([[0, 1, 1]]))
-    assert mask.tolist() == [[[[True, False, False], [False, True, False], [False, True, True]]]]
-
-
-def test_attention_selection():
-    assert select_attention("math") == "math" and select_attention("auto") in IMPLEMENTATIONS
-    assert_says(error_message(lambda: select_attention("mth")), "attention_backend", "mth", "did you mean 'math'")
 
 
 # ---- rotary position embedding ---------------------------------------------------------------------------------------
@@ -189,14 +111,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
-    "llama 3.1": {**LLAMA3_ROPE, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
     "yarn": YARN,
     "yarn by ratio": YARN | {"factor": None, "truncate": False},
     "yarn with scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 9.0, "beta_slow": 2.0},
     "yarn, scale given": YARN | {"attention_factor": 0.6},
     "longrope": LONGROPE,
-    "longrope by factor": LONGROPE | {"factor": 5.0},
     "longrope, scale given": LONGROPE | {"attention_factor": 1.4},
 }
 LENGTHS = (12, 64, 65, 4096)
@@ -213,7 +133,7 @@ def rope_of(name: str, dim: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("dim", [4, 16, 64, 128])
+@pytest.mark.parametrize("dim", [4, 128])
 def test_frequencies_equal_transformers(dim, name):
     """Bit for bit: at position 100000 the last bit of a frequency is 6e-3 radians."""
     config = llama_config(rope_parameters=rope_of(name, dim), head_dim=dim)
@@ -251,25 +171,6 @@ def test_rotation_equals_transformers(rotary_dim):
         assert torch.equal(got, want)
 
 
-def test_rotation_by_hand():
-    """One quarter turn: (a, b) becomes (-b, a), in the halves' pairing; the rest of the head passes."""
-    cos, sin = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
-    x = torch.tensor([[[[1.0, 2.0, 3.0, 4.0, 5.0]]]])
-    assert apply_rope(x, cos, sin).tolist() == [[[[-3.0, -4.0, 1.0, 2.0, 5.0]]]]
-
-
-def test_rotated_scores_depend_on_distance_alone():
-    frequencies = rope_frequencies(8, ROPES["default"])
-    query, key = tensors(1, 1, 1, 8), tensors(1, 1, 1, 8, seed=1)
-
-    def score(i: int, j: int) -> float:
-        tables = [rope_tables(frequencies, torch.tensor([[p]]), torch.float64) for p in (i, j)]
-        return (apply_rope(query, *tables[0]) * apply_rope(key, *tables[1])).sum().item()
-
-    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)  # angles are fp32: 6e-8 of 105, some terms
-    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
-
-
 def test_rotation_gradcheck():
     cos, sin = rope_tables(rope_frequencies(4, ROPES["default"]), torch.arange(3).unsqueeze(0), torch.float64)
     assert gradcheck(lambda x: apply_rope(x, cos, sin), (tensors(1, 2, 3, 5).requires_grad_(),))
@@ -288,8 +189,3 @@ def test_activation_equals_transformers(name):
     x = tensors(97).requires_grad_()
     assert_float64_close(activation(name)(x), ACT2FN[name](x))
     assert gradcheck(activation(name), (x,))
-
-
-def test_unknown_activation_is_refused():
-    assert_says(error_message(lambda: activation("sillu")), "hidden_act", "sillu", "did you mean 'silu'")
-    assert_float64_close(activation("gelu")(tensors(5)), F.gelu(tensors(5)))

@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.ops.attention import attention_implementation, core_attention
-from nxd_memopt.ops.packed import PackedDocuments, varlen_attention
+from nxd_memopt.ops.packed import PackedDocuments
+from tests.ops.test_attention import LargestTensor
 from tests.reference import assert_float64_close, gradients, tensors
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
 
@@ -53,13 +52,14 @@ def test_tiles_smaller_than_documents():
     ids = documents().ids
     inputs = tuple(tensors(3, 2, 12, 4, seed=i).requires_grad_() for i in range(3))
     expected = core_attention(*inputs, implementation="math", mask=documents())
-    assert_float64_close(tiled_attention(*inputs, ids, tile=4), expected)
-    assert gradcheck(lambda *x: tiled_attention(*x, ids, tile=4), inputs)
+    found = tiled_attention(*inputs, ids, tile=4)
+    assert_float64_close(found, expected)
+    upstream = tensors(3, 2, 12, 4, seed=9)
+    for a, b in zip(gradients(found, upstream, inputs), gradients(expected, upstream, inputs), strict=True):
+        assert_float64_close(a, b)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"fused_linear_cross_entropy": False}, {"recompute_granularity": "full"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"fused_linear_cross_entropy": False}, {"recompute_granularity": "full"}], ids=str)
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_model_gives_each_documents_loss(config, options):
     torch.manual_seed(0)
@@ -82,9 +82,7 @@ def test_model_gives_each_documents_loss(config, options):
     [
         ([0, 5, 36, 30, 36], "must not decrease"),
         ([0, 24, 30], "from 0 to the batch's 36 tokens, got 0 to 30"),
-        ([1, 12, 24, 36], "got 1 to 36"),
         ([0, 20, 36], "crosses the start of a row, token 12"),
-        ([36], "must be integers"),
         ([0.0, 36.0], "must be integers"),
     ],
     ids=str,
@@ -100,23 +98,6 @@ def test_a_mask_beside_is_refused():
         model(ids, attention_mask=torch.ones_like(ids), cu_seqlens=torch.tensor([0, 12]))
 
 
-def test_torch_has_the_kernel():
-    """The CUDA path calls it by a name that torch 2.10 introduced."""
-    assert varlen_attention() is not None
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else (result,):
-            self.elements = max(self.elements, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
-        return result
-
-
 @pytest.mark.parametrize("implementation", ["tiled", "sdpa"])
 def test_no_sequence_squared_tensor_is_made(implementation):
     length = 2048
@@ -124,6 +105,6 @@ def test_no_sequence_squared_tensor_is_made(implementation):
     assert name == "sdpa", "what a CPU takes unasked"
     inputs = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
     packed = documents([0, 1000, 1001, length], rows=1, length=length)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         core_attention(*inputs, implementation=implementation, mask=packed).sum().backward()
     assert largest.elements < length * length / 4

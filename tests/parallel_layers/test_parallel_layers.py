@@ -1,15 +1,17 @@
-"""parallel_layers in one process without torch.distributed: plain layers, shard descriptions, head padding."""
+"""parallel_layers in one process without torch.distributed: layers, shard descriptions, head padding, moves."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.modules.attention import merge_heads, split_heads
-from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_memopt.parallel_layers import layers, pad, utils
-from tests.reference import assert_float64_close, assert_says, error_message, fake_world, tensors
+from nxd_memopt.parallel_layers import grads, layers, pad, utils
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from tests.reference import assert_float64_close, assert_says, error_message, tensors
 
 F64 = {"dtype": torch.float64}
 
@@ -67,13 +69,6 @@ def test_layers_are_plain_linear_layers(gather):
     assert_float64_close(row(column(table(ids))), dense[1](dense[0](dense[2](ids))))
 
 
-def test_joint_projection_without_process_groups():
-    layer = GQAQKVColumnParallelLinear(5, [6, 2], **F64)
-    for out, name in zip(layer(tensors(3, 5)), "qkv", strict=True):
-        want = tensors(3, 5) @ getattr(layer, f"weight_{name}").t() + getattr(layer, f"bias_{name}")
-        assert_float64_close(out, want, name)
-
-
 @pytest.mark.parametrize("sequence_first", [False, True])
 def test_heads_are_split_and_merged(sequence_first):
     x = tensors(2, 3, 12)  # [B, S, h*d], or [S, B, h*d]
@@ -81,11 +76,6 @@ def test_heads_are_split_and_merged(sequence_first):
     assert split.shape == ((3, 3, 2, 4) if sequence_first else (2, 3, 3, 4))
     assert torch.equal(split[1, 2, 0], x[0, 1, 8:] if sequence_first else x[1, 0, 8:])
     assert torch.equal(merge_heads(split, sequence_first=sequence_first), x)
-
-
-@pytest.mark.parametrize(("heads", "size", "extra"), [(9, 2, 1), (8, 4, 0), (71, 8, 1), (12, 32, 20)])
-def test_extra_heads(heads, size, extra):
-    assert pad.get_number_of_extra_heads(heads, size) == extra
 
 
 class Block(nn.Module):
@@ -126,32 +116,59 @@ def test_padding_mask_follows_the_order_of_kv_replicas(monkeypatch):
     assert [pad.generate_padding_mask(6, 8, 2, 4, rank).tolist() for rank in range(4)] == want
 
 
-def test_divide():
-    assert utils.divide(12, 4) == 3
-    assert_says(error_message(lambda: utils.divide(13, 4)), "13", "4", "not divisible")
+class State(NamedTuple):
+    hidden: Tensor
+    rows: int
 
 
-def test_padded_size():
-    assert [utils.padded_size(n, 4) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
+def test_tensors_of_named_tuples_are_mapped():
+    found = utils.map_tensors({"a": State(torch.ones(1), 2)}, torch.neg)
+    assert isinstance(found["a"], State) and found["a"].hidden.item() == -1
 
 
-def test_autocast_casts_floats_alone():
-    tensors_in = (torch.ones(2), torch.ones(2, dtype=torch.long), None)
-    assert [t if t is None else t.dtype for t in utils.cast_if_autocast_enabled(*tensors_in)] == [
-        torch.float32,
-        torch.int64,
-        None,
-    ]
-    with torch.autocast("cpu", torch.bfloat16):
-        floats, integers, nothing = utils.cast_if_autocast_enabled(*tensors_in)
-    assert (floats.dtype, integers.dtype, nothing) == (torch.bfloat16, torch.int64, None)
+def test_the_largest_element_of_a_shard_without_rows_is_none():
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2,), (0, 4))]
+    params[0].grad, params[1].grad = torch.tensor([0.0, -3.0]), torch.zeros(0, 4)
+    assert grads.get_grad_norm(params, torch.inf) == 3 and grads.get_grad_norm(params[1:], torch.inf) == 0
 
 
-def test_layer_of_one_group_in_a_larger_world():
-    """Sizes come from the groups alone."""
-    from nxd_memopt.parallel_layers import parallel_state
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = ColumnParallelLinear(6, 6, bias=False, gather_output=False)
+        self.output = RowParallelLinear(6, 6, bias=False, input_is_parallel=True)
 
-    with fake_world(16, rank=9):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=8)
-        layer = layers.ColumnParallelLinear(4, 80, gather_output=False, device="meta")
-        assert layer.weight.shape == (10, 4) and utils.shard_ranges(layer.weight) == [(10, 20)]
+
+def test_only_layers_before_a_row_parallel_layer_are_padded():
+    """Zero rows of an output layer over the vocabulary would be a part of the softmax."""
+    model = nn.Module()
+    model.attention = Attention()
+    model.head = ColumnParallelLinear(6, 16, bias=False, gather_output=False)
+    pad.pad_model(model, 4, 3)
+    assert model.attention.query.weight.shape == (8, 6) and model.attention.output.weight.shape == (6, 8)
+    assert model.head.weight.shape == (16, 6)
+    # As in BERT: the output projection is in a sibling of the module with the query projection.
+    block = nn.ModuleDict({"self": nn.ModuleDict({"query": Attention().query})})
+    block["output"] = nn.ModuleDict({"dense": Attention().output})
+    model = nn.ModuleDict({"layer": block, "head": ColumnParallelLinear(6, 16, bias=False, gather_output=False)})
+    pad.pad_model(model, 4, 3)
+    assert block["self"]["query"].weight.shape == (8, 6) and block["output"]["dense"].weight.shape == (6, 8)
+    assert model["head"].weight.shape == (16, 6)
+
+
+def test_moved_parameters_stay_those_of_an_optimizer():
+    layer = ColumnParallelLinear(2, 2, bias=False)
+    layer.again = layer.weight
+    before = layer.weight
+    before.grad = torch.ones(2, 2)
+    utils.move_model_to_device(layer, torch.device("cpu"))
+    assert layer.weight is before and layer.again is before and before.grad.sum() == 4
+    meta = ColumnParallelLinear(2, 2, bias=False, device="meta")
+    utils.move_model_to_device(meta, torch.device("cpu"))
+    assert meta.weight.device.type == "cpu" and meta.weight.partition_dim == 0
+
+
+def test_a_gathered_output_cannot_be_padded():
+    layer = ColumnParallelLinear(8, 6, gather_output=True)
+    message = error_message(lambda: pad.pad_model(nn.Sequential(layer), 4, 3, [ColumnParallelLinear]))
+    assert_says(message, "gather_output True", "set it to", "False")

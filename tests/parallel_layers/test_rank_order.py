@@ -19,123 +19,10 @@ from nxd_memopt.parallel_layers.rank_order import (
 TRN1 = {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn1"}
 # what neuronx-distributed's arrange_kv_groups makes on trn1 of one tensor-parallel group: (T, replicas) to groups
 TRN1_GROUPS = {
-    (8, 1): [[0], [1], [2], [3], [4], [5], [6], [7]],
     (8, 2): [[0, 4], [1, 5], [2, 6], [3, 7]],
-    (8, 4): [[0, 2, 4, 6], [1, 3, 5, 7]],
     (8, 8): [[0, 1, 2, 3, 4, 5, 6, 7]],
-    (16, 1): [[0], [1], [2], [3], [4], [5], [6], [7], [8], [9], [10], [11], [12], [13], [14], [15]],
-    (16, 2): [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
     (16, 4): [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
-    (16, 8): [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]],
-    (16, 16): [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]],
-    (32, 1): [
-        [0],
-        [1],
-        [2],
-        [3],
-        [4],
-        [5],
-        [6],
-        [7],
-        [8],
-        [9],
-        [10],
-        [11],
-        [12],
-        [13],
-        [14],
-        [15],
-        [16],
-        [17],
-        [18],
-        [19],
-        [20],
-        [21],
-        [22],
-        [23],
-        [24],
-        [25],
-        [26],
-        [27],
-        [28],
-        [29],
-        [30],
-        [31],
-    ],
-    (32, 2): [
-        [0, 16],
-        [1, 17],
-        [2, 18],
-        [3, 19],
-        [4, 20],
-        [5, 21],
-        [6, 22],
-        [7, 23],
-        [8, 24],
-        [9, 25],
-        [10, 26],
-        [11, 27],
-        [12, 28],
-        [13, 29],
-        [14, 30],
-        [15, 31],
-    ],
-    (32, 4): [
-        [0, 8, 16, 24],
-        [1, 9, 17, 25],
-        [2, 10, 18, 26],
-        [3, 11, 19, 27],
-        [4, 12, 20, 28],
-        [5, 13, 21, 29],
-        [6, 14, 22, 30],
-        [7, 15, 23, 31],
-    ],
-    (32, 8): [
-        [0, 4, 8, 12, 16, 20, 24, 28],
-        [1, 5, 9, 13, 17, 21, 25, 29],
-        [2, 6, 10, 14, 18, 22, 26, 30],
-        [3, 7, 11, 15, 19, 23, 27, 31],
-    ],
-    (32, 16): [
-        [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30],
-        [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31],
-    ],
-    (32, 32): [
-        [
-            0,
-            1,
-            2,
-            3,
-            4,
-            5,
-            6,
-            7,
-            8,
-            9,
-            10,
-            11,
-            12,
-            13,
-            14,
-            15,
-            16,
-            17,
-            18,
-            19,
-            20,
-            21,
-            22,
-            23,
-            24,
-            25,
-            26,
-            27,
-            28,
-            29,
-            30,
-            31,
-        ]
-    ],
+    (32, 16): [list(range(0, 32, 2)), list(range(1, 32, 2))],
 }
 # which of T equal parts of q_proj's rows (and o_proj's columns) neuronx-distributed's checkpoint converter gives to
 # ranks 0 to T-1 of trn1: (T, replicas) to parts; k_proj's rows are repeated as a whole: rank r has part r mod (T/m)
@@ -143,12 +30,6 @@ TRN1_QUERY_PARTS = {
     (4, 2): [0, 2, 1, 3],
     (8, 2): [0, 2, 4, 6, 1, 3, 5, 7],
     (8, 4): [0, 4, 1, 5, 2, 6, 3, 7],
-    (32, 4): [
-        *(0, 4, 8, 12, 16, 20, 24, 28),
-        *(1, 5, 9, 13, 17, 21, 25, 29),
-        *(2, 6, 10, 14, 18, 22, 26, 30),
-        *(3, 7, 11, 15, 19, 23, 27, 31),
-    ],
 }
 
 
@@ -167,7 +48,7 @@ def test_trn1_query_heads_are_neuronx_distributeds(size, replicas):
     assert shards == list(range(size // replicas)) * replicas
 
 
-@pytest.mark.parametrize("platform", ["trn2", "trn3", "h100"])
+@pytest.mark.parametrize("platform", ["trn2", "h100"])
 def test_elsewhere_replicas_are_neighbours(platform):
     environment = {"NEURON_PLATFORM_TARGET_OVERRIDE": platform}
     assert neuron_kv_rank_stride(environment, 32, 4) == 1
@@ -182,7 +63,7 @@ def test_several_tensor_parallel_groups():
     assert replica_groups(tensor, 2, 2)[:4] == [[0, 16], [8, 24], [1, 17], [9, 25]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 8, 12, 32, 64])
+@pytest.mark.parametrize("size", [1, 6, 8, 12, 32])
 def test_every_order_is_a_permutation_that_keeps_heads_together(size):
     """A rank's query shard attends to the KV shard of the same rank, whatever the stride."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,16 +126,15 @@ def flash4(
     """
     # with query's memory order, which suits the model's next layer
     output = torch.empty_like(query)
-    with _kernels() as kernels:
-        _, log_sum_exp, *_ = kernels._flash_attn_fwd(
-            q=query,
-            k=key,
-            v=value,
-            causal=True,
-            out=output,
-            return_lse=True,
-            **_packed_options(boundaries, longest),
-        )
+    _, log_sum_exp, *_ = _kernels()._flash_attn_fwd(
+        q=query,
+        k=key,
+        v=value,
+        causal=True,
+        out=output,
+        return_lse=True,
+        **_packed_options(boundaries, longest),
+    )
     return output, log_sum_exp
 
 
@@ -171,34 +168,24 @@ def _flash4_backward(
     dkey: Tensor,
     dvalue: Tensor,
 ) -> None:
-    with _kernels() as kernels:
-        kernels._flash_attn_bwd(
-            q=query,
-            k=key,
-            v=value,
-            out=output,
-            dout=grad_output,
-            lse=log_sum_exp,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            dq=dquery,
-            dk=dkey,
-            dv=dvalue,
-            **_packed_options(boundaries, longest),
-        )
+    _kernels()._flash_attn_bwd(
+        q=query,
+        k=key,
+        v=value,
+        out=output,
+        dout=grad_output,
+        lse=log_sum_exp,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dq=dquery,
+        dk=dkey,
+        dv=dvalue,
+        **_packed_options(boundaries, longest),
+    )
 
 
-@contextmanager
-def _kernels() -> Iterator[Any]:
-    """Import the kernels, and add a hint to errors raised while they run.
-
-    The kernels are compiled at the call, which may fail, and ``"auto"`` may have chosen them.
-    """
-    try:
-        yield importlib.import_module(_KERNELS)
-    except Exception as error:
-        error.add_note(f"raised in {_DISTRIBUTION}: another attention_backend, or NVTE_FLASH_ATTN=0, does without it")
-        raise
+def _kernels() -> Any:
+    return importlib.import_module(_KERNELS)
 
 
 def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from torch import Tensor
 from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES
-
-_TILE_BYTES = ACTIVATION_TILE_BYTES
 
 
 class GatedRowParallel(torch.autograd.Function):
@@ -64,12 +63,8 @@ class GatedRowParallel(torch.autograd.Function):
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
-            if not needs_weight:
-                pass
-            elif weight_grad is None:
-                weight_grad = grads.t() @ activated
-            else:
-                weight_grad.addmm_(grads.t(), activated)
+            if needs_weight:
+                weight_grad = add_matmul(weight_grad, grads.t(), activated, weight.dtype)
             # Otherwise this tile would still exist while the next one is computed.
             del activated
         # gate and up are overwritten: with new versions autograd rejects a use of the old values.
@@ -78,8 +73,8 @@ class GatedRowParallel(torch.autograd.Function):
 
 
 def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks of rows as they arrive, split so that the activation fits ``_TILE_BYTES``."""
-    most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
+    """Yield chunks of rows as they arrive, split so that the activation fits ``ACTIVATION_TILE_BYTES``."""
+    most = max(1, ACTIVATION_TILE_BYTES // (gate.size(-1) * gate.element_size()))
     for first, rows in gathering.chunks(operations_per_element):
         for start in range(0, rows.size(0), most):
             yield first + start, rows[start : start + most]

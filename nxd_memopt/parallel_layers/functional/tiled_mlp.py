@@ -13,7 +13,7 @@ from torch import Tensor
 from nxd_memopt.backends import ChunkedAllGather
 from nxd_memopt.ops.activation import ACTIVATIONS, activation_gradient, gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
-from nxd_memopt.ops.cross_entropy import add_matmul, wide_dtype
+from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -103,10 +103,12 @@ class TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options: TiledMLPOptions = ctx.options
         (x, *parameters), (needs_input, *needs_grad) = saved_inputs(ctx)
-        sums = _ParameterSums(options, needs_grad, wide_dtype(x.dtype))
+        sums = _ParameterSums(options.num_columns, needs_grad, torch.promote_types(x.dtype, torch.float32))
         input_grad = torch.empty_like(x) if needs_input else None
         for tile in options.tiles(x):
-            tile_grad = None if input_grad is None else input_grad[tile]
+            tile_grad = None
+            if input_grad is not None:
+                tile_grad = input_grad[tile]
             _tile_backward(options, parameters, sums, x[tile], grad[tile], tile_grad)
         return None, None, input_grad, *sums.results(parameters)
 
@@ -150,51 +152,52 @@ def _columns(gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Seq
 
 
 class _ParameterSums:
-    """Sums of the tiles' parameter gradients."""
+    """Sums of the tiles' parameter gradients, by position among the parameters: columns, row, biases."""
 
-    def __init__(self, options: TiledMLPOptions, needed: Sequence[bool], dtype: torch.dtype) -> None:
-        self._needs_columns, self._needs_row, self._needs_biases = options.by_kind(needed)
+    def __init__(self, num_columns: int, needed: Sequence[bool], dtype: torch.dtype) -> None:
+        self._num_columns = num_columns
+        self._needed = needed
         self._dtype = dtype
-        self._row: Tensor | None = None
-        # One sum for packed weights, otherwise one for each weight.
-        self._columns: list[Tensor | None] = []
-        self._biases: list[Tensor | None] = [None] * len(self._needs_biases)
-        self._sizes: list[int] = []
+        self._sums: dict[int, Tensor] = {}
+        self._packed: Tensor | None = None  # the sum of all columns, if their gradients are one tensor
+
+    def _add(self, position: int, a: Tensor, b: Tensor) -> None:
+        if self._needed[position]:
+            self._sums[position] = add_matmul(self._sums.get(position), a, b, self._dtype)
 
     def add_row(self, grads: Tensor, activated: Tensor) -> None:
         """Add ``dW = dY^t A`` of some rows of a tile."""
-        if self._needs_row:
-            self._row = add_matmul(self._row, grads.t(), activated, self._dtype)
+        self._add(self._num_columns, grads.t(), activated)
 
     def add_columns(self, grads: Sequence[Tensor], x: Tensor) -> None:
         """Add ``dW_i = dZ_i^t X`` and ``db_i`` of a tile."""
-        for i, (grad, needs_bias) in enumerate(zip(grads, self._needs_biases, strict=False)):
-            if needs_bias:
-                bias_grad = grad.sum(0, dtype=self._dtype)
-                total = self._biases[i]
-                self._biases[i] = bias_grad if total is None else total.add_(bias_grad)
-        self._sizes = [grad.size(-1) for grad in grads]
-        packed = packed_view(grads, -1) if all(self._needs_columns) else None
-        factors = list(grads) if packed is None else [packed]
-        needed = list(self._needs_columns) if packed is None else [True]
-        self._columns = self._columns or [None] * len(factors)
-        for i, (grad, needs_weight) in enumerate(zip(factors, needed, strict=True)):
-            if needs_weight:
-                self._columns[i] = add_matmul(self._columns[i], grad.t(), x, self._dtype)
+        needs_biases = self._needed[self._num_columns + 1 :]
+        for position, grad in enumerate(grads[: len(needs_biases)], self._num_columns + 1):
+            if self._needed[position]:
+                self._sums[position] = self._sums.get(position, 0) + grad.sum(0, dtype=self._dtype)
+        # Packed gradients give all dW_i in one GEMM.
+        packed = None
+        if all(self._needed[: self._num_columns]):
+            packed = packed_view(grads, -1)
+        if packed is not None:
+            self._packed = add_matmul(self._packed, packed.t(), x, self._dtype)
+            return
+        assert self._packed is None, "the gradients of all tiles have one layout"
+        for position, grad in enumerate(grads):
+            self._add(position, grad.t(), x)
 
     def results(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients in the order and the dtypes of ``parameters``, None if not needed."""
-        # Without a token no tile has run.
-        if not self._sizes:
-            needed = (*self._needs_columns, self._needs_row, *self._needs_biases)
-            return [
-                torch.zeros_like(each) if is_needed else None
-                for each, is_needed in zip(parameters, needed, strict=True)
-            ]
-        dtype = parameters[0].dtype
-        rounded = [None if total is None else total.to(dtype) for total in (*self._columns, self._row, *self._biases)]
-        if len(self._columns) == len(self._sizes):
-            return rounded
-        packed, *remaining = rounded
-        assert packed is not None
-        return [*split_sizes(packed, self._sizes), *remaining]
+        if self._packed is not None:
+            rounded = self._packed.to(parameters[0].dtype)
+            sizes = [weight.size(0) for weight in parameters[: self._num_columns]]
+            self._sums |= dict(enumerate(split_sizes(rounded, sizes)))
+        results: list[Tensor | None] = []
+        for position, (param, is_needed) in enumerate(zip(parameters, self._needed, strict=True)):
+            if not is_needed:
+                results.append(None)
+            elif position in self._sums:
+                results.append(self._sums[position].to(param.dtype))
+            else:  # without a token no tile has run
+                results.append(torch.zeros_like(param))
+        return results

@@ -30,7 +30,6 @@ from nxd_memopt.ops.cross_entropy import (
     scale_gradient,
     token_losses,
     token_scale,
-    wide_dtype,
 )
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 from nxd_memopt.parallel_layers.fused_loss.input_gradient import InputGradient
@@ -79,13 +78,17 @@ class ChunkedLinearCrossEntropy:
         )
         sequence = 0 if options.sequence_parallel else None
         self.comm = ActivationSharding(options.group, sequence, options.reduce_dtype, hides_launch_latency=True)
-        self.input_grad = InputGradient(x, weight, self.comm) if self.needs_input else None
+        self.input_grad: InputGradient | None = None
+        if self.needs_input:
+            self.input_grad = InputGradient(x, weight, self.comm)
         self.weight_grad: Tensor | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return per-token losses ``[gathered, rows]`` in fp32, dX and dW (None if not needed)."""
         losses = [self._chunk(start, stop, x) for start, stop, x in self._gathered()]
-        input_grad = self.input_grad.result() if self.input_grad is not None else None
+        input_grad = None
+        if self.input_grad is not None:
+            input_grad = self.input_grad.result()
         # Without tokens there is no chunk: the empty scale has the shape and dtype of the losses.
         loss = self.scale
         if losses:
@@ -120,23 +123,19 @@ class ChunkedLinearCrossEntropy:
             grad = logits_gradient(logits, sums[0], scale, target, terms, self.valid_rows)
             if self.input_grad is not None:
                 self.input_grad.add(grad, x, start, stop)
-            self._add_weight_grad(grad, x)
+            if self.needs_weight:
+                wide = self.options.accumulate_dtype or grad.dtype
+                self.weight_grad = add_matmul(self.weight_grad, grad, x, wide)
         return token_losses(sums, terms).view(self.options.gathered, -1)
-
-    def _add_weight_grad(self, grad: Tensor, x: Tensor) -> None:
-        """Add the chunk's ``dW = grad x``, in ``accumulate_dtype``."""
-        if not self.needs_weight:
-            return
-        wide = self.options.accumulate_dtype or grad.dtype
-        self.weight_grad = add_matmul(self.weight_grad, grad, x, wide)
 
     def _full_weight_grad(self) -> Tensor | None:
         """Return dW in the weight's dtype, or None if it is not needed."""
         if not self.needs_weight:
             return None
         # Without tokens no chunk computes dW, which is then zero.
-        grad = torch.zeros_like(self.weight) if self.weight_grad is None else self.weight_grad
-        return grad.to(self.weight.dtype)
+        if self.weight_grad is None:
+            return torch.zeros_like(self.weight)
+        return self.weight_grad.to(self.weight.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -155,7 +154,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # rounded: without it, those of a mean over thousands of tokens are below the smallest fp16
         # number. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
         in_backward = options.reduction == "none" or x.dtype == torch.float16
-        scale = token_scale(valid, options.reduction, wide_dtype(x.dtype), options.num_items)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = token_scale(valid, options.reduction, wide, options.num_items)
         if in_backward:
             ctx.save_for_backward(x, weight, target, scale)
         # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
@@ -253,7 +253,8 @@ def fused_linear_cross_entropy(
     """
     group = resolve_group(process_group)
     size = backend.group_size(group)
-    vocab_size = weight.size(0) * size if vocab_size is None else vocab_size
+    if vocab_size is None:
+        vocab_size = weight.size(0) * size
     terms = LossTerms(vocab_size, label_smoothing, z_loss_weight, softcap)
     sharded = sequence_parallel_enabled and size > 1
     options = LossOptions(
