@@ -196,21 +196,18 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     """
     inner = unwrap(optimizer)
     # Parameters without a master would keep their initial values.
-    reason = ""
-    if not isinstance(inner, NeuronZero1Optimizer):
-        reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"
-    else:
+    covered: set[int] = set()
+    if isinstance(inner, NeuronZero1Optimizer):
         files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
-        params = [param for group in inner.param_groups for param in group["params"]]
-        covered = {id(param) for param in params if param.requires_grad}
-        uncovered = [name for name, param in model.named_parameters() if id(param) not in covered]
-        if not files.content(0).get("sharded_master_weights"):
-            reason = "its optimizer has no sharded_master_weights either: save it again"
-        elif uncovered:
-            reason = f"the optimizer has no masters of {uncovered[:5]}: load these from another checkpoint"
-    if reason:
+        if files.content(0).get("sharded_master_weights"):
+            params = [param for group in inner.param_groups for param in group["params"]]
+            covered = {id(param) for param in params if param.requires_grad}
+    uncovered = [name for name, param in model.named_parameters() if id(param) not in covered]
+    if uncovered:
         raise ValueError(
-            f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True: {reason}"
+            f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True, and there are "
+            f"no masters of {uncovered[:5]}: load the model with a NeuronZero1Optimizer of all its parameters, or "
+            "another checkpoint"
         )
     # All names of tied parameters count: the state dict has them all.
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -249,16 +246,14 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     rank = parallel_state.get_tensor_model_parallel_rank()
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
-        data_size = parallel_state.get_data_parallel_size()
         # A dict is filled with this rank's file as it is: states cannot be cut for another D.
+        data_size = parallel_state.get_data_parallel_size()
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
                 f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
                 "pass the optimizer instead of a dict, or use the checkpoint's size"
             )
-        data_rank = 0
-        if files.data_parallel_size > 1:
-            data_rank = parallel_state.get_data_parallel_rank()
+        data_rank = parallel_state.get_data_parallel_rank() if files.data_parallel_size > 1 else 0
         own = files.file(rank, 0, data_rank)
         optimizer.update(read_tensors(own, mmap=False))
         return
