@@ -123,6 +123,19 @@ def test_every_damage_of_a_pickle_is_named(tmp_path):
     assert refused > 25
 
 
+def test_layouts_of_rank_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"use_zero1_dcp=True, whose metadata is a pickle"):
+        find_rank_files(tmp_path, "optim")
+    write_rank(tmp_path / "expert" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt", {})
+    with pytest.raises(ValueError, match="expert-parallel rank"):
+        find_rank_files(tmp_path / "expert")
+    write_rank(tmp_path / "two" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", {})
+    write_rank(tmp_path / "two" / "tp_rank_00_pp_rank_00" / "checkpoint.pt", {})
+    with pytest.raises(ValueError, match="several layouts"):
+        find_rank_files(tmp_path / "two")
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path):
     for name in ("dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_0_tp_rank_0_pp_rank_0.pt"):
         torch.save({"weight": torch.ones(1)}, tmp_path / name)

