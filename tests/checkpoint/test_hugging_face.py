@@ -74,6 +74,7 @@ REFUSED = {
         lambda state: state.update({UP: state[UP].to(torch.float8_e4m3fn)}),
         (UP, "float8_e4m3fn", "quantized"),
     ),
+    "integers": (lambda state: state.update({UP: state[UP].int()}), (UP, "int32", "quantized")),
     "other shape": (lambda state: state.update({UP: torch.ones(28, 16)}), (UP, "[28, 16]", "[24, 16]")),
 }
 
