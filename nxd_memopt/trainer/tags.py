@@ -196,12 +196,11 @@ def _find(directory: Path, tag: str | None) -> str:
         read_json(unmarked / MANIFEST)  # raises for a manifest that is damaged or not a JSON object
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
+    missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {wanted!r}"
     # An interrupted save has the marker of its beginning.
-    state = "was interrupted (done is missing)" if wanted and (unmarked / BEGUN).is_file() else "does not exist"
-    raise ValueError(
-        f"{directory} has no complete checkpoint {tag or ''!r}, it {state}; there are {list(complete)}: check the "
-        "directory and the tag"
-    )
+    if wanted and (unmarked / BEGUN).is_file():
+        missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
+    raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")
 
 
 def _warn_of_unreadable(directory: Path) -> None:

@@ -48,23 +48,27 @@ def initialize(size):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
+def add_parameters(model: nn.Module, table, **options):
+    """Give ``model`` this rank's shard of each parameter of ``table``, without values."""
+    size = parallel_state.get_tensor_model_parallel_size()
+    for name, (shape, dim, stride) in table.items():
+        replicas = max(size // 2, 1) if name == "kv.weight" else 1
+        local = list(shape)
+        if dim is not None:
+            local[dim] = padded_size(shape[dim], size // replicas) // (size // replicas)
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.full(local, torch.nan, **options))
+        if dim is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dim, stride, full_shape=shape, replicas=replicas)
+        model.add_module(name.removesuffix(".weight"), module)
+
+
 class Sharded(nn.Module):
     """Bare parameters, one of every kind of shard; ``head`` is tied to ``embed``."""
 
     def __init__(self, device="cpu", dtype=torch.float32):
         super().__init__()
-        size = parallel_state.get_tensor_model_parallel_size()
-        for name, (shape, dim, stride) in FULL.items():
-            replicas = max(size // 2, 1) if name == "kv.weight" else 1
-            local = list(shape)
-            if dim is not None:
-                local[dim] = padded_size(shape[dim], size // replicas) // (size // replicas)
-            param = nn.Parameter(torch.full(local, torch.nan, device=device, dtype=dtype))
-            if dim is not None:
-                set_tensor_model_parallel_attributes(param, True, dim, stride, full_shape=shape, replicas=replicas)
-            module = nn.Module()
-            module.weight = param
-            self.add_module(name.removesuffix(".weight"), module)
+        add_parameters(self, FULL, device=device, dtype=dtype)
         self.norm.weight.sequence_parallel_enabled = True
         self.lm_head = nn.Module()
         self.lm_head.weight = self.embed.weight

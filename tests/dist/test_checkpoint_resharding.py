@@ -22,9 +22,8 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.sharding import cut_shard
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.resharding import full_shape
-from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.dist.pool import distributed
-from tests.dist.test_checkpoint import FULL
+from tests.dist.test_checkpoint import FULL, add_parameters
 from tests.reference import error_message
 
 CONFIG = {"seed": 5}
@@ -37,19 +36,8 @@ class Every(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        size = parallel_state.get_tensor_model_parallel_size()
-        for name, (shape, dim, stride) in (FULL | ODD).items():
-            replicas = max(size // 2, 1) if name == "kv.weight" else 1
-            local = list(shape)
-            if dim is not None:
-                local[dim] = padded_size(shape[dim], size // replicas) // (size // replicas)
-            param = nn.Parameter(torch.full(local, torch.nan, dtype=dtype))
-            if dim is not None:
-                set_tensor_model_parallel_attributes(param, True, dim, stride, full_shape=shape, replicas=replicas)
-            module = nn.Module()
-            module.weight = param
-            self.add_module(name.removesuffix(".weight"), module)
-        multiplier = max(size // 2, 1)
+        add_parameters(self, FULL | ODD, dtype=dtype)
+        multiplier = max(parallel_state.get_tensor_model_parallel_size() // 2, 1)
         self.fused = GQAQKVColumnParallelLinear(
             3, [16, 4], gather_output=False, dtype=dtype, kv_size_multiplier=multiplier, fuse_qkv=True
         )
