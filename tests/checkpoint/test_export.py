@@ -78,20 +78,21 @@ def content_of(directory):
 
 def test_weights_of_another_program_are_refused_and_unchanged(tmp_path):
     """A transformers model, and an own export of which another program has written one file anew."""
-    foreign, mixed = tmp_path / "foreign", tmp_path / "mixed"
-    build(llama_config()).save_pretrained(foreign)
+    source, foreign, mixed = (tmp_path / name for name in ("source", "foreign", "mixed"))
+    for directory in (source, foreign):
+        build(llama_config()).save_pretrained(directory)
     save_pretrained(build(llama_config()), mixed, max_shard_size_bytes=6000)
     file = next(mixed.glob("model-00002*"))
     save_file(load_file(file), file, metadata={"format": "pt"})
     before = content_of(tmp_path)
     for target in (foreign, mixed):
-        for action in (lambda target=target: save_pretrained(build(llama_config()), target), Convert(foreign, target)):
+        for action in (lambda target=target: save_pretrained(build(llama_config()), target), Convert(source, target)):
             with pytest.raises(ValueError, match=r"neither empty nor an export of nxd_memopt: .*move this one away"):
                 action()
     assert content_of(tmp_path) == before
     for _ in range(2):
-        Convert(foreign, tmp_path / "new")()
-    model = AutoModelForCausalLM.from_pretrained(foreign)
+        Convert(source, tmp_path / "new")()
+    model = AutoModelForCausalLM.from_pretrained(source)
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "new"), model)
 
 

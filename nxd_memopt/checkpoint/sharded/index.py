@@ -225,7 +225,8 @@ class Index:
         """Return a tensor of the nested plain values."""
         stored = self.content["plain_tensors"][key]
         box = Box((), tuple(stored["shape"]), stored["file"], key, stored["crc32"])
-        return self._read(box, DTYPES[stored["dtype"]])
+        # A copy: the caller keeps it, and what is read is mapped from a file that will be removed.
+        return self._read(box, DTYPES[stored["dtype"]]).clone()
 
     def _read(self, box: Box, dtype: torch.dtype) -> Tensor:
         """Return the verified tensor of a box.
