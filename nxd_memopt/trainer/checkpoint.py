@@ -93,8 +93,7 @@ def save_checkpoint(
         ValueError: with a model or an optimizer under expert parallelism, whose ranks have different experts.
         ValueError, OSError: on every rank, if one cannot write.
     """
-    _refuse(use_zero1_dcp=use_zero1_dcp)
-    _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
+    _refuse(use_zero1_dcp=use_zero1_dcp, avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
     if model is not None or optimizer is not None:
         require_no_expert_ranks("saving")
     directory = local_directory(checkpoint_dir_str)

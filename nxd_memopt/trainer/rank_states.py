@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.nxd.reading import read_state_dicts
+from nxd_memopt.checkpoint.sharded.logical import name_of
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import parallel_state
@@ -133,7 +134,7 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
         return
     for stage in range(files.pipeline_model_parallel_size):
         paths = [files.file(rank, stage) for rank in range(files.tensor_model_parallel_size)]
-        contents = [_require_dict(path, read_stored(path)) for path in paths]
+        contents = [read_stored(path) for path in paths]
         for name in names:
             stored: list[Any] = [content.get(name) for content in contents]
             if all(isinstance(value, Tensor | StoredTensor) for value in stored):
@@ -178,16 +179,9 @@ def _has_no_weights(files: RankFiles) -> bool:
     """
     # With this option neuronx-distributed writes the references of the xser format and no tensor
     # files, so a reference without a file is no sign of damage if all files are absent.
-    content = _require_dict(files.file(0), read_stored(files.file(0)))
+    content = read_stored(files.file(0))
     stored = [value for value in content.values() if isinstance(value, StoredTensor)]
     return bool(stored) and not any(value.file.exists() for value in stored)
-
-
-def _require_dict(path: Path, content: Any) -> Mapping[str, Any]:
-    """Return ``content``; raise ``ValueError`` unless it is a state dict."""
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is of another program")
-    return content
 
 
 def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
@@ -293,15 +287,10 @@ def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[
         return []
     files = find_rank_files(source / "model")
     # Parameter groups order the optimizer's files, names tell the stage.
-    name_of = {id(param): name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in name_of]
-    if unnamed:
-        raise ValueError(
-            f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
-        )
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
     stages: list[frozenset[int]] = []
     for stage in range(files.pipeline_model_parallel_size):
-        names = read_stored(files.file(0, stage)).keys()
-        stages.append(frozenset(i for i, param in enumerate(params) if name_of[id(param)] in names))
+        stored = read_stored(files.file(0, stage))
+        stages.append(frozenset(i for i, name in enumerate(params) if name in stored))
     return stages

@@ -115,7 +115,7 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     if id(param) not in names:
         raise ValueError(
             f"the optimizer holds a parameter of shape {list(param.shape)} that is not the "
-            "model's: build the optimizer from the parameters of the model that is saved with it"
+            "model's: build the optimizer from the parameters of this model"
         )
     return names[id(param)]
 
