@@ -106,13 +106,6 @@ def test_layout_and_index(tmp_path):
     assert torch.equal(load_file(path / box["file"])[box["key"]], torch.full((3,), 4.0))  # safetensors' own reader
 
 
-def test_the_same_step_can_be_saved_again(tmp_path):
-    save(tmp_path, 5, 1.0, keep=1)
-    save(tmp_path, 5, 2.0, keep=1)
-    assert load(tmp_path) == (5, 2.0)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
-
-
 @pytest.mark.parametrize(("before", "step"), [((1, 2), 3), ((3,), 3)])
 def test_kill_at_any_moment_leaves_a_complete_checkpoint(before, step, tmp_path):
     kills, latest, finished = 0, [], False
@@ -304,21 +297,6 @@ def test_unwritable_directory_is_found_before_training(tmp_path):
 
 
 # neuronx-distributed's API
-
-
-def test_nxd_round_trip_of_model_and_optimizer(tmp_path):
-    run = Run()
-    run.step()
-    checkpointing.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, tmp_path)
-    other = Run()
-    checkpointing.load(tmp_path, other.model)
-    checkpointing.load(tmp_path, model_or_optimizer=other.optimizer, model_key="optimizer")
-    torch.manual_seed(0)
-    expected = [run.step(), run.step()]
-    torch.manual_seed(0)
-    other.position = 1
-    assert [other.step(), other.step()] == expected
-    assert (tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt").is_file()
 
 
 def test_nxd_load_errors(tmp_path):

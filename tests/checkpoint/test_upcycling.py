@@ -73,8 +73,7 @@ def test_a_gated_shared_expert_is_written_as_a_qwen2_moe(tmp_path: Path) -> None
     assert not torch.equal(shared.gate_proj.weight, model.model.layers[0].mlp.shared_expert.gate_proj.weight)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("gate", "window"), [(False, 5), (True, None), (True, 5)])
 def test_a_model_with_experts_gets_a_shared_one(tmp_path: Path, gate: bool, window: int | None) -> None:
     """With a gate Mixtral's files are read by a Qwen2-MoE: other names, the same function."""
     parallel_state.destroy_model_parallel()

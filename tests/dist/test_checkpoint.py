@@ -148,21 +148,6 @@ def test_export_is_the_same_for_every_split(size, tmp_path):
 
 
 @distributed(world_size=2)
-def test_failing_rank_raises_on_all(tmp_path):
-    initialize(2)
-    write_weights(tmp_path)
-    model = Sharded()
-    if dist.get_rank() == 1:
-        model.qkv.weight.full_shape = (27, 3)
-    with pytest.raises(
-        ValueError, match=r"qkv.weight has shape \[24, 3\] in the checkpoint but \[27, 3\] in the model"
-    ):
-        load_pretrained(model, tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        load_pretrained(model, tmp_path / "absent")
-
-
-@distributed(world_size=2)
 def test_export_failure_raises_on_all_and_keeps_the_previous_export(tmp_path):
     initialize(2)
     write_weights(tmp_path)
@@ -179,8 +164,7 @@ def test_export_failure_raises_on_all_and_keeps_the_previous_export(tmp_path):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("save_serially", [True, False])
-def test_nxd_save_and_load(save_serially, tmp_path):
+def test_nxd_save_and_load(tmp_path):
     initialize(2)
     model = Sharded()
     nn.init.uniform_(model.qkv.weight)
@@ -190,7 +174,7 @@ def test_nxd_save_and_load(save_serially, tmp_path):
         group=parallel_state.get_data_parallel_group(),
     )
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpointing.save({"model": model.state_dict(), "step": 3}, tmp_path, save_serially=save_serially)
+    checkpointing.save({"model": model.state_dict(), "step": 3}, tmp_path, save_serially=False)
     other = Sharded()
     assert checkpointing.load(tmp_path, other)["step"] == 3
     assert torch.equal(other.qkv.weight, saved["qkv.weight"])
