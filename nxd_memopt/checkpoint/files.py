@@ -124,7 +124,7 @@ def _open_indexed(index: Path, stack: ExitStack) -> Sources:
 def _open_file(path: Path, stack: ExitStack) -> Sources:
     """Return the tensors of one file: slices of a safetensors file, tensors of a PyTorch file."""
     if path.suffix != ".safetensors":
-        return _require_tensors(path, read_tensors(path))
+        return read_tensors(path)
     try:
         # Slices read only their bytes; the handle stays open until the caller leaves
         # ``open_weights``.
@@ -134,13 +134,6 @@ def _open_file(path: Path, stack: ExitStack) -> Sources:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is damaged or cut short: {error}: copy or download it again"
         ) from error
-
-
-def _require_tensors(path: Path, content: Any) -> Sources:
-    """Return ``content``, or raise ``ValueError`` if it is not a dict of tensors."""
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} is not a state dict of tensors: pass a directory saved by save_pretrained")
-    return content
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -186,16 +186,12 @@ class TensorFile:
             tensor = self._file.get_tensor(entry.key)
         except SafetensorError as error:
             raise ValueError(f"{self._path}: {error}, and its index lists {entry.key!r}: copy both again") from error
-        # Header and index must agree before the bytes are used.
-        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+        # The checksum covers the bytes alone: an altered dtype or shape would give them another meaning.
+        expected = (entry.dtype, entry.shape, checksum)
+        found = (tensor.dtype, tuple(tensor.shape), zlib.crc32(_view(bytes_of(tensor))))
+        if found != expected:
             raise ValueError(
-                f"{self._path} has {entry.key!r} as {tensor.dtype} {list(tensor.shape)} and its index says "
-                f"{entry.dtype} {list(entry.shape)}: one of the two was altered: copy both again"
-            )
-        found = zlib.crc32(_view(bytes_of(tensor)))
-        if found != checksum:
-            raise ValueError(
-                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the "
-                f"index says {checksum:08x}: the file was altered: copy it again"
+                f"{self._path} has {entry.key!r} with dtype, shape and checksum {found}, and its index says "
+                f"{expected}: one of the two was altered: copy both again"
             )
         return tensor

@@ -109,10 +109,8 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
-        ValueError: the size is not positive, or see ``layout.require_groups_of``.
+        ValueError: see ``layout.require_groups_of``.
     """
-    if max_shard_size_bytes < 1:
-        raise ValueError(f"max_shard_size_bytes must be at least 1, got {max_shard_size_bytes}")
     tensors: dict[str, Tensor] = {}
     for entry in named_tensors(model):
         # The caller has merged adapters into the weights, which have transformers' names.
