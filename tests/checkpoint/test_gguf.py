@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, RopeScalingType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxd_memopt.checkpoint import load_config, load_pretrained
+from nxd_memopt.checkpoint.huggingface.gguf_metadata import BLOCKS
 from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
 from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models import model_class
@@ -99,12 +100,20 @@ def test_a_complete_file_has_the_models_logits(tmp_path):
         torch.testing.assert_close(load(tmp_path)(ids).logits, reference(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("left", [0.99, 0.02], ids=["data", "header"])
-def test_a_file_that_is_cut_short_is_named(left, tmp_path):
+@pytest.mark.parametrize("left", [1, 0.02], ids=["a byte less", "header"])
+def test_a_file_that_is_cut_short_is_said_to_be(left, tmp_path):
+    """Before anything is converted, whoever reads it."""
     write(tmp_path)
     gguf = tmp_path / "model.gguf"
-    os.truncate(gguf, int(left * gguf.stat().st_size))
-    assert_says(error_message(lambda: load(tmp_path)), "model.gguf", "download it again")
+    os.truncate(gguf, gguf.stat().st_size - 1 if left == 1 else int(left * gguf.stat().st_size))
+    for action in (lambda: load(tmp_path), lambda: load_tokenizer(str(tmp_path))):
+        assert_says(
+            error_message(action), "model.gguf is not a readable GGUF file: it is cut short", "download it again"
+        )
+
+
+def test_sizes_of_blocks_are_those_of_the_gguf_package():
+    assert all(GGML_QUANT_SIZES[GGMLQuantizationType(code)] == block for code, block in BLOCKS.items())
 
 
 def test_a_gguf_file_is_told_to_pass_its_directory(tmp_path):

@@ -41,7 +41,7 @@ def weights_directory(directory: Path) -> Iterator[Path]:
 def _convert(gguf: Path, target: Path) -> None:
     """Write the dequantized weights of ``gguf`` to ``target``, in the format of safetensors."""
     auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
-    names = read_gguf_tensor_names(gguf)  # raises for a damaged header, before the conversion
+    names = read_gguf_tensor_names(gguf)  # raises for a file that is cut short, before it is converted
     try:
         model, loaded = auto_model.from_pretrained(
             gguf.parent, gguf_file=gguf.name, local_files_only=True, output_loading_info=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +12,11 @@ STRING = 8
 ARRAY = 9
 # struct's formats by the type codes of the GGUF specification.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Elements and bytes of a block by the codes of the tensors' types (ggml.h): floating-point numbers, Q4_0 to
+# Q8_0, and Q2_K to Q6_K.
+BLOCKS = {0: (1, 4), 1: (1, 2), 28: (1, 8), 30: (1, 2)}
+BLOCKS |= {2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)}
+BLOCKS |= {10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210)}
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
@@ -55,10 +61,17 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[str]]:
                 if value is not None:
                     metadata[name] = value
             names = []
+            end = 0
             for _ in range(tensors):
                 names.append(_string(file).decode())
                 (dimensions,) = _unpack(file, "I")
-                _unpack(file, f"{dimensions}QIQ")  # shape, type and offset
+                *shape, kind, offset = _unpack(file, f"{dimensions}QIQ")
+                elements, size = BLOCKS.get(kind, (1, 0))  # of other types only the beginning is checked
+                end = max(end, offset + math.prod(shape) // elements * size)
+            # The tensors begin at a multiple of the alignment after the header.
+            alignment = metadata.get("general.alignment", 32)
+            if names and -(-file.tell() // alignment) * alignment + end > path.stat().st_size:
+                raise EOFError("it is cut short")
             return metadata, names
     except (ValueError, EOFError, KeyError) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}: download it again") from error

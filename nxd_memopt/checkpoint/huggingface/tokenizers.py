@@ -48,7 +48,7 @@ def load_tokenizer(name: str) -> Any:
     metadata: dict[str, Any] = {}
     if gguf is not None and not any(path.glob("tokenizer*.json")):
         options["gguf_file"] = gguf.name
-        metadata = read_gguf_metadata(gguf)  # raises for a damaged header
+        metadata = read_gguf_metadata(gguf)  # raises for a file that is cut short
     auto_tokenizer = require_transformers("loading a tokenizer").AutoTokenizer
     # Errors are of many types: ImportError for a package such as sentencepiece, whose message has
     # several lines of instructions, and bare Exceptions of the Rust library for a damaged file.
