@@ -209,8 +209,8 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
     foreign = [path.name for path in found if not is_own(path)]
     if content and (foreign or not found):
         raise ValueError(
-            f"{target} is neither empty nor an export of nxd_memopt: it has {len(found)} weight files, without its mark "
-            f"{foreign[:5]}: choose another directory, or move this one away"
+            f"{target} is neither empty nor an export of nxd_memopt: it has {len(found)} weight files, without the "
+            f"mark of nxd_memopt {foreign[:5]}: choose another directory, or move this one away"
         )
     subdirectories = [path.name for path in content if path.is_dir() and path.name != TEMPLATES]
     if subdirectories:
