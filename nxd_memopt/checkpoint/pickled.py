@@ -74,7 +74,7 @@ def require_kv_order(checkpoint: Path) -> None:
         if stored != stride:
             raise ValueError(
                 f"{checkpoint} holds the {size} replicas of KV heads on ranks {stored} apart, this run has them "
-                f"{stride} apart: continue on the platform that wrote it, or there write a Hugging Face directory, "
-                "which loads everywhere; or call parallel_state.initialize_kv_group with "
+                f"{stride} apart: continue on the platform that wrote it, or there write a Hugging Face directory "
+                "with save_pretrained, which loads everywhere; or call parallel_state.initialize_kv_group with "
                 "sequential_ranks_in_group=True before building the model on both"
             )

@@ -208,9 +208,10 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
     found = [path for path in content if weights.fullmatch(path.name) and path.suffix != ".json"]
     foreign = [path.name for path in found if not is_own(path)]
     if content and (foreign or not found):
+        reason = f"{foreign[0]} has no mark of nxd_memopt" if foreign else "it has no weight files"
         raise ValueError(
-            f"{target} is neither empty nor an export of nxd_memopt: it has {len(found)} weight files, without the "
-            f"mark of nxd_memopt {foreign[:5]}: choose another directory, or move this one away"
+            f"{target} is neither empty nor an export of nxd_memopt: {reason}: choose another directory, or move this "
+            "one away"
         )
     subdirectories = [path.name for path in content if path.is_dir() and path.name != TEMPLATES]
     if subdirectories:
