@@ -10,6 +10,7 @@ import struct
 import zlib
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -284,6 +285,10 @@ def test_misuse_is_refused(tmp_path):
         save(tmp_path, 6, keep=0)
     state = TrainingState(Number(), shared={"a": [1, nn.Linear(1, 1)]})
     with pytest.raises(ValueError, match=r"shared\['a'\]\[1\] has the type Linear"):
+        save_training_state(tmp_path, 6, state=state, config=CONFIG)
+    # A float to ``isinstance``, and something to unpickle in a file.
+    state = TrainingState(Number(), shared={"loss": numpy.float64(1.5)})
+    with pytest.raises(ValueError, match=r"shared\['loss'\] has the type float64"):
         save_training_state(tmp_path, 6, state=state, config=CONFIG)
     assert steps(tmp_path) == [5]
 

@@ -29,7 +29,7 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state, resharding
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.dist.pool import distributed
@@ -194,6 +194,16 @@ def test_nxd_load_of_a_full_state_dict(tmp_path):
     rank = dist.get_rank()
     assert torch.equal(model.row.weight, full["row.weight"].chunk(2, dim=1)[rank])
     assert torch.equal(model.embed.weight, full["embed.weight"].chunk(2)[rank])
+
+
+@distributed(world_size=2)
+def test_shard_described_without_full_shape_is_unpadded(tmp_path):
+    initialize(2)
+    param = torch.zeros(3, 2)
+    set_tensor_model_parallel_attributes(param, True, 0)
+    full = torch.arange(12.0).view(6, 2)
+    resharding.require_full_shape("param", full, param)
+    assert torch.equal(local_slice(full, param), full.chunk(2)[dist.get_rank()])
 
 
 class Weights(nn.Module):

@@ -302,6 +302,18 @@ def test_missing_tensor_parallel_ranks_are_refused(tmp_path):
     assert_says(message, "theirs/optim", "parameter 0", "6 on each of 1", "6 of 12", "copy the files of all ranks")
 
 
+@distributed(world_size=2)
+def test_unknown_entries_of_an_optimizer_are_listed(tmp_path):
+    _, optimizer = build(2)
+    rank = dist.get_rank()
+    state = {**optimizer_of(rank, 2, 0, 1), "dp_rank": 0, "tp_rank": rank, "loss_scale": 8.0}
+    torch.save(state, tmp_path / f"optim.dp_rank_00.tp_rank_{rank:02d}")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=r"not loaded: \['loss_scale'\]"):
+        optimizer.load_sharded_state_dict(tmp_path)
+    assert_states(optimizer)
+
+
 @distributed(world_size=4)
 @pytest.mark.parametrize(("fuse_qkv", "stages"), [(False, 2), (True, 1)])
 def test_the_other_platforms_order_of_kv_replicas_is_refused(fuse_qkv, stages, tmp_path):
