@@ -55,6 +55,32 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path)
 
 
+@contextmanager
+def new_version(target: Path) -> Iterator[Path]:
+    """Yield a new directory, which replaces ``target`` when the block ends without an error.
+
+    The directory is removed after an error, and ``target`` stays as it was.
+    """
+    incomplete = incomplete_path(target)
+    try:
+        incomplete.mkdir(parents=True)
+        yield incomplete
+        replace_directory(incomplete, target)
+    finally:
+        remove_directory(incomplete)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path``, which is complete or absent, also after a crash of the host."""
+    # Flush before the rename, and the directory after it: otherwise a crash could leave an empty
+    # file under the final name.
+    incomplete = path.with_name(f"{path.name}.incomplete")
+    incomplete.write_text(text, encoding="utf-8")
+    flush_to_disk(incomplete)
+    incomplete.replace(path)
+    flush_to_disk(path.parent)
+
+
 def flush_to_disk(path: Path) -> None:
     """Flush a file or directory to the disk (fsync), so that it survives a crash of the host."""
     descriptor = os.open(path, os.O_RDONLY)

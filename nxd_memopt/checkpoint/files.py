@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -103,10 +103,8 @@ def floating_dtype(sources: Sources) -> torch.dtype | None:
 def _open_indexed(index: Path, stack: ExitStack) -> Sources:
     """Return the tensors of all files that ``index`` lists."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map: copy the index again from where the checkpoint came from")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index} has a weight_map whose values are not all file names: copy the index again")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map of file names: copy the index again from its source")
     shards = sorted(set(weight_map.values()))
     # A name with a path separator could point outside of the directory: treat it as missing.
     missing = [name for name in shards if Path(name).name != name or not (index.parent / name).is_file()]
@@ -126,7 +124,7 @@ def _open_indexed(index: Path, stack: ExitStack) -> Sources:
 def _open_file(path: Path, stack: ExitStack) -> Sources:
     """Return the tensors of one file: slices of a safetensors file, tensors of a PyTorch file."""
     if path.suffix != ".safetensors":
-        return _require_tensors(path, read_tensors(path))
+        return read_tensors(path)
     try:
         # Slices read only their bytes; the handle stays open until the caller leaves
         # ``open_weights``.
@@ -136,13 +134,6 @@ def _open_file(path: Path, stack: ExitStack) -> Sources:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is damaged or cut short: {error}: copy or download it again"
         ) from error
-
-
-def _require_tensors(path: Path, content: Any) -> Sources:
-    """Return ``content``, or raise ``ValueError`` if it is not a dict of tensors."""
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} is not a state dict of tensors: pass a directory saved by save_pretrained")
-    return content
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -162,6 +153,32 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         flush_to_disk(path)
     except OSError as error:
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+
+
+def group_by_size(sizes: Mapping[str, int], max_shard_size_bytes: int) -> dict[str, list[str]]:
+    """Return the tensors of each weight file, by transformers' file name.
+
+    Files are filled in order up to ``max_shard_size_bytes``, unless a single tensor is larger.
+    """
+    groups: list[list[str]] = [[]]
+    left_bytes = max_shard_size_bytes
+    for name, size_bytes in sizes.items():
+        if size_bytes > left_bytes and groups[-1]:
+            groups.append([])
+            left_bytes = max_shard_size_bytes
+        groups[-1].append(name)
+        left_bytes -= size_bytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_size_bytes: int) -> None:
+    """Write the index by which transformers finds the file of each tensor. A single file needs none."""
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(weight_map)}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def is_own(path: Path) -> bool:

@@ -127,12 +127,12 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
             parameter's shape.
 
     Raises:
-        ValueError: the parameter was built for another tensor-parallel size than the process
-            groups have.
+        ValueError: see ``require_groups_of``.
     """
     # Two mappings in a row: flat ZeRO-1 range -> boxes of the local parameter [begin, end), and
     # each of these boxes -> one part per contiguous range of the full tensor (a fused weight has
     # several ranges).
+    require_groups_of(param)
     shape = tuple(param.shape)
     elements = math.prod(shape)
     if is_data_sharded(param):
@@ -157,20 +157,27 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
         position += math.prod(box)
     if not is_expert_parallel(param):
         return parts
-    _require_expert_groups(param)
     first = first_expert(param)
     return [replace(part, offset=(first + part.offset[0], *part.offset[1:])) for part in parts]
 
 
-def _require_expert_groups(param: Tensor) -> None:
-    """Raise ``ValueError`` if the parameter's experts were divided for other process groups."""
-    built_for = cast(Any, param).num_expert_partitions
-    size = parallel_state.get_expert_model_parallel_size()
-    if built_for != size:
-        raise ValueError(
-            f"a parameter of shape {list(param.shape)} was sharded for expert_model_parallel_size {built_for}, the "
-            f"process groups have {size}: initialize_model_parallel with the model's size"
-        )
+def require_groups_of(param: Tensor) -> None:
+    """Raise ``ValueError`` if the parameter was built for other parallel sizes than the process groups have."""
+    description: Any = param
+    found: list[tuple[str, int, int]] = []
+    if is_sharded(param):
+        # ``num_partitions`` shards with ``replicas`` ranks each; KV heads may have several replicas.
+        built_for = description.num_partitions * getattr(param, "replicas", 1)
+        found.append(("tensor_model_parallel_size", built_for, parallel_state.get_tensor_model_parallel_size()))
+    if is_expert_parallel(param):
+        size = parallel_state.get_expert_model_parallel_size()
+        found.append(("expert_model_parallel_size", description.num_expert_partitions, size))
+    for name, built_for, size in found:
+        if built_for != size:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} was sharded for {name} {built_for}, the process groups have "
+                f"{size}: initialize_model_parallel with the model's size"
+            )
 
 
 @dataclass(frozen=True)
@@ -230,14 +237,7 @@ def _dimension_ranges(param: Tensor) -> list[_Span]:
     if not is_sharded(param):
         length = param.shape[0] if param.dim() else 0
         return [_Span(0, 0, length, tuple(tensor_ranks))]
-    description: Any = param
-    built_for = description.num_partitions * getattr(param, "replicas", 1)
-    if built_for != len(tensor_ranks):
-        raise ValueError(
-            f"a parameter of shape {list(param.shape)} was sharded for tensor_model_parallel_size {built_for}, the "
-            f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
-        )
-    length = full_shape(param)[description.partition_dim % param.dim()]
+    length = full_shape(param)[cast(Any, param).partition_dim % param.dim()]
     # Ranks with an identical range are replicas of it.
     ranges_by_rank = [set(shard_ranges(param, rank=rank)) for rank in tensor_ranks]
     spans: list[_Span] = []

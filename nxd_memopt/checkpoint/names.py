@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,13 @@ OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 else ``lm_head``.
 """
 
-_OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_COMPUTED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _SHOWN = 5
+
+
+def is_computed_buffer(name: str) -> bool:
+    """Return whether ``name`` is a buffer that older files contain and models compute."""
+    return bool(_COMPUTED_BUFFERS.search(name))
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,7 @@ def match_names(
         without_adapters: leave the model's adapters (LoRA) out.
 
     Raises:
-        ValueError: a tensor is not stored, or a stored name is not the model's; the message has
-            the nearest match.
+        ValueError: a tensor is not stored, or a stored name is not the model's.
     """
     wanted = [entry for entry in named_tensors(model) if not (without_adapters and is_adapter(entry.names[0]))]
     matched: dict[str, Tensor] = {}
@@ -91,17 +94,19 @@ def match_names(
     # With tied embeddings a stored output head is redundant: neither required nor unexpected.
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         known.update(OUTPUT_HEADS)
-    unexpected = [name for name in stored if name not in known and not _OLD_BUFFERS.search(name)]
-    _raise_on_difference(missing, unexpected, [name for entry in wanted for name in entry.names])
+    unexpected = [name for name in stored if name not in known and not is_computed_buffer(name)]
+    _raise_on_difference(missing, unexpected)
     return matched
 
 
 def stored_copies(model: torch.nn.Module, stored: Collection[str]) -> list[list[str]]:
     """Return the stored names of each tensor of ``model`` that is stored several times."""
-    found = [
-        [name for name in dict.fromkeys(_aliases(entry.names)) if name in stored] for entry in named_tensors(model)
-    ]
-    return [names for names in found if len(names) > 1]
+    copies: list[list[str]] = []
+    for entry in named_tensors(model):
+        names = [name for name in dict.fromkeys(_aliases(entry.names)) if name in stored]
+        if len(names) > 1:
+            copies.append(names)
+    return copies
 
 
 def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -111,32 +116,14 @@ def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[str]) -> None:
+def _raise_on_difference(missing: list[str], unexpected: list[str]) -> None:
     """Raise ``ValueError`` if there are missing or unexpected names."""
-    problems = []
-    if missing:
-        problems.append(f"lacks {len(missing)} that the model has: {_spell(missing, unexpected)}")
-    if unexpected:
-        problems.append(f"has {len(unexpected)} that the model lacks: {_spell(unexpected, known)}")
-    if not problems:
+    if not missing and not unexpected:
         return
     remedy = "build the model from the checkpoint's own config"
     if any(name in OUTPUT_HEADS for name in missing):
         remedy += " (a checkpoint without an output head has tie_word_embeddings=true)"
-    raise ValueError(f"parameter names differ: the checkpoint {'; it '.join(problems)}: {remedy}")
-
-
-def _spell(names: Iterable[str], candidates: list[str]) -> str:
-    """Return the first names for an error message, each with the most similar candidate."""
-    names = list(names)
-    spelled = []
-    for name in names[:_SHOWN]:
-        text = repr(name)
-        close = difflib.get_close_matches(name, candidates, n=1)
-        if close:
-            text += f" (nearest: {close[0]!r})"
-        spelled.append(text)
-    message = ", ".join(spelled)
-    if len(names) > _SHOWN:
-        message += f" and {len(names) - _SHOWN} more"
-    return message
+    raise ValueError(
+        f"parameter names differ: the checkpoint lacks {len(missing)} that the model has, {missing[:_SHOWN]}, and has "
+        f"{len(unexpected)} that the model lacks, {unexpected[:_SHOWN]}: {remedy}"
+    )

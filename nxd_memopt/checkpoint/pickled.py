@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import flush_to_disk, require_visible
+from nxd_memopt.checkpoint.directories import flush_to_disk, write_text
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.sharded.index import versions
 from nxd_memopt.parallel_layers import parallel_state
@@ -18,17 +18,6 @@ MANIFEST = "manifest.json"
 # neuronx-distributed's marker files of a save that has begun, and of a complete save.
 BEGUN = "checkpoint"
 DONE = "done"
-
-
-def write_into(checkpoint: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
-    """Write ``state`` to the file ``name`` of a checkpoint directory that rank 0 has created, and
-    flush it.
-
-    Raises:
-        ValueError: the directory is not visible on this host.
-    """
-    require_visible(checkpoint)
-    write_flushed(checkpoint / name, state, use_xser=use_xser)
 
 
 def write_flushed(path: Path, state: Any, *, use_xser: bool = False) -> None:
@@ -62,12 +51,7 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     for size, stride in parallel_state.kv_rank_strides().items():
         strides[str(size)] = stride
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
-    # Rename after the flush: a kill leaves the manifest either complete or absent.
-    incomplete = checkpoint / f".{MANIFEST}.incomplete"
-    incomplete.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    flush_to_disk(incomplete)
-    incomplete.replace(checkpoint / MANIFEST)
-    flush_to_disk(checkpoint)
+    write_text(checkpoint / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def require_kv_order(checkpoint: Path) -> None:
@@ -89,8 +73,8 @@ def require_kv_order(checkpoint: Path) -> None:
         stored = saved.get(str(size), default)
         if stored != stride:
             raise ValueError(
-                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has them {stride} apart "
-                f"({size} replicas): continue on the platform that wrote it, or there write a Hugging Face directory "
-                "with save_pretrained, which loads everywhere; consecutive ranks on any platform: call "
-                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) before building the model"
+                f"{checkpoint} holds the {size} replicas of KV heads on ranks {stored} apart, this run has them "
+                f"{stride} apart: continue on the platform that wrote it, or there write a Hugging Face directory "
+                "with save_pretrained, which loads everywhere; or call parallel_state.initialize_kv_group with "
+                "sequential_ranks_in_group=True before building the model on both"
             )

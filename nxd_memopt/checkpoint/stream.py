@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nxd_memopt.checkpoint.layout import Shape
@@ -163,38 +164,17 @@ class TensorFile:
         self._path = path
         if not path.is_file():
             raise ValueError(f"{path} does not exist: copy all files of the checkpoint")
+        # Compared before the file is mapped into memory: reading a page of a map behind the end of
+        # its file would end the process with SIGBUS.
         found = path.stat().st_size
         if found != size_bytes:
             raise ValueError(
                 f"{path} has {found} bytes and its index says {size_bytes}: it is cut short or altered: copy it again"
             )
-        self._header, self._data = self._read_header()
-
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        """Return the header and the offset of the first tensor."""
         try:
-            with self._path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                # Checked before the read: a damaged length could ask for any number of bytes.
-                if length > self._path.stat().st_size - 8:
-                    raise ValueError(f"a header of {length} bytes does not fit")
-                header = json.loads(file.read(length))
-                if not isinstance(header, dict):
-                    raise ValueError(f"the header is a {type(header).__name__}")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self._path} has no readable safetensors header: {error}: copy it again") from error
-        return header, 8 + length
-
-    @staticmethod
-    def _begin(stored: Any) -> int:
-        """Return the first byte of a header entry, or 0 if the entry is damaged."""
-        # A damaged entry differs from the expected one wherever it begins: ``read`` refuses it.
-        if not isinstance(stored, dict):
-            return 0
-        offsets = stored.get("data_offsets")
-        if not isinstance(offsets, list) or not offsets or not isinstance(offsets[0], int):
-            return 0
-        return offsets[0]
+            self._file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} has no readable safetensors header: {error}: copy it again") from error
 
     def read(self, entry: Entry, checksum: int) -> Tensor:
         """Return the tensor ``entry`` on the host.
@@ -202,33 +182,16 @@ class TensorFile:
         Raises:
             ValueError: the header or the bytes differ from the index.
         """
-        stored = self._header.get(entry.key)
-        # Header, index and length must agree before the bytes are read.
-        expected = {"dtype": CODES[entry.dtype], "shape": list(entry.shape)}
-        begin = self._begin(stored)
-        if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
+        try:
+            tensor = self._file.get_tensor(entry.key)
+        except SafetensorError as error:
+            raise ValueError(f"{self._path}: {error}, and its index lists {entry.key!r}: copy both again") from error
+        # The checksum covers the bytes alone: an altered dtype or shape would give them another meaning.
+        expected = (entry.dtype, entry.shape, checksum)
+        found = (tensor.dtype, tuple(tensor.shape), zlib.crc32(_view(bytes_of(tensor))))
+        if found != expected:
             raise ValueError(
-                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one "
-                "of the two was altered: copy both again"
-            )
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self._data + begin)
-            _read_into(file, _view(bytes_of(tensor)))
-        # The checksum also detects a short read: the rest of ``tensor`` is uninitialized.
-        found = zlib.crc32(_view(bytes_of(tensor)))
-        if found != checksum:
-            raise ValueError(
-                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the "
-                f"index says {checksum:08x}: the file was altered: copy it again"
+                f"{self._path} has {entry.key!r} with dtype, shape and checksum {found}, and its index says "
+                f"{expected}: one of the two was altered: copy both again"
             )
         return tensor
-
-
-def _read_into(file: Any, content: memoryview) -> None:
-    """Fill ``content`` from ``file``."""
-    while content:
-        count = file.readinto(content)
-        if not count:
-            return  # the file was truncated after it was opened: the checksum will differ
-        content = content[count:]

@@ -56,23 +56,15 @@ def classes_to_recompute(model: nn.Module, choice: Any) -> tuple[type[nn.Module]
     """
     if choice == "full":
         return _layer_classes(model)
-    classes: tuple[Any, ...] = (choice,)
-    if isinstance(choice, list | tuple):
-        classes = tuple(choice)
-    if not classes or not all(_is_module_class(each) for each in classes):
+    classes: tuple[Any, ...] = tuple(choice) if isinstance(choice, list | tuple) else (choice,)
+    # Nothing would be recomputed, and the run would take more memory than it was configured for.
+    is_used = all(isinstance(each, type) for each in classes) and any(isinstance(m, classes) for m in model.modules())
+    if not is_used:
         raise ValueError(
-            f"activation_checkpoint_config {choice!r} must be None, 'full', a module class or a list of them"
-        )
-    if not any(isinstance(module, classes) for module in model.modules()):
-        raise ValueError(
-            f"activation_checkpoint_config names {[each.__name__ for each in classes]}, which the "
-            "model has not: name classes of its modules, or 'full'"
+            f"activation_checkpoint_config is {choice!r} and must be None, 'full', or a class of the model's modules "
+            "or a list of them"
         )
     return classes
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:

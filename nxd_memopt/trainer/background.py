@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import require_visible
-from nxd_memopt.checkpoint.sharded.markers import rank_file, report_failure, wait_for_ranks
+from nxd_memopt.checkpoint.sharded.markers import rank_file, wait_for_ranks
 from nxd_memopt.checkpoint.sharded.worker import Worker, lower_priority
 from nxd_memopt.memory.host_limits import require_host_memory
 from nxd_memopt.parallel_layers import parallel_state
@@ -52,12 +52,7 @@ class TagSave:
             require_visible(incomplete)
             # Tensors that occur several times are copied once, which keeps ties and memory.
             self._states = map_distinct_tensors(states, _copied)
-        self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
-        self._after: Callable[[], None] | None = None
-
-    def on_end(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when the save has completed or failed."""
-        self._after = function
+        self._worker = Worker(target, incomplete, self._work)
 
     def _work(self, worker: Worker) -> None:
         """Write this rank's files; on rank 0 wait for the other ranks and complete the
@@ -97,8 +92,6 @@ class TagSave:
     def _end(self) -> None:
         """Unregister the save and raise its error, if it failed."""
         parallel_state.UNFINISHED_SAVES.remove(self)
-        if self._after is not None:
-            self._after()
         self._worker.raise_failure()
 
 

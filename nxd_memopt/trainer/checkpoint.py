@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
-from nxd_memopt.checkpoint.pickled import require_kv_order, write_into, write_manifest
+from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, require_visible, restore_interrupted
+from nxd_memopt.checkpoint.pickled import require_kv_order, write_flushed, write_manifest
 from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
@@ -94,8 +93,7 @@ def save_checkpoint(
         ValueError: with a model or an optimizer under expert parallelism, whose ranks have different experts.
         ValueError, OSError: on every rank, if one cannot write.
     """
-    _refuse(use_zero1_dcp=use_zero1_dcp)
-    _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
+    _refuse(use_zero1_dcp=use_zero1_dcp, avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
     if model is not None or optimizer is not None:
         require_no_expert_ranks("saving")
     directory = local_directory(checkpoint_dir_str)
@@ -104,25 +102,23 @@ def save_checkpoint(
     # One save at a time: the previous asynchronous save may write the same tag, and needs host
     # memory for its copies.
     finish_saves()
-    with ExitStack() as until_written:
-        with raise_together(f"saving {target}"):
-            _require_valid(num_kept_ckpts)
-            if parallel_state.is_global_rank_zero():
-                restore_interrupted(target)
-                require_replaceable_tag(target)
-                until_written.callback(begin_writing(incomplete).release)
-        with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
-            own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
-        shared: dict[str, Callable[[], Any]] = {}
+    with raise_together(f"saving {target}"):
+        _require_valid(num_kept_ckpts)
         if parallel_state.is_global_rank_zero():
-            shared = _shared_states(scheduler, user_content)
-        complete = functools.partial(_complete_save, directory, target, num_kept_ckpts)
-        if not async_save:
-            _save(target, own, shared, complete, num_workers=num_workers, use_xser=use_xser)
-            return
+            restore_interrupted(target)
+            require_replaceable_tag(target)
+            begin_writing(incomplete)
+    with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
+        own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
+    shared: dict[str, Callable[[], Any]] = {}
+    if parallel_state.is_global_rank_zero():
+        shared = _shared_states(scheduler, user_content)
+    complete = functools.partial(_complete_save, directory, target, num_kept_ckpts)
+    if async_save:
         # The thread of this save writes the files and completes the checkpoint.
-        save = _begin_async_save(target, own, shared, complete, use_xser=use_xser)
-        save.on_end(until_written.pop_all().close)
+        _begin_async_save(target, own, shared, complete, use_xser=use_xser)
+    else:
+        _save(target, own, shared, complete, num_workers=num_workers, use_xser=use_xser)
 
 
 def load_checkpoint(
@@ -264,7 +260,7 @@ def _save(
 
 def _begin_async_save(
     target: Path, own: States, shared: States, complete: Callable[[], None], *, use_xser: bool
-) -> TagSave:
+) -> None:
     """Copy the states to host memory and start the thread that writes them. Every rank calls."""
     incomplete = incomplete_path(target)
     with raise_together(f"saving {target}"):
@@ -277,9 +273,7 @@ def _begin_async_save(
     def write(name: str, state: Any) -> None:
         _write(incomplete, name, state, use_xser=use_xser and name in own)
 
-    save = TagSave(target, incomplete, states, write, complete)
-    parallel_state.UNFINISHED_SAVES.append(save)
-    return save
+    parallel_state.UNFINISHED_SAVES.append(TagSave(target, incomplete, states, write, complete))
 
 
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
@@ -299,9 +293,10 @@ def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) ->
 
 
 def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
-    """Check that ``state`` is plain and write it."""
+    """Check that ``state`` is plain and that rank 0's directory is visible here, and write it."""
     require_plain(state, Path(name).stem)
-    write_into(directory, name, state, use_xser=use_xser)
+    require_visible(directory)
+    write_flushed(directory / name, state, use_xser=use_xser)
 
 
 def _state(source: Any) -> Any:

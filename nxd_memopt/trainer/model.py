@@ -96,8 +96,7 @@ def initialize_parallel_model(
         model_kwargs: keyword arguments of ``model_fn``.
 
     Raises:
-        ValueError: see ``classes_to_recompute`` and ``add_adapters``; ``pad_model`` without
-            ``config.num_attention_heads``.
+        ValueError: see ``classes_to_recompute`` and ``add_adapters``.
     """
     initialize_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
@@ -115,7 +114,8 @@ def initialize_parallel_model(
             if is_my_turn:
                 _materialize(model, init_config.get("param_init_fn"))
     if nxd_config["pad_model"]:
-        _pad_heads(model)
+        config: Any = model.config
+        pad_model(model, parallel_state.get_tensor_model_parallel_size(), config.num_attention_heads)
     if nxd_config["lora_config"] is not None:
         add_adapters(model, nxd_config["lora_config"])
     choice = nxd_config["activation_checkpoint_config"]
@@ -172,14 +172,3 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register_parameter
-
-
-def _pad_heads(model: Any) -> None:
-    """Pad the attention heads of ``model`` to a multiple of T."""
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(
-            "pad_model=True needs model.config.num_attention_heads, which "
-            f"{type(model).__name__} lacks: call parallel_layers.pad.pad_model yourself"
-        )
-    pad_model(model, parallel_state.get_tensor_model_parallel_size(), heads)

@@ -14,6 +14,7 @@ from nxd_memopt.checkpoint.nxd.architectures import build_rules
 from nxd_memopt.checkpoint.nxd.converting import load_nxd, plain_config
 from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule
 from nxd_memopt.checkpoint.nxd.reading import as_hugging_face, open_weights
+from nxd_memopt.checkpoint.sharded.logical import name_of
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, read_tensor_parallel_shard
 from nxd_memopt.optimizer.sharding import flat_shard
@@ -146,7 +147,7 @@ def _number(
     # Group g of the files lists its parameters in the model's order: pair them, and check every
     # shape.
     if group_of is None:
-        group_of = _weight_decay_group if len(groups) == 2 else _single_group
+        group_of = _weight_decay_group if len(groups) == 2 else lambda name: 0
     numbers: dict[str, int] = {}
     for group, saved in enumerate(groups):
         members = [name for name in shapes if group_of(name) == group]
@@ -158,11 +159,6 @@ def _number(
             )
         numbers |= dict(zip(members, saved, strict=True))
     return numbers
-
-
-def _single_group(name: str) -> int:
-    del name
-    return 0
 
 
 def _weight_decay_group(name: str) -> int:
@@ -180,13 +176,9 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     for i, param in enumerate(params):
-        if id(param) not in run.targets:
-            raise ValueError(
-                f"a parameter of shape {list(param.shape)} in the optimizer is not the model's: pass its own"
-            )
         # A fused parameter of NxD (gate_up_proj) has several of this model's parameters as parts;
         # all of them have its number.
-        rule, part = parts[run.targets[id(param)]]
+        rule, part = parts[name_of(param, run.targets)]
         stage, number = run.locations[rule.name]
         values: dict[str, Any] = {}
         for name, value in run.source.values(number, 0, stage, 0).items():

@@ -145,7 +145,7 @@ def initialize_parallel_optimizer(
     # None selects the data-parallel groups.
     sharding_groups: list[list[int]] | None = None
     if not options["zero_one_enabled"]:
-        sharding_groups = _groups_of_one()
+        sharding_groups = [[rank] for rank in range(parallel_state.get_world_size())]
     optimizer = NeuronZero1Optimizer(
         parameters,
         optimizer_class,
@@ -158,8 +158,3 @@ def initialize_parallel_optimizer(
         **defaults,
     )
     return NxDOptimizer(optimizer, nxd_config)
-
-
-def _groups_of_one() -> list[list[int]]:
-    """Return sharding groups of one rank each: fp32 masters without sharding."""
-    return [[rank] for rank in range(parallel_state.get_world_size())]

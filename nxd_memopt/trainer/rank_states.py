@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.nxd.reading import read_state_dicts
+from nxd_memopt.checkpoint.sharded.logical import name_of
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import parallel_state
@@ -133,7 +134,7 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
         return
     for stage in range(files.pipeline_model_parallel_size):
         paths = [files.file(rank, stage) for rank in range(files.tensor_model_parallel_size)]
-        contents = [_require_dict(path, read_stored(path)) for path in paths]
+        contents = [read_stored(path) for path in paths]
         for name in names:
             stored: list[Any] = [content.get(name) for content in contents]
             if all(isinstance(value, Tensor | StoredTensor) for value in stored):
@@ -178,16 +179,9 @@ def _has_no_weights(files: RankFiles) -> bool:
     """
     # With this option neuronx-distributed writes the references of the xser format and no tensor
     # files, so a reference without a file is no sign of damage if all files are absent.
-    content = _require_dict(files.file(0), read_stored(files.file(0)))
+    content = read_stored(files.file(0))
     stored = [value for value in content.values() if isinstance(value, StoredTensor)]
     return bool(stored) and not any(value.file.exists() for value in stored)
-
-
-def _require_dict(path: Path, content: Any) -> Mapping[str, Any]:
-    """Return ``content``; raise ``ValueError`` unless it is a state dict."""
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is of another program")
-    return content
 
 
 def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
@@ -196,21 +190,18 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     """
     inner = unwrap(optimizer)
     # Parameters without a master would keep their initial values.
-    reason = ""
-    if not isinstance(inner, NeuronZero1Optimizer):
-        reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"
-    else:
+    covered: set[int] = set()
+    if isinstance(inner, NeuronZero1Optimizer):
         files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
-        params = [param for group in inner.param_groups for param in group["params"]]
-        covered = {id(param) for param in params if param.requires_grad}
-        uncovered = [name for name, param in model.named_parameters() if id(param) not in covered]
-        if not files.content(0).get("sharded_master_weights"):
-            reason = "its optimizer has no sharded_master_weights either: save it again"
-        elif uncovered:
-            reason = f"the optimizer has no masters of {uncovered[:5]}: load these from another checkpoint"
-    if reason:
+        if files.content(0).get("sharded_master_weights"):
+            params = [param for group in inner.param_groups for param in group["params"]]
+            covered = {id(param) for param in params if param.requires_grad}
+    uncovered = [name for name, param in model.named_parameters() if id(param) not in covered]
+    if uncovered:
         raise ValueError(
-            f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True: {reason}"
+            f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True, and there are "
+            f"no masters of {uncovered[:5]}: load the model with a NeuronZero1Optimizer of all its parameters, or "
+            "another checkpoint"
         )
     # All names of tied parameters count: the state dict has them all.
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -249,16 +240,14 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     rank = parallel_state.get_tensor_model_parallel_rank()
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
-        data_size = parallel_state.get_data_parallel_size()
         # A dict is filled with this rank's file as it is: states cannot be cut for another D.
+        data_size = parallel_state.get_data_parallel_size()
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
                 f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
                 "pass the optimizer instead of a dict, or use the checkpoint's size"
             )
-        data_rank = 0
-        if files.data_parallel_size > 1:
-            data_rank = parallel_state.get_data_parallel_rank()
+        data_rank = parallel_state.get_data_parallel_rank() if files.data_parallel_size > 1 else 0
         own = files.file(rank, 0, data_rank)
         optimizer.update(read_tensors(own, mmap=False))
         return
@@ -298,15 +287,10 @@ def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[
         return []
     files = find_rank_files(source / "model")
     # Parameter groups order the optimizer's files, names tell the stage.
-    name_of = {id(param): name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in name_of]
-    if unnamed:
-        raise ValueError(
-            f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
-        )
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
     stages: list[frozenset[int]] = []
     for stage in range(files.pipeline_model_parallel_size):
-        names = read_stored(files.file(0, stage)).keys()
-        stages.append(frozenset(i for i, param in enumerate(params) if name_of[id(param)] in names))
+        stored = read_stored(files.file(0, stage))
+        stages.append(frozenset(i for i, name in enumerate(params) if name in stored))
     return stages

@@ -8,14 +8,11 @@ first and ``done`` last. Directories of this library have all three files.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import re
 import warnings
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, incomplete_path, remove_directory
 from nxd_memopt.checkpoint.files import read_json
@@ -25,8 +22,6 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 _REPLACED = re.compile(r"\.(.+)\.replaced")
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
-_WRITER = ".writer"
-"""File in an incomplete checkpoint that the writing process has locked."""
 
 
 def local_directory(path: str | Path) -> Path:
@@ -63,34 +58,22 @@ def require_replaceable_tag(target: Path) -> None:
         raise ValueError(f"{target} exists and is no checkpoint, and a save of this tag would replace it: rename it")
 
 
-def begin_writing(incomplete: Path) -> FileLock:
-    """Create the directory to write a tag into, and remove directories of saves that ended without completing.
+def begin_writing(incomplete: Path) -> None:
+    """Create the directory to write a tag into, and remove what earlier saves have left incomplete.
 
-    A save of the same tag in another process loses its directory. Rank 0 calls.
-
-    Returns:
-        The lock of the save; release it when the save has completed or failed.
+    One program at a time saves to a directory of tags: a save of another one that is running loses
+    its directory, and fails. Rank 0 calls.
     """
     for path in _entries(incomplete.parent):
-        if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
+        # The marker tells them from directories that another program has named so.
+        if _INCOMPLETE.fullmatch(path.name) and (path / BEGUN).is_file() and not path.is_symlink():
             remove_directory(path)
     incomplete.mkdir(parents=True)
-    lock = _writer_lock(incomplete)
-    # Without file locks no save can tell that another one has ended, and none is removed.
-    with contextlib.suppress(OSError):
-        lock.acquire()
     (incomplete / BEGUN).write_text("1")
-    return lock
-
-
-def _writer_lock(directory: Path) -> FileLock:
-    """Return the lock that the kernel releases when the process that writes ``directory`` ends, however it ends."""
-    return FileLock(directory / _WRITER, timeout=0, fallback_to_soft=False)
 
 
 def end_writing(incomplete: Path) -> None:
-    """Mark the checkpoint complete for neuronx-distributed, and remove the file of the lock."""
-    (incomplete / _WRITER).unlink(missing_ok=True)
+    """Mark the checkpoint complete for neuronx-distributed."""
     (incomplete / DONE).write_text("1")
     flush_to_disk(incomplete / DONE)
 
@@ -102,34 +85,20 @@ def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-def _has_ended(path: Path) -> bool:
-    """Return whether ``path`` was written by a save that is known to have ended."""
-    if not (path / _WRITER).exists():
-        return False  # of another program
-    try:
-        with _writer_lock(path):
-            return True
-    except OSError:  # the lock is held, or the file system has none
-        return False
-
-
 def complete_tags(directory: Path) -> dict[str, Path]:
     """Return the complete checkpoints by tag, oldest first.
 
     If a replacement was interrupted, the previous checkpoint of the tag is returned.
     """
     numbers = saved_numbers(directory)
-    # A previous version counts only while the new one is not in place: ``renamed`` wins.
-    renamed: dict[str, Path] = {}
-    replaced: dict[str, Path] = {}
-    for path in numbers:
+    # Previous versions, whose names begin with a dot, come first: a new one that is in place takes
+    # the entry of its predecessor.
+    tags: dict[str, Path] = {}
+    for path in sorted(numbers, key=lambda path: not path.name.startswith(".")):
         match = _REPLACED.fullmatch(path.name)
-        if match:
-            replaced[match[1]] = path
-        else:
-            renamed[path.name] = path
+        tags[match[1] if match else path.name] = path
     # Own checkpoints are ordered by their number, neuronx-distributed's by file time.
-    own = sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]])
+    own = sorted(tags.items(), key=lambda item: numbers[item[1]])
     nxd = [(path.name, path) for path in _entries(directory) if _is_neuronx_distributed(path)]
     nxd.sort(key=lambda item: _written_ns(item[1]))
     # Each list keeps its order, also if files were copied and have new times. Only the order
@@ -145,18 +114,12 @@ def saved_numbers(directory: Path) -> dict[Path, int]:
     """
     numbers: dict[Path, int] = {}
     for path in _entries(directory):
-        if _is_renamed(path):
+        # Under its final name, or a previous version in a replacement.
+        if not path.name.startswith(".") or _REPLACED.fullmatch(path.name):
             manifest = _read_manifest(path)
             if "number" in manifest:
                 numbers[path] = manifest["number"]
     return numbers
-
-
-def _is_renamed(path: Path) -> bool:
-    """Return whether the directory has its final name, or is a previous version in a
-    replacement.
-    """
-    return not path.name.startswith(".") or bool(_REPLACED.fullmatch(path.name))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -192,7 +155,6 @@ def remove_directories(checkpoints: list[Path]) -> None:
     """Remove complete checkpoints; one that is partly removed at a kill does not count as one."""
     for path in checkpoints:
         # Under its new name the checkpoint is incomplete, and after a kill the next save removes it.
-        (path / _WRITER).touch()
         removed = incomplete_path(path)
         path.rename(removed)
         remove_directory(removed)
@@ -234,10 +196,8 @@ def _find(directory: Path, tag: str | None) -> str:
         read_json(unmarked / MANIFEST)  # raises for a manifest that is damaged or not a JSON object
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
-    # Tell an interrupted save from a wrong tag.
-    missing = "no complete checkpoint"
-    if tag is not None:
-        missing += f" {tag!r}"
+    missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {wanted!r}"
+    # An interrupted save has the marker of its beginning.
     if wanted and (unmarked / BEGUN).is_file():
         missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
     raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")

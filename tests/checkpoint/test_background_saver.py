@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import random
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +14,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state
-from nxd_memopt.checkpoint.sharded import saving, snapshot
+from nxd_memopt.checkpoint.sharded import snapshot
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from tests.checkpoint_models import run_killed_at
@@ -93,8 +90,11 @@ class Gate:
         self.left = 10**9
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 7, 10**9], ids=["none", "one", "some", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_masters"])
+@pytest.mark.parametrize(
+    ("pieces", "dtype"),
+    [(0, torch.bfloat16), (1, torch.float32), (7, torch.bfloat16), (10**9, torch.float32)],
+    ids=["none", "one", "some", "all"],
+)
 def test_what_is_saved_is_the_state_of_the_saves_moment(tmp_path, monkeypatch, pieces, dtype):
     """However much the writer has read when the next update comes; buffers, which forward changes, included."""
     gate = Gate(monkeypatch, pieces)
@@ -252,7 +252,7 @@ def test_copies_of_a_device_land_before_its_next_update(tmp_path, monkeypatch):
     assert_equal(resumed.tensors(), expected)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("training failed"), SystemExit(2), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError("training failed"), KeyboardInterrupt()])
 def test_an_exception_in_training_lets_the_save_finish(tmp_path, error):
     run = Run()
     with pytest.raises(type(error)), BackgroundSaver(tmp_path, pool=small_pool()) as saver:
@@ -303,67 +303,6 @@ def test_a_program_that_ends_without_the_block_leaves_a_complete_checkpoint(tmp_
     assert_equal(resumed.tensors(), expected.tensors())
 
 
-WIDTH = 20000  # 660,000 weights, 10 MB of state: a save takes as long as some steps
-
-
-def kill_while_saving(directory: Path, delay_s: float, pool: HostPool | None = None) -> None:
-    """Train and save without a pause in a child; kill it (SIGKILL) ``delay_s`` after its first checkpoint."""
-    ready, child = os.pipe(), 0
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            run = Run(width=WIDTH)
-            run.step()
-            with BackgroundSaver(directory, pool=pool) as saver:
-                saver.save(run.position, run.state(), CONFIG)
-                saver.finish()
-                os.write(ready[1], b"x")
-                while True:
-                    run.step()
-                    saver.save(run.position, run.state(), CONFIG)
-                    for _ in range(2):
-                        run.step()
-                        saver.poll()
-        finally:
-            os._exit(1)
-    os.read(ready[0], 1)
-    time.sleep(delay_s)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(ready[0])
-    os.close(ready[1])
-
-
-def require_exact(directory: Path) -> int:
-    """The newest checkpoint is the state of an uninterrupted run at that step."""
-    resumed = Run(width=WIDTH)
-    step = resumed.resume(directory)
-    expected = Run(width=WIDTH)
-    for _ in range(step):
-        expected.step()
-    resumed.step()
-    expected.step()
-    assert_equal(resumed.tensors(), expected.tensors())
-    return step
-
-
-def kill_at_random(directory: Path, kills: int, seed: int) -> int:
-    """How many of the kills came while a checkpoint was being written."""
-    delays = random.Random(seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the child: sums in the same order
-    try:
-        half_written = 0
-        for i in range(kills):
-            kill_while_saving(directory / str(i), delays.uniform(0.0, 1.0))
-            half_written += any((directory / str(i)).glob("*.tmp"))
-            assert require_exact(directory / str(i)) >= 1
-        return half_written
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_a_kill_before_any_file_operation_leaves_a_complete_checkpoint(tmp_path):
     """Of either thread: the steps found grow with the operation before which the process is killed."""
     run, found, finished = Run(), [], False
@@ -379,36 +318,9 @@ def test_a_kill_before_any_file_operation_leaves_a_complete_checkpoint(tmp_path)
         directory = tmp_path / str(len(found))
         save(directory, 1)
         finished = run_killed_at(len(found), directory, lambda at=directory: save(at, 2))
-        found.append(load_training_state(directory, state=Run().state(), config=CONFIG).step)
+        resumed = Run()
+        found.append(resumed.resume(directory))
+        assert_equal(resumed.tensors(), run.tensors())
         save(directory, 3)
         assert [path.name for path in directory.iterdir()] == ["step_00000003"], "leftovers are removed"
     assert sorted(found) == found and set(found) == {1, 2} and len(found) > 10
-
-
-def test_killed_saves_leave_a_checkpoint_that_resumes_exactly(tmp_path):
-    assert kill_at_random(tmp_path, 3, seed=1) >= 1
-
-
-@pytest.mark.slow
-def test_twenty_killed_saves_leave_a_checkpoint_that_resumes_exactly(tmp_path):
-    assert kill_at_random(tmp_path, 20, seed=2) >= 10, "most kills come while a checkpoint is being written"
-
-
-def test_the_index_appears_after_the_files_are_complete(tmp_path, monkeypatch):
-    """At every write of the index, each file that it names has the size that it says."""
-    seen = []
-    original = saving.write_json
-
-    def write_json(path, content):
-        if path.name == "index.json":
-            for name, size_bytes in content["files"].items():
-                assert (path.parent / name).stat().st_size == size_bytes
-            seen.append(path)
-        original(path, content)
-
-    monkeypatch.setattr(saving, "write_json", write_json)
-    run = Run()
-    with BackgroundSaver(tmp_path, pool=small_pool()) as saver:
-        run.step()
-        saver.save(1, run.state(), CONFIG)
-    assert len(seen) == 1

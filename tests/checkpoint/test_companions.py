@@ -70,14 +70,11 @@ def test_digits_are_split_as_the_gguf_file_says(tmp_path: Path, pre: str, digits
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_words_are_split_as_in_llama_3(tmp_path: Path) -> None:
-    """Digits by three, and a character before letters with them: "a.com" is a and .com, not a, . and com."""
+def test_words_are_split_as_the_gguf_file_says(tmp_path: Path) -> None:
+    """LLaMA 3: digits by three, and a character before letters with them; an unknown rule is said."""
     write_gguf(tmp_path / "model.gguf", pre="llama-bpe")
     split = load_tokenizer(str(tmp_path)).backend_tokenizer.pre_tokenizer.pre_tokenize_str
     assert [word for word, _ in split("1234 a.com it's")] == ["123", "4", "Ġa", ".com", "Ġit", "'s"]
-
-
-def test_an_unknown_rule_is_said(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", pre="tekken")
     with pytest.warns(UserWarning, match="splits text by rule 'tekken'"):
         load_tokenizer(str(tmp_path))

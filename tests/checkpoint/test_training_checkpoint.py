@@ -10,6 +10,7 @@ import struct
 import zlib
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -106,20 +107,6 @@ def test_layout_and_index(tmp_path):
     assert torch.equal(load_file(path / box["file"])[box["key"]], torch.full((3,), 4.0))  # safetensors' own reader
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(keep, tmp_path):
-    for step in (5, 10, 15, 20):
-        save(tmp_path, step, keep=keep)
-    assert steps(tmp_path) == [5, 10, 15, 20][-keep:]
-
-
-def test_the_same_step_can_be_saved_again(tmp_path):
-    save(tmp_path, 5, 1.0, keep=1)
-    save(tmp_path, 5, 2.0, keep=1)
-    assert load(tmp_path) == (5, 2.0)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
-
-
 @pytest.mark.parametrize(("before", "step"), [((1, 2), 3), ((3,), 3)])
 def test_kill_at_any_moment_leaves_a_complete_checkpoint(before, step, tmp_path):
     kills, latest, finished = 0, [], False
@@ -211,11 +198,10 @@ def test_a_configuration_with_inf_and_nan_is_json_and_equals_itself(tmp_path):
     load(tmp_path, config=values)
 
 
-@pytest.mark.parametrize("name", ["../other/rank_00000.safetensors", "absolute", "rank_00001.safetensors"])
+@pytest.mark.parametrize("name", ["../other/rank_00000.safetensors", "rank_00001.safetensors"])
 def test_a_file_name_that_leads_elsewhere_is_refused(name, tmp_path):
     path = save(tmp_path / "run", 1)
     shutil.copytree(path, tmp_path / "run" / "other")
-    name = str(tmp_path / "run" / "other" / "rank_00000.safetensors") if name == "absolute" else name
     content = json.loads((path / "index.json").read_text())
     content["tensors"]["model.x"]["boxes"][0]["file"] = name
     if "/" in name:
@@ -266,19 +252,15 @@ def test_another_configuration_names_every_field_with_both_values(tmp_path):
     assert load(tmp_path, config=other, not_compared=("model.hidden_size", "batch_size", "seed")) == (1, 1.0)
 
 
-@pytest.mark.parametrize("file_name", ["rank_00000.safetensors", "index.json"])
-def test_truncated_file_names_the_remedy(file_name, tmp_path):
+def test_truncated_and_missing_files_name_the_remedy(tmp_path):
     save(tmp_path, 1)
-    path = save(tmp_path, 2) / file_name
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match=rf"{file_name} .*delete .*step_00000002 to resume from the step before"):
-        load(tmp_path)
-
-
-def test_missing_rank_file_is_an_error(tmp_path):
-    (save(tmp_path, 1) / "rank_00000.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"rank_00000.safetensors does not exist"):
-        load(tmp_path)
+    path = save(tmp_path, 2)
+    for file, kept_bytes in (("rank_00000.safetensors", 50), ("rank_00000.safetensors", None), ("index.json", 50)):
+        (path / file).write_bytes((path / file).read_bytes()[:kept_bytes])
+        if kept_bytes is None:
+            (path / file).unlink()
+        with pytest.raises(ValueError, match=rf"{file} .*delete .*step_00000002 to resume from the step before"):
+            load(tmp_path)
 
 
 def test_one_changed_bit_anywhere_is_found(tmp_path):
@@ -295,15 +277,6 @@ def test_one_changed_bit_anywhere_is_found(tmp_path):
     assert load(tmp_path) == (1, 1.0)
 
 
-def test_altered_values_name_both_checksums(tmp_path):
-    path = save(tmp_path, 1) / "rank_00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"'model.x' have checksum \w{8} and the index says \w{8}: the file was"):
-        load(tmp_path)
-
-
 def test_misuse_is_refused(tmp_path):
     save(tmp_path, 5)
     with pytest.raises(ValueError, match="holds step 5, later than step 4"):
@@ -312,6 +285,10 @@ def test_misuse_is_refused(tmp_path):
         save(tmp_path, 6, keep=0)
     state = TrainingState(Number(), shared={"a": [1, nn.Linear(1, 1)]})
     with pytest.raises(ValueError, match=r"shared\['a'\]\[1\] has the type Linear"):
+        save_training_state(tmp_path, 6, state=state, config=CONFIG)
+    # A float to ``isinstance``, and something to unpickle in a file.
+    state = TrainingState(Number(), shared={"loss": numpy.float64(1.5)})
+    with pytest.raises(ValueError, match=r"shared\['loss'\] has the type float64"):
         save_training_state(tmp_path, 6, state=state, config=CONFIG)
     assert steps(tmp_path) == [5]
 
@@ -327,34 +304,6 @@ def test_unwritable_directory_is_found_before_training(tmp_path):
 # neuronx-distributed's API
 
 
-def test_nxd_round_trip_of_model_and_optimizer(tmp_path):
-    run = Run()
-    run.step()
-    checkpointing.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, tmp_path)
-    other = Run()
-    checkpointing.load(tmp_path, other.model)
-    checkpointing.load(tmp_path, model_or_optimizer=other.optimizer, model_key="optimizer")
-    torch.manual_seed(0)
-    expected = [run.step(), run.step()]
-    torch.manual_seed(0)
-    other.position = 1
-    assert [other.step(), other.step()] == expected
-    assert (tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt").is_file()
-
-
-def test_nxd_down_cast(tmp_path):
-    state = {"a": torch.randn(4), "b": [torch.arange(3), 7]}
-    checkpointing.save({"model": state}, tmp_path, down_cast_bf16=True)
-    loaded = checkpointing.load(tmp_path)["model"]
-    assert torch.equal(loaded["a"], state["a"].bfloat16())
-    assert torch.equal(loaded["b"][0], torch.arange(3)) and loaded["b"][1] == 7
-
-
-def test_nxd_saves_a_view_without_the_rest_of_its_storage(tmp_path):
-    checkpointing.save({"a": torch.zeros(1_000_000)[:10]}, tmp_path)
-    assert (tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt").stat().st_size < 10_000
-
-
 def test_nxd_load_errors(tmp_path):
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match=r"checkpoint.pt does not exist: .*tensor-parallel size"):
@@ -367,11 +316,3 @@ def test_nxd_load_errors(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         checkpointing.save({}, tmp_path / "file")
-
-
-def test_full_shape_is_checked_when_slicing(tmp_path):
-    model = nn.Linear(2, 3)
-    for name, value in {"tensor_model_parallel": True, "partition_dim": 0, "full_shape": (3, 2)}.items():
-        setattr(model.weight, name, value)
-    with pytest.raises(ValueError, match=r"weight has shape \[5, 2\] in the checkpoint but \[3, 2\] in the model"):
-        checkpointing.get_sharded_model_dict(model, {"weight": torch.zeros(5, 2)})

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 from nxd_memopt.checkpoint import load_pretrained
-from nxd_memopt.checkpoint.huggingface.upcycling import DrawnTensor, load_upcycled, upcycled_config
+from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.commands.convert import Convert
 from nxd_memopt.models import model_class
 from nxd_memopt.models.llama import LlamaForCausalLM
@@ -75,30 +73,7 @@ def test_a_gated_shared_expert_is_written_as_a_qwen2_moe(tmp_path: Path) -> None
     assert not torch.equal(shared.gate_proj.weight, model.model.layers[0].mlp.shared_expert.gate_proj.weight)
 
 
-def test_a_tensor_that_is_read_in_parts_is_drawn_once() -> None:
-    """One after another, and another tensor does not get its numbers; a part that is changed stays apart."""
-    expected = [torch.zeros(6, 5).normal_(0, 0.2, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)]
-    tensors = [DrawnTensor((6, 5), 0.2, seed=seed) for seed in (3, 4)]
-    # Zeros are not drawn, and parts come from memory while the tensor is the last one.
-    assert not DrawnTensor((6, 5), 0.0, seed=3)[1:].any()
-    drawn: list[Tensor] = []
-
-    def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        drawn.append(tensor)
-        return normal(tensor, *arguments, **options)
-
-    normal = Tensor.normal_
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "normal_", counted)
-        for tensor, numbers in zip(tensors, expected, strict=True):
-            for part in (slice(0, 2), slice(2, 6), (slice(None), slice(1, 4))):
-                assert torch.equal(tensor[part], numbers[part])
-                tensor[part].zero_()
-    assert len(drawn) == len(tensors)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("gate", "window"), [(False, 5), (True, None), (True, 5)])
 def test_a_model_with_experts_gets_a_shared_one(tmp_path: Path, gate: bool, window: int | None) -> None:
     """With a gate Mixtral's files are read by a Qwen2-MoE: other names, the same function."""
     parallel_state.destroy_model_parallel()

@@ -43,8 +43,14 @@ FORMS = {
 
 
 @distributed(world_size=1)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("changes", [{}, {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}])
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        ("dropless", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}),
+        ("padded", {}),
+        ("blocks", {}),
+    ],
+)
 def test_the_loss_and_its_gradients_are_those_of_the_dense_model(tmp_path, form, changes):
     """Equal experts with weights that add up to 1: their gradients add up to that of the MLP."""
     parallel_state.initialize_model_parallel()

@@ -14,10 +14,9 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from tests.checkpoint_models import llama_config
 from tests.dist.pool import distributed
-from tests.nxd_fixtures import rank_name, row_shard, write_tag
+from tests.dist.test_nxd_checkpoint import STATES, optimizer_file
+from tests.nxd_fixtures import rank_name, write_tag
 from tests.reference import assert_says, error_message, shard, tensors
-
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 def hugging_face_state(config, suffix):
@@ -60,27 +59,10 @@ def write_sample(directory, config, size, data_size, stages):
         for stage in range(stages):
             mine = [name for name in by_key[""] if stages == 1 or (stage == 0) == ("embed" in name or ".0." in name)]
             files[f"model/{rank_name(rank, stage)}"] = {name: by_key["master"][name] for name in mine}
-            numbered = [name for name in mine if "norm" not in name] + [name for name in mine if "norm" in name]
-            split = sum("norm" not in name for name in mine)
+            groups = [[n for n in mine if "norm" not in n], [n for n in mine if "norm" in n]]
             for data_rank in range(data_size):
-                cut = {
-                    (i, key): row_shard(by_key[key][name], data_rank, data_size)
-                    for i, name in enumerate(numbered)
-                    for key in ("master", *STATES)
-                }
-                files[f"optim/{rank_name(rank, stage, data_rank)}"] = {
-                    "state": {},
-                    "param_groups": [
-                        {"lr": 0.5, "params": list(range(split))},
-                        {"lr": 0.5, "params": list(range(split, len(numbered)))},
-                    ],
-                    "base_state": {
-                        i: {"step": torch.tensor(3.0), **{key: cut[i, key] for key in STATES}}
-                        for i in range(len(numbered))
-                    },
-                    "shape_info": {i: by_key[""][name].shape for i, name in enumerate(numbered)},
-                    "sharded_master_weights": {i: cut[i, "master"] for i in range(len(numbered))},
-                }
+                state = optimizer_file(lambda name, key: by_key[key][name], groups, data_rank, data_size)  # noqa: B023
+                files[f"optim/{rank_name(rank, stage, data_rank)}"] = state
     write_tag(directory, "theirs", files)
 
 

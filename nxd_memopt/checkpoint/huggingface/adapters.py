@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
@@ -62,17 +61,12 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
     tensors = _gather(model)
     with raise_together(task):
         if writes:
-            incomplete = incomplete_path(target)
-            try:
-                incomplete.mkdir(parents=True)
+            with new_version(target) as incomplete:
                 write_safetensors(incomplete / ADAPTER_WEIGHTS, tensors)
                 content = _peft_config(target_modules(model), config, base_model)
                 text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
                 copy_other_files(target, incomplete)
-                replace_directory(incomplete, target)
-            finally:
-                shutil.rmtree(incomplete, ignore_errors=True)
 
 
 def remove_adapters(target: Path) -> None:

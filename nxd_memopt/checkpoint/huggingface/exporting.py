@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
-from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_own, write_safetensors
+from nxd_memopt.checkpoint.files import group_by_size, is_own, write_index, write_safetensors
 from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, copy_entry, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
+from nxd_memopt.checkpoint.layout import require_groups_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
 from nxd_memopt.modules.moe.hf_options import require_exportable
@@ -28,7 +28,6 @@ from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import gather_rows, model_dtype
 from nxd_memopt.parallel_layers.resharding import full_shape, gather_experts, gather_full_tensor
-from nxd_memopt.parallel_layers.utils import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -110,49 +109,19 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
-        ValueError: a parameter is on the meta device, or the size is not positive.
+        ValueError: see ``layout.require_groups_of``.
     """
-    if max_shard_size_bytes < 1:
-        raise ValueError(f"max_shard_size_bytes must be at least 1, got {max_shard_size_bytes}")
-    groups: list[dict[str, Tensor]] = [{}]
-    left_bytes = max_shard_size_bytes
+    tensors: dict[str, Tensor] = {}
     for entry in named_tensors(model):
         # The caller has merged adapters into the weights, which have transformers' names.
-        if is_adapter(entry.names[0]):
-            continue
-        # Greedy: start a new file if the tensor does not fit the remaining bytes, unless the file
-        # is empty.
-        _require_groups_of_model(entry.names[0], entry.tensor)
-        if entry.tensor.is_meta:
-            raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
-        size_bytes = _full_bytes(entry.tensor, dtype)
-        if size_bytes > left_bytes and groups[-1]:
-            groups.append({})
-            left_bytes = max_shard_size_bytes
-        groups[-1][_stored_name(model, entry.names[0])] = entry.tensor
-        left_bytes -= size_bytes
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    # transformers' names, which its own loader finds through the index.
-    count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": groups[i - 1] for i in range(1, count + 1)}
-
-
-def _require_groups_of_model(name: str, param: Any) -> None:
-    """Raise ``ValueError`` if a parameter was sharded for another T than the process groups
-    have.
-    """
-    if not is_sharded(param):
-        return
-    size = parallel_state.get_tensor_model_parallel_size()
-    # A sharded parameter has ``num_partitions`` shards with ``replicas`` ranks each (KV heads may
-    # have several replicas); their product is T.
-    built_for = param.num_partitions * getattr(param, "replicas", 1)
-    if built_for != size:
-        raise ValueError(
-            f"{name} was sharded for tensor_model_parallel_size {built_for}, the process groups have {size}: "
-            "initialize_model_parallel with the model's size"
-        )
+        if not is_adapter(entry.names[0]):
+            require_groups_of(entry.tensor)
+            tensors[_stored_name(model, entry.names[0])] = entry.tensor
+    sizes = {name: _full_bytes(tensor, dtype) for name, tensor in tensors.items()}
+    shards: Shards = {}
+    for file_name, names in group_by_size(sizes, max_shard_size_bytes).items():
+        shards[file_name] = {name: tensors[name] for name in names}
+    return shards
 
 
 def _stored_name(model: torch.nn.Module, name: str) -> str:
@@ -208,10 +177,7 @@ def _prepare(target: Path, total_bytes: int) -> None:
     """
     restore_interrupted(target)
     require_replaceable(target)
-    try:
-        incomplete_path(target).mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {error}: choose a directory that this user can create") from error
+    incomplete_path(target).mkdir(parents=True)
     # Fail before the gathers, not when the disk is full.
     free_bytes = shutil.disk_usage(incomplete_path(target)).free
     if free_bytes < total_bytes:
@@ -242,11 +208,9 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
     found = [path for path in content if weights.fullmatch(path.name) and path.suffix != ".json"]
     foreign = [path.name for path in found if not is_own(path)]
     if content and (foreign or not found):
-        reason = "it has no such weight files"
-        if foreign:
-            reason = f"{foreign[0]} has no mark of nxd_memopt, which exports of version 0.2 lack"
+        reason = f"{foreign[0]} has no mark of nxd_memopt" if foreign else "it has no weight files"
         raise ValueError(
-            f"{target} is neither empty nor an export of nxd_memopt ({reason}): choose another directory, or move this "
+            f"{target} is neither empty nor an export of nxd_memopt: {reason}: choose another directory, or move this "
             "one away"
         )
     subdirectories = [path.name for path in content if path.is_dir() and path.name != TEMPLATES]
@@ -260,14 +224,11 @@ def require_replaceable(target: Path, weights: re.Pattern[str] = _WEIGHT_FILE) -
 def _write_remaining(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
     """Write the index and the config."""
     incomplete = incomplete_path(target)
-    if len(shards) > 1:
-        # A single file needs no index.
-        weight_map: dict[str, str] = {}
-        for file_name, params in shards.items():
-            for name, param in params.items():
-                weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
-        index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
-        (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    weight_map: dict[str, str] = {}
+    for file_name, params in shards.items():
+        for name, param in params.items():
+            weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
+    write_index(incomplete, weight_map, _total_bytes(shards, dtype))
     _write_config(model, incomplete, dtype or model_dtype(next(iter(named_tensors(model))).tensor))
 
 

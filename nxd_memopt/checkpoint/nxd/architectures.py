@@ -20,14 +20,6 @@ QKVForm = Literal["separate", "stacked", "linear", "fused"]
 - ``fused``: ``qkv_proj.weight_qkv`` (both).
 """
 
-_COMPUTED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
-"""Buffers in the samples' files that the models compute. They have no Hugging Face counterpart."""
-
-
-def is_computed_buffer(name: str) -> bool:
-    """Return whether ``name`` is a buffer that the model computes. Conversion leaves it out."""
-    return bool(_COMPUTED_BUFFERS.search(name))
-
 
 def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
     """Return the rules of all parameters, in the order of the sample's state dict.
@@ -175,17 +167,13 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
             f"num_key_value_heads {groups} differs from num_attention_heads {heads}: qkv_proj.weight without "
             "GQAQKVColumnParallelLinear holds as many KV heads as query heads"
         )
-    if replicas == 1 and groups % layout.size:
-        raise ValueError(
-            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size {layout.size}, so ranks "
-            f"would hold parts of heads: use kv_size_multiplier {max(layout.size // groups, 1)}"
-        )
     # With several KV heads per replicated shard, a rank's query heads would not be a contiguous
-    # slice.
-    if replicas > 1 and groups * replicas != layout.size:
+    # slice; without replicas, ranks would hold parts of heads.
+    is_divided = groups * replicas == layout.size if replicas > 1 else groups % layout.size == 0
+    if not is_divided:
         raise ValueError(
-            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not tensor_model_parallel_size "
-            f"{layout.size}: use kv_size_multiplier {max(layout.size // groups, 1)}"
+            f"num_key_value_heads {groups} with kv_size_multiplier {replicas} is not divisible by "
+            f"tensor_model_parallel_size {layout.size}: use kv_size_multiplier {max(layout.size // groups, 1)}"
         )
 
 

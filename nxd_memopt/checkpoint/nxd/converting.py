@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nxd_memopt.checkpoint.directories import incomplete_path, remove_directory, replace_directory, restore_interrupted
-from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, require_directory, write_safetensors
+from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
+from nxd_memopt.checkpoint.files import group_by_size, read_json, require_directory, write_index, write_safetensors
 from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
 from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
@@ -135,11 +135,8 @@ def from_nxd(
     full_tensors, report = as_hugging_face(weights, content)
     restore_interrupted(path)
     require_replaceable(path)
-    incomplete = incomplete_path(path)
-    try:
-        # Written next to the target and renamed at the end: a failure leaves an earlier export
-        # intact.
-        incomplete.mkdir(parents=True)
+    # Written next to the target and renamed at the end: a failure leaves an earlier export intact.
+    with new_version(path) as incomplete:
         for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)
         _write_shards(full_tensors, incomplete, max_shard_size_bytes, progress)
@@ -147,9 +144,6 @@ def from_nxd(
         # The directory of config.json is the model's, and its tokenizer belongs to these weights.
         has_own = copy_companions(Path(config).parent, incomplete)
         copy_other_files(path, incomplete, companions=not has_own)
-        replace_directory(incomplete, path)
-    finally:
-        remove_directory(incomplete)
 
 
 def _write_shards(
@@ -163,27 +157,15 @@ def _write_shards(
     """
     # Assign names to files by size first; each tensor is read only when its file is written.
     sizes = {name: _size_bytes(tensor) for name, tensor in full_tensors.items()}
-    groups: list[list[str]] = [[]]
-    group_bytes = 0
-    for name, size_bytes in sizes.items():
-        if groups[-1] and group_bytes + size_bytes > max_shard_size_bytes:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(name)
-        group_bytes += size_bytes
+    groups = group_by_size(sizes, max_shard_size_bytes)
     weight_map: dict[str, str] = {}
-    for i, names in enumerate(groups, start=1):
-        file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        if len(groups) == 1:
-            file_name = WEIGHTS
+    for file_name, names in groups.items():
         # The host stores the full tensors of one file at a time: no name may refer to them while
         # those of the next file are read.
         write_safetensors(directory / file_name, {name: full_tensors[name].full() for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
-        progress(f"{i} of {len(groups)}: {file_name}")
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        progress(f"{file_name} (of {len(groups)} files)")
+    write_index(directory, weight_map, sum(sizes.values()))
 
 
 def _size_bytes(tensor: LazyFullTensor) -> int:

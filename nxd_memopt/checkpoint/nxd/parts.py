@@ -197,16 +197,9 @@ class Rule:
                     return
                 raise ValueError(
                     f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
-                    f"slice of {part.name} {_replica_remedy(part, layout)}, or check that the files are of one save"
+                    f"slice of {part.name}: pass files of one save, the other kv_order for KV heads, or "
+                    "accept_drift=True for norms and biases (GPT-NeoX's script does not reduce these gradients)"
                 )
-
-
-def _replica_remedy(part: Part, layout: Layout) -> str:
-    """Return how the replicas of ``part`` were read, and what to pass instead."""
-    if part.kind == "kv":
-        return f"in {layout.kv_order} order of KV replicas: pass the other order"
-    remedy = "pass accept_drift=True (GPT-NeoX's script does not reduce these gradients)"
-    return f"as a replicated tensor: {remedy}"
 
 
 def _matching_views(

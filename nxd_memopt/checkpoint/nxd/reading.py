@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from nxd_memopt.checkpoint.nxd.architectures import (
-    QKVForm,
-    build_rules,
-    find_form,
-    is_computed_buffer,
-    kv_heads,
-    require_sizes,
-)
+from nxd_memopt.checkpoint.names import is_computed_buffer
+from nxd_memopt.checkpoint.nxd.architectures import QKVForm, build_rules, find_form, kv_heads, require_sizes
 from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule, detect_kv_order
 from nxd_memopt.checkpoint.pickled import BEGUN, DONE, MANIFEST
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import bit_equal
+
+_MODEL = "model"
+"""Entry of the state dict in a file that contains more than the state dict."""
 
 Shards = list[Tensor | StoredTensor]
 """Shards of one parameter by tensor-parallel rank.
@@ -59,18 +55,18 @@ class NxDWeights:
         return text
 
 
+@dataclass(frozen=True)
 class LazyFullTensor:
     """One full Hugging Face tensor.
 
     Its shards are read when it is indexed; see ``resharding.LazySlice``.
     """
 
-    def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
-        self.rule = rule
-        self.part = part
-        self.shards = shards
-        self.layout = layout
-        self.directory = directory
+    rule: Rule
+    part: Part
+    shards: Shards
+    layout: Layout
+    directory: Path
 
     def get_shape(self) -> list[int]:
         """Return the shape of the full tensor."""
@@ -88,8 +84,7 @@ class LazyFullTensor:
         # values are used.
         accepts_drift = self.part.kind == "replicated" and self.layout.accept_drift
         if not accepts_drift:
-            with self._naming_directory():
-                self.rule.require_replicas(self.part, shards, self.layout)
+            self.rule.require_replicas(self.part, shards, self.layout)
 
     def full(self) -> Tensor:
         """Return the full tensor.
@@ -98,9 +93,7 @@ class LazyFullTensor:
             ValueError: a shard has another shape than the config says, dtypes differ, or replicas
                 differ.
         """
-        shards = self._matching_shards()
-        with self._naming_directory():
-            return self.rule.merge(self.part, shards, self.layout)
+        return self.rule.merge(self.part, self._matching_shards(), self.layout)
 
     def _matching_shards(self) -> list[Tensor]:
         """Return the shards of all ranks after checking shapes and dtypes."""
@@ -115,14 +108,6 @@ class LazyFullTensor:
                     "file is missing or from another save, or config.json belongs to another model"
                 )
         return shards
-
-    @contextmanager
-    def _naming_directory(self) -> Iterator[None]:
-        """Add the directory to the message of a ``ValueError``."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{self.directory}: {error}") from None
 
 
 def model_directory(directory: str | Path) -> Path:
@@ -155,7 +140,6 @@ def open_weights(
     query_key_value_stride: int = 1,
     accept_drift: bool = False,
     tensor_model_parallel_size: int | None = None,
-    model_key: str = "model",
 ) -> NxDWeights:
     """Open the rank files of ``directory`` (a tag, its ``model``, or ``checkpointing.save``'s
     ``output_dir``).
@@ -168,7 +152,6 @@ def open_weights(
         accept_drift: use rank 0's values of replicated parameters that differ between ranks, with
             a warning.
         tensor_model_parallel_size: expected T of the files; None accepts any.
-        model_key: entry of the state dict, if a file contains more than the state dict.
 
     Raises:
         ValueError: files are missing or damaged, or the order of KV replicas contradicts
@@ -180,7 +163,7 @@ def open_weights(
         raise ValueError(f"{files.directory} was written with {files.sizes()}, not {size}: pass the files' size")
     # The files do not record form and replicas: the form follows from the names, the number of
     # replicas from the shapes, and the order from the values.
-    shards, extras = read_state_dicts(files, model_key)
+    shards, extras = read_state_dicts(files)
     form = find_form(shards)
     layout = Layout(size, query_key_value_stride=query_key_value_stride, accept_drift=accept_drift)
     layout = replace(layout, kv_replicas=_count_replicas(files, shards, config, size))
@@ -190,7 +173,7 @@ def open_weights(
     return NxDWeights(files.directory, shards, extras, layout, form)
 
 
-def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[str, Shards], dict[str, str]]:
+def read_state_dicts(files: RankFiles) -> tuple[dict[str, Shards], dict[str, str]]:
     """Return the parameters of all stages by name, and a description of each other entry.
 
     Raises:
@@ -203,7 +186,7 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
         # Every stage has T files with the same names; each name gets the list of its T shards.
         states = []
         for rank in range(files.tensor_model_parallel_size):
-            states.append(_state_dict(files.file(rank, stage), model_key, extras))
+            states.append(_state_dict(files.file(rank, stage), extras))
         for rank, state in enumerate(states):
             if state.keys() != states[0].keys():
                 different = sorted(state.keys() ^ states[0].keys())
@@ -231,17 +214,15 @@ def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -
         )
 
 
-def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
+def _state_dict(path: Path, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
     """Return the tensors of one rank file, and add its other entries to ``extras``."""
     content = read_stored(path)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no checkpoint of a model")
     # The state dict is the content itself, or one of its entries, next to a step count and others.
-    if isinstance(content.get(model_key), Mapping):
-        for name, value in content.items():
-            if name != model_key:
-                extras[str(name)] = _describe(value)
-        content = content[model_key]
+    if isinstance(content.get(_MODEL), Mapping):
+        extras.update({str(name): _describe(value) for name, value in content.items() if name != _MODEL})
+        content = content[_MODEL]
     tensors: dict[str, Tensor | StoredTensor] = {}
     for name, value in content.items():
         if isinstance(value, Tensor | StoredTensor):
@@ -249,7 +230,7 @@ def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str,
         else:
             extras[str(name)] = _describe(value)
     if not tensors:
-        raise ValueError(f"{path} holds no tensors under its entry {model_key!r} or at its top: pass model_key")
+        raise ValueError(f"{path} holds no tensors under its entry {_MODEL!r} or at its top: pass a model checkpoint")
     return tensors
 
 
@@ -316,15 +297,11 @@ def _find_order(
         orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
         if len(orders) < 2:
             break
-    # Four cases: no order fits, or not the one that is asked for (errors); both orders fit and
-    # none is asked for (error); one order is left.
     if not orders or (asked and asked not in orders):
         found = " or ".join(sorted(orders)) or "neither order"
-        remedy = "the rank files are not of one save"
-        if orders:
-            remedy = f"pass kv_order {found}"
         raise ValueError(
-            f"{files.directory}: the replicas of KV heads are equal in {found}, not in {asked or 'any order'}: {remedy}"
+            f"{files.directory}: the replicas of KV heads are equal in {found}, not in {asked or 'any order'}: pass "
+            "kv_order with the one that is found, or files of one save"
         )
     if len(orders) == 2 and asked is None:
         raise ValueError(

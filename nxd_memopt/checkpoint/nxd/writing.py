@@ -9,25 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_memopt.checkpoint.directories import (
-    flush_to_disk,
-    incomplete_path,
-    remove_directory,
-    replace_directory,
-    restore_interrupted,
-)
+from nxd_memopt.checkpoint.directories import flush_to_disk, new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import Sources
-from nxd_memopt.checkpoint.names import OUTPUT_HEADS
-from nxd_memopt.checkpoint.nxd.architectures import (
-    QKVForm,
-    build_rules,
-    is_computed_buffer,
-    is_first_stage,
-    layer_index,
-)
+from nxd_memopt.checkpoint.names import OUTPUT_HEADS, is_computed_buffer
+from nxd_memopt.checkpoint.nxd.architectures import QKVForm, build_rules, is_first_stage, layer_index
 from nxd_memopt.checkpoint.nxd.parts import Layout, Rule
-from nxd_memopt.checkpoint.pickled import write_flushed
+from nxd_memopt.checkpoint.pickled import BEGUN, DONE, write_flushed
 from nxd_memopt.checkpoint.stream import WRITER
+from nxd_memopt.parallel_layers.resharding import stored_shape
 
 Progress = Callable[[str], None]
 
@@ -77,16 +66,15 @@ def write_weights(
     found = _match_sources(rules, sources, config)
     _require_checkpoint(path)
     restore_interrupted(path)
-    incomplete = incomplete_path(path)
-    try:
-        (incomplete / "model").mkdir(parents=True)
-        (incomplete / "checkpoint").write_text("1")  # neuronx-distributed's marker of a checkpoint
+    with new_version(path) as incomplete:
+        (incomplete / "model").mkdir()
+        (incomplete / BEGUN).write_text("1")
         total = target.layout.size * target.pipeline_model_parallel_size
         for stage in range(target.pipeline_model_parallel_size):
+            chosen = [rule for rule in rules if stages[rule.name] == stage]
             for rank in range(target.layout.size):
                 # Only the tensors of this stage are read; they are read again for every rank,
                 # which bounds the host memory.
-                chosen = [rule for rule in rules if stages[rule.name] == stage]
                 state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
                 file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
                 write_flushed(file, state, use_xser=target.xser)
@@ -94,12 +82,9 @@ def write_weights(
         # The marker of a complete save comes last, and all of it is on the disk before the rename:
         # a crash of the host leaves the earlier checkpoint or the complete new one.
         # neuronx-distributed does not read its content, which says here who wrote the directory.
-        (incomplete / "done").write_text(WRITER)
-        flush_to_disk(incomplete / "done")
+        (incomplete / DONE).write_text(WRITER)
+        flush_to_disk(incomplete / DONE)
         flush_to_disk(incomplete)
-        replace_directory(incomplete, path)
-    finally:
-        remove_directory(incomplete)
 
 
 def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[str, int]:
@@ -148,10 +133,7 @@ def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any
         if stored is None or stored not in sources:
             raise ValueError(f"the checkpoint has no {part.name}: pass a complete one, with its own config.json")
         source = sources[stored]
-        if isinstance(source, Tensor):
-            shape = tuple(source.shape)
-        else:
-            shape = tuple(source.get_shape())
+        shape = stored_shape(source)
         if shape != part.shape:
             raise ValueError(
                 f"{stored} has shape {list(shape)}, config.json says {list(part.shape)}: "
@@ -178,9 +160,9 @@ def _require_checkpoint(path: Path) -> None:
     if path.is_file():
         raise ValueError(f"{path} is a file: pass a directory")
     content = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    done = path / "done"
+    done = path / DONE
     is_own = done.is_file() and done.read_text(errors="replace") == WRITER
-    if content and (content - {"model", "checkpoint", "done"} or not is_own):
+    if content and (content - {"model", BEGUN, DONE} or not is_own):
         raise ValueError(
             f"{path} exists and holds {sorted(content)[:5]}, not only a checkpoint of weights of nxd_memopt: "
             "choose another directory, or move this one away"

@@ -29,6 +29,7 @@ from nxd_memopt.checkpoint.sharded.worker import STALL_S, Worker, lower_priority
 from nxd_memopt.memory.host_limits import require_host_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.weight_offload import has_offloaded_weights
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 
 
@@ -141,7 +142,7 @@ class BackgroundSaver:
                 require_visible(save.incomplete)
                 self._register_step_hooks(state.optimizer)
                 snapshot = Snapshot(save.sources, self.pool, self._transfers)
-            self._worker = Worker(save.target, partial(_write, save, snapshot), save.report_failure)
+            self._worker = Worker(save.target, save.incomplete, partial(_write, save, snapshot))
         except BaseException:
             if snapshot is not None:
                 snapshot.close()  # another rank has failed: return this rank's memory
@@ -242,6 +243,6 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
     # The snapshot's memory is returned before rank 0 waits for the other ranks. The wait polls
     # files: a collective in this thread could interleave with those of the training thread, in
     # an order that differs between ranks.
-    if save.is_rank_zero:
+    if parallel_state.is_global_rank_zero():
         save.wait_for_ranks(worker.check_cancelled)
         save.complete()

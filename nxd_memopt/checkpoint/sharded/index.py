@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt import __version__
-from nxd_memopt.checkpoint.directories import flush_to_disk, remedy_for_damage
+from nxd_memopt.checkpoint.directories import remedy_for_damage, write_text
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.layout import Part, Shape, overlap, within
 from nxd_memopt.checkpoint.stream import DTYPES, Entry, TensorFile
@@ -38,18 +37,8 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` with its checksum.
-
-    The file is complete or absent, also after a crash of the host.
-    """
-    incomplete = path.with_name(f"{path.name}.incomplete")
-    # Flush before the rename, and the directory after it: otherwise a crash could leave an empty
-    # file under the final name.
-    text = json.dumps({**content, "checksum": checksum_of(content)}, allow_nan=False)
-    incomplete.write_text(text + "\n", encoding="utf-8")
-    flush_to_disk(incomplete)
-    incomplete.replace(path)
-    flush_to_disk(path.parent)
+    """Write ``content`` with its checksum. The file is complete or absent, also after a crash of the host."""
+    write_text(path, json.dumps({**content, "checksum": checksum_of(content)}, allow_nan=False) + "\n")
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
@@ -106,14 +95,13 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     # n^2 comparisons of offsets, and no element of the tensor is enumerated.
     covered = sum(math.prod(box["size"]) for box in boxes)
     expected = math.prod(shape)
-    inside = all(
-        start >= 0 and start + count <= length
-        for box in boxes
-        for start, count, length in zip(box["offset"], box["size"], shape, strict=True)
-    )
+    dimensions = (len(boxes), len(shape))
+    low = np.array([box["offset"] for box in boxes], dtype=int).reshape(dimensions)
+    high = low + np.array([box["size"] for box in boxes], dtype=int).reshape(dimensions)
+    inside = np.all(low >= 0) and np.all(high <= np.array(shape, dtype=int))
     if not inside:
         problem = "lie outside of it"
-    elif _overlap(boxes):
+    elif _overlap(low, high):
         problem = "overlap"
     elif covered != expected:
         problem = f"leave {expected - covered} of its {expected} elements out"
@@ -125,20 +113,16 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     )
 
 
-def _overlap(boxes: list[Any]) -> bool:
-    """Return whether any two boxes share an element."""
-    if len(boxes) < 2:
-        return False
-    low = np.array([box["offset"] for box in boxes])  # [n, dimensions]
-    high = low + np.array([box["size"] for box in boxes])
+def _overlap(low: np.ndarray, high: np.ndarray) -> bool:
+    """Return whether any two boxes ``low`` to ``high`` share an element; both are ``[n, dimensions]``."""
     pairs = 0
-    for first in range(0, len(boxes), _ROWS):
+    for first in range(0, len(low), _ROWS):
         rows = slice(first, first + _ROWS)
         # [rows, n, dimensions]: two boxes overlap if their ranges overlap in every dimension.
         # Blocks of rows bound the memory of the n x n comparison.
         shared = np.minimum(high[rows, None], high[None]) > np.maximum(low[rows, None], low[None])
         pairs += int(shared.all(axis=2).sum())
-    return pairs > len(boxes)  # each overlaps itself
+    return pairs > len(low)  # each overlaps itself
 
 
 @dataclass(frozen=True)
@@ -183,7 +167,7 @@ class Index:
         """Optimizer steps done."""
         return self.content["step"]
 
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
         """World, tensor- and data-parallel size of the run that wrote the checkpoint."""
         return self.content["sizes"]
@@ -241,7 +225,8 @@ class Index:
         """Return a tensor of the nested plain values."""
         stored = self.content["plain_tensors"][key]
         box = Box((), tuple(stored["shape"]), stored["file"], key, stored["crc32"])
-        return self._read(box, DTYPES[stored["dtype"]])
+        # A copy: the caller keeps it, and what is read is mapped from a file that will be removed.
+        return self._read(box, DTYPES[stored["dtype"]]).clone()
 
     def _read(self, box: Box, dtype: torch.dtype) -> Tensor:
         """Return the verified tensor of a box.

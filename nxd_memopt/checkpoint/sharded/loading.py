@@ -194,11 +194,8 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
     Parameter names contain dots, state names do not: the first dot separates the two.
     """
     found: dict[str, list[str]] = {}
-    parameters = set(index.names("model."))
     for full_name in index.names("optimizer."):
         key, _, name = full_name.partition(".")
-        if name not in parameters:
-            raise ValueError(f"{index.directory} has the optimizer state {full_name}, and no parameter {name}")
         if key != MASTER:
             found.setdefault(name, []).append(key)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.layout import Part, Shape, choose_data_rank, parts_of, split_part
 from nxd_memopt.checkpoint.names import named_tensors
+from nxd_memopt.checkpoint.plain import encode
 from nxd_memopt.checkpoint.sharded.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.checkpoint.stream import dtype_name
 from nxd_memopt.ops.param_remainders import REMAINDER
@@ -86,8 +88,6 @@ def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
     Tied ones appear once, under their first name.
     """
     for entry in named_tensors(model):
-        if entry.tensor.is_meta:
-            raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
         # Buffers may change in forward: a snapshot must copy them at once.
         # Rows that are sharded over data-parallel ranks (zero3) may be masters: the model's weights
         # are those rows, rounded. The copy exists until it is written.
@@ -115,7 +115,7 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     if id(param) not in names:
         raise ValueError(
             f"the optimizer holds a parameter of shape {list(param.shape)} that is not the "
-            "model's: build the optimizer from the parameters of the model that is saved with it"
+            "model's: build the optimizer from the parameters of this model"
         )
     return names[id(param)]
 
@@ -147,7 +147,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
                 _require_state_name(key, name)
                 yield _state_tensor(key, name, each, value.detach(), parts)
             else:
-                _require_no_tensor(value, f"optimizer state {key!r} of {name}")
+                encode(value, partial(_refuse_tensor, f"optimizer state {key!r} of {name}"))
 
 
 def _require_state_name(key: Any, name: str) -> None:
@@ -163,23 +163,11 @@ def _require_state_name(key: Any, name: str) -> None:
         )
 
 
-def _require_no_tensor(value: Any, where: str) -> None:
-    """Raise ``ValueError`` if ``value`` contains a tensor.
-
-    States other than tensors are stored once for all ranks. A tensor inside them would become
-    rank 0's shard on every rank.
-    """
-    if isinstance(value, Tensor):
-        raise ValueError(
-            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank "
-            "0's: keep it as a state with a name of its own"
-        )
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _require_no_tensor(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _require_no_tensor(item, f"{where}[{i}]")
+def _refuse_tensor(where: str, tensor: Tensor) -> str:
+    """Raise ``ValueError`` for a tensor in a state that is stored once for all ranks: all would load rank 0's shard."""
+    raise ValueError(
+        f"{where} has a tensor of shape {list(tensor.shape)} in a list, tuple or dict: keep it as a state with a name"
+    )
 
 
 def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
@@ -195,7 +183,8 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
             "with one element and no dimension can be stored independently of the number of ranks"
         )
     full_name = f"optimizer.{key}.{name}"
-    return FullTensorShard(full_name, tuple(value.shape), value, parts_of(value), _all_data_ranks())
+    data_ranks = tuple(range(parallel_state.get_data_parallel_size()))
+    return FullTensorShard(full_name, tuple(value.shape), value, parts_of(value), data_ranks)
 
 
 def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
@@ -267,8 +256,3 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
                 own_parts += split_part(part, max(1, MAX_BOX_BYTES // element_size))
         owned.append((logical, own_parts))
     return owned
-
-
-def _all_data_ranks() -> tuple[int, ...]:
-    """Return all data-parallel ranks."""
-    return tuple(range(parallel_state.get_data_parallel_size()))

@@ -29,7 +29,6 @@ from nxd_memopt.checkpoint.sharded.index import (
     write_json,
 )
 from nxd_memopt.checkpoint.sharded.logical import (
-    FullTensorShard,
     TrainingState,
     model_tensors,
     optimizer_groups,
@@ -38,7 +37,7 @@ from nxd_memopt.checkpoint.sharded.logical import (
     owned_parts,
     parameter_names,
 )
-from nxd_memopt.checkpoint.sharded.markers import Heartbeat, rank_file, report_failure, wait_for_ranks
+from nxd_memopt.checkpoint.sharded.markers import Heartbeat, rank_file, wait_for_ranks
 from nxd_memopt.checkpoint.sharded.snapshot import SnapshotSource
 from nxd_memopt.checkpoint.sharded.steps import incomplete_directory, prune, step_directory
 from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
@@ -87,10 +86,6 @@ class RankSave:
         }
 
     @property
-    def is_rank_zero(self) -> bool:
-        return self._rank == 0
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of the tensors that this rank writes."""
         return sum(source.entry.size_bytes for source in self.sources)
@@ -113,7 +108,8 @@ class RankSave:
                 self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
                 sources.append(SnapshotSource(entry, logical.stored, part, logical.is_updated_by_optimizer))
-            self._fragment["tensors"][logical.name] = _tensor(logical, boxes)
+            described = {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
+            self._fragment["tensors"][logical.name] = described
         return sources
 
     def _plain_sources(self, state: TrainingState) -> list[SnapshotSource]:
@@ -172,10 +168,6 @@ class RankSave:
         self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
         write_json(rank_file(self.incomplete, self._rank, _COMPLETE), self._fragment)
 
-    def report_failure(self, message: str) -> None:
-        """Tell rank 0, which may be waiting for this rank's files, about a failure."""
-        report_failure(self.incomplete, self._rank, message)
-
     def wait_for_ranks(self, heartbeat: Heartbeat) -> None:
         """Wait until every rank's files are complete.
 
@@ -218,11 +210,6 @@ class RankSave:
             path.unlink()
         replace_directory(self.incomplete, self.target)
         prune(self.parent, self.keep)
-
-
-def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index entry of a full tensor."""
-    return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 
 def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:

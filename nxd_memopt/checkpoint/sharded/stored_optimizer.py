@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -84,13 +84,9 @@ class StoredOptimizer:
         known = {id(each.stored) for each in self.parameters}
         unknown = [key for key in base.state if id(key) not in known]
         if unknown:
-            if isinstance(unknown[0], Tensor):
-                first = f"a tensor of shape {list(unknown[0].shape)}"
-            else:
-                first = repr(unknown[0])
             raise ValueError(
                 f"{type(base).__name__} has {len(unknown)} of {len(base.state)} states that are of none of its "
-                f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
+                "parameters: pass the optimizer whose param_groups have what it updates"
             )
         # A wrapper that names its inner optimizer differently would look like an optimizer before
         # its first step.
@@ -171,18 +167,10 @@ def _match_type(present: Any, value: Any) -> Any:
 
 def _has_states_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an inner optimizer, or an overridden ``state_dict``, has states."""
-    if any(inner.state for inner in _inner_optimizers(optimizer)):
-        return True
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer) and value.state:
+            return True
     # torch's own ``state_dict`` reads ``state``, which is empty. Building it is skipped.
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return False
     return bool(optimizer.state_dict().get("state"))
-
-
-def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers among the attributes, also in lists and tuples."""
-    for value in vars(optimizer).values():
-        candidates = value if isinstance(value, (list, tuple)) else [value]
-        for candidate in candidates:
-            if isinstance(candidate, torch.optim.Optimizer):
-                yield candidate

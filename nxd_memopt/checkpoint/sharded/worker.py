@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from nxd_memopt.checkpoint.sharded.markers import AbandonedError
+from nxd_memopt.checkpoint.sharded.markers import AbandonedError, report_failure
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 
 STALL_S = 60.0
@@ -32,14 +33,15 @@ class Worker:
 
     Args:
         target: the checkpoint, for messages.
+        incomplete: the directory that is written, in which rank 0 looks for reports of failures.
         work: runs in the thread and regularly calls ``heartbeat`` or ``check_cancelled``.
-        report_failure: called in the thread with the message of an error.
     """
 
-    def __init__(self, target: Path, work: Callable[[Worker], None], report_failure: Callable[[str], None]) -> None:
+    def __init__(self, target: Path, incomplete: Path, work: Callable[[Worker], None]) -> None:
         self._target = target
+        self._incomplete = incomplete
+        self._rank = parallel_state.get_global_rank()
         self._work = work
-        self._report_failure = report_failure
         self._error: Exception | None = None
         self._reports: list[str] = []
         self._progress = 0
@@ -61,7 +63,7 @@ class Worker:
     def _report(self, error: Exception) -> None:
         """Try to tell rank 0 about an error by a file."""
         try:
-            self._report_failure(str(error))
+            report_failure(self._incomplete, self._rank, str(error))
         # Usually a full disk. ``poll`` tells the other ranks and stops rank 0's wait.
         except OSError as second:
             error.add_note(f"rank 0 could not be told: {second}")

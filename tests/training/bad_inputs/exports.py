@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests.training.bad_inputs.case import BadInput
 from tests.training.runs import LLAMA, byte_tokenizer, run_here, write_config
 
-NORM = "model.norm.weight"
 NEWEST = "checkpoints/step_00000004"
 Change = Callable[[Path], None]
 
@@ -38,15 +36,6 @@ def _pretrained(change: Change, **sections: dict[str, Any]) -> Callable[[Path], 
         return write_config(directory, model=options, **sections)
 
     return prepare
-
-
-def _integer_weight(source: Path) -> None:
-    """Round one weight to integers, as a quantized checkpoint stores it."""
-    for path in source.glob("*.safetensors"):
-        tensors = load_file(path)
-        if NORM in tensors:
-            tensors[NORM] = tensors[NORM].to(torch.int8)
-            save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _edit_json(name: str, **changes: Any) -> Change:
@@ -78,12 +67,6 @@ def _shorten(pattern: str) -> Change:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
     return change
-
-
-def _rename_tensor(source: Path) -> None:
-    path = sorted(source.glob("*.safetensors"))[0]
-    tensors = load_file(path)
-    save_file({f"foreign.{name}": tensor for name, tensor in tensors.items()}, path)
 
 
 def _nan_weight(source: Path) -> None:
@@ -139,58 +122,34 @@ def _occupied_export(directory: Path) -> Path:
 CASES: tuple[BadInput, ...] = (
     BadInput("model_without_config", _pretrained(_remove("config.json")), ("source", "config.json", "copy")),
     BadInput("model_config_broken", _pretrained(_write("config.json", '{"model_type": ')), ("config.json", "again")),
-    BadInput("model_config_a_list", _pretrained(_write("config.json", "[1]")), ("config.json", "JSON object")),
     BadInput("model_type_unsupported", _pretrained(_edit_json("config.json", model_type="gpt2")), ("gpt2", "llama")),
-    BadInput("model_type_unknown", _pretrained(_edit_json("config.json", model_type="lama")), ("lama", "llama")),
     BadInput(
         "model_config_with_a_text_for_a_size",
         _pretrained(_edit_json("config.json", hidden_size="24")),
         ("config.json", "hidden_size", "'24'"),
     ),
     BadInput("model_without_weights", _pretrained(_remove("*.safetensors*")), ("source", "no weights")),
-    BadInput("model_shard_missing", _pretrained(_remove("model-00002*")), ("00002", "copy")),
     BadInput("model_shard_shortened", _pretrained(_shorten("model-0000*.safetensors")), ("model-0000", "again")),
-    BadInput("model_index_broken", _pretrained(_write("model.safetensors.index.json", "{")), ("index.json", "again")),
-    BadInput("model_weights_of_another_model", _pretrained(_rename_tensor), ("source", "copy")),
-    BadInput(
-        "model_weights_of_another_size",
-        _pretrained(_edit_json("config.json", intermediate_size=48)),
-        ("source", "36", "48"),
-    ),
     BadInput("model_weights_not_finite", _pretrained(_nan_weight), ("not finite",)),
-    BadInput("model_weights_integers", _pretrained(_integer_weight), (NORM, "torch.int8", "quantized", "dequantize")),
     BadInput(
         "model_quantized",
         _pretrained(_edit_json("config.json", quantization_config={"quant_method": "fp8"})),
         ("quantization_config", "'fp8'", "take the checkpoint that they were made from"),
     ),
     BadInput("model_not_a_directory", lambda d: write_config(d, model={"pretrained": str(d / "absent")}), ("absent",)),
-    BadInput("tokenizer_missing", lambda d: write_config(d, model={"tokenizer": str(d / "absent")}), ("absent",)),
     BadInput(
         "tokenizer_directory_empty",
         lambda d: write_config(d, model={"tokenizer": str((d / "empty").mkdir() or d / "empty")}),
         ("empty",),
     ),
     BadInput("tokenizer_broken", _pretrained(_write("tokenizer.json", '{"version": ')), ("source", "tokenizer")),
-    BadInput("tokenizer_shortened", _pretrained(_shorten("tokenizer.json")), ("source", "tokenizer")),
     BadInput(
         "checkpoint_without_index",
         _resumed(_remove(f"{NEWEST}/index.json")),
         ("step_00000004", "no index.json", "resume from step 2"),
     ),
-    BadInput(
-        "checkpoint_file_missing",
-        _resumed(_remove(f"{NEWEST}/*.safetensors")),
-        ("step_00000004", "delete"),
-    ),
-    BadInput(
-        "checkpoint_index_of_another_program",
-        _resumed(_write(f"{NEWEST}/index.json", '{"weight_map": {}}')),
-        ("step_00000004", "delete"),
-    ),
     BadInput("checkpoint_of_another_model", _resumed(_edit_config), ("hidden_size", "24", "another")),
     BadInput("checkpoint_shortened", _resumed(_shorten("step_*/*.safetensors")), ("step_00000004", "delete")),
-    BadInput("checkpoint_index_broken", _resumed(_shorten("step_*/*.json")), ("step_00000004", "delete")),
     BadInput(
         "end_of_text_of_another_model",
         _pretrained(_edit_json("config.json", eos_token_id=7)),
@@ -203,9 +162,6 @@ CASES: tuple[BadInput, ...] = (
     ),
     BadInput("end_of_text_outside", lambda d: write_config(d, data={"end_of_text": 257}), ("data.end_of_text 257",)),
     BadInput(
-        "end_of_text_a_list", lambda d: write_config(d, data={"end_of_text": [256]}), ("data.end_of_text", "[256]")
-    ),
-    BadInput(
         "end_of_text_a_text_in_the_config",
         _pretrained(_edit_json("config.json", eos_token_id="<end>")),
         ("config.json", "eos_token_id", "<end>"),
@@ -214,11 +170,6 @@ CASES: tuple[BadInput, ...] = (
         "generation_config_broken",
         _pretrained(_write("generation_config.json", "{")),
         ("generation_config.json", "again"),
-    ),
-    BadInput(
-        "generation_config_with_a_text",
-        _pretrained(_write("generation_config.json", '{"pad_token_id": "0"}')),
-        ("generation_config.json", "pad_token_id", "'0'"),
     ),
     BadInput(
         "tokenizer_larger_than_the_model", _larger_tokenizer, ("260 rows", "vocab_size 257", "model.resize_embedding")
@@ -230,5 +181,7 @@ CASES: tuple[BadInput, ...] = (
     ),
     BadInput("export_is_a_file", _export_is_a_file, ("export", "is a file", "trainer.export")),
     BadInput("export_is_the_pretrained_model", _export_is_the_source, ("model.pretrained", "choose another")),
-    BadInput("export_occupied", _occupied_export, ("export", "no such weight files", "choose another directory")),
+    BadInput(
+        "export_occupied", _occupied_export, ("export", "neither empty nor an export", "choose another directory")
+    ),
 )
