@@ -168,13 +168,6 @@ def test_adapters_that_are_not_planned():
     assert_says(message, "mlp_tile_tokens 4", "lora_rank")
 
 
-def test_parts_of_names_choose_the_layers():
-    config = llama_config()
-    options = {"sequence_length": 8, "micro_batch_size": 1, "dtype": "float32"}
-    chosen = rank_sizes(model_spec(config), ONE_RANK, **options, lora=lora_of(("mlp.up_proj", "o_proj"))).adapters
-    assert chosen is not None and chosen.layers == {"up_proj", "o_proj"}
-
-
 def test_the_section_is_planned_and_written(tmp_path, capsys):
     """The file that plan writes trains the same adapters, and not all weights."""
     sizes = {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 4}

@@ -11,7 +11,6 @@ from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.candidates import settings
-from nxd_memopt.planner.search.explain import explanation
 from nxd_memopt.planner.search.plan import evaluate, plans
 from nxd_memopt.planner.search.problem import Problem, Setting
 from tests.planner.test_plan import problem
@@ -36,18 +35,6 @@ def test_ranks_have_complete_kv_heads(size):
     assert_says(message, f"tensor_model_parallel_size {size}", "num_key_value_heads 8", "use a")
     for possible in (4, 16):
         assert evaluate(replace(asked, devices=possible), Setting(possible)).memory.device_bytes
-
-
-def test_the_explanation_is_true_of_every_setting():
-    """Of weights that stay gathered, and of sums of gradients in bf16."""
-    asked = problem(stages=("zero3",))
-    for setting in (Setting(sharding="zero3"), Setting(sharding="zero3", reshard_after_forward=False)):
-        plan = evaluate(asked, setting)
-        text = "\n".join(explanation(plan.memory, plan.time))
-        assert "gathered at the same time" in text and "two layers" not in text
-    plan = evaluate(asked, Setting(grad_reduce_in_fp32=False))
-    line = next(line for line in explanation(plan.memory, plan.time) if " gradients: " in line)
-    assert "fp32 sums" not in line and "grad_reduce_in_fp32" in line
 
 
 def test_a_model_with_windows_keeps_no_attention():

@@ -9,7 +9,7 @@ import pytest
 from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.hardware import GIB, device_named, host_device
+from nxd_memopt.planner.hardware import device_named, host_device
 from nxd_memopt.planner.search.plan import Plan, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
@@ -66,24 +66,6 @@ def test_only_one_forward_hides_states_that_arrive_after_the_norm():
     forward_s = (many.time.terms["matmuls"] + many.time.terms["attention"]) / 16 / 3
     assert waited_s == pytest.approx(forward_s, rel=0.1)  # attention has a rate of its own
     assert few.time.terms["optimizer"] == pytest.approx(many.time.terms["optimizer"], rel=0.01)
-
-
-def test_staging_takes_states_before_the_norm():
-    small, large = (planned(8192, 16, staging_gib=gib, optimizer_update_in_forward=True) for gib in (2, 42))
-    staged = large.memory.device["staging of optimizer states"] - small.memory.device["staging of optimizer states"]
-    assert staged == pytest.approx(40 * GIB, rel=0.01)
-    saved = small.time.terms["optimizer"] - large.time.terms["optimizer"]
-    assert saved == pytest.approx(staged / COPY)
-
-
-def test_a_step_takes_at_least_the_time_of_its_copies():
-    plan = planned(2048, staging_gib=100, optimizer_update_in_forward=True)
-    assert plan.time.step_s >= plan.memory.host["optimizer states"] / COPY
-
-
-def test_updates_after_backward_are_not_hidden():
-    after, within = planned(8192), planned(8192, optimizer_update_in_forward=True)
-    assert after.time.terms["optimizer"] > within.time.terms["optimizer"] > 0
 
 
 @pytest.mark.parametrize(

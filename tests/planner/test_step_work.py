@@ -51,6 +51,7 @@ TECHNIQUES = {
         "attention_head_groups": 2,
     },
 }
+ALL_LAYERS = {"recompute_method": None, "recompute_num_layers": None}
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
@@ -117,9 +118,13 @@ def test_layers_in_host_memory_are_not_recomputed(technique, model, work):
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_a_block_of_one_layer_adds_the_work_of_one_layer(work):
+@pytest.mark.parametrize(
+    "technique", [FULL, TECHNIQUES["attn and mlp of two layers"] | ALL_LAYERS], ids=["full", "selective"]
+)
+def test_a_block_of_one_layer_adds_the_work_of_one_layer(work, technique):
     sizes = sizes_of("llama-3-8b", 32)
-    assert added(work, sizes, FULL) == pytest.approx(32 * added(work, sizes, TECHNIQUES["block"]))
+    one = technique | {"recompute_method": "block", "recompute_num_layers": 1}
+    assert added(work, sizes, technique) == pytest.approx(32 * added(work, sizes, one))
 
 
 @pytest.mark.parametrize("work", [expert_parallel_bytes, expert_passes], ids=lambda work: work.__name__)

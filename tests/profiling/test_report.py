@@ -15,7 +15,6 @@ from nxd_memopt.commands import profile as profile_command
 from nxd_memopt.profiling.memory_summary import CATEGORIES
 from nxd_memopt.profiling.operations import MODULE
 from nxd_memopt.profiling.report import write_comparison, write_report
-from nxd_memopt.profiling.tables import Quantity
 from nxd_memopt.profiling.time_summary import PASSES, kernel_class, time_summary
 from nxd_memopt.training.runtime.distributed import PROFILE_VARIABLE
 from tests.profiling.test_step_profiler import FULL, Run
@@ -185,29 +184,12 @@ def test_classes_of_kernels():
 
 
 @pytest.mark.parametrize(
-    ("quantity", "text"),
-    [
-        (Quantity(0.0123, "ms"), "12.300 ms"),
-        (Quantity(-3 * 2**20, "MiB", signed=True), "-3.00 MiB"),
-        (Quantity(0.5, "%", signed=True), "+50.0 %"),
-    ],
-)
-def test_quantities(quantity, text):
-    assert str(quantity) == text
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("", ("nothing to profile", "--config")),
         ("--", ("no COMMAND",)),
-        ("--steps 0 -- true", ("steps", "at least 1")),
         ("--config a.yaml -- true", ("a run's options and -- COMMAND", "pass one")),
-        ("--nproc 2 -- true", ("--nproc 2 is read with a run's options only",)),
-        ("--report a --compare a b", ("--report and --compare", "pass one")),
         ("--config a.yaml --trainer.output-dir b", ("--trainer.output-dir", "leave it out")),
-        ("--surprise -- true", ("unknown option --surprise",)),
-        ("--report here --trainer.seed 3", ("--report and a run's options", "pass one")),
         ("--report here -- true", ("--report and -- COMMAND", "pass one")),
         ("--report here", ("here", "rank0.json")),
         ("-- no-such-program", ("no-such-program", "cannot be run")),
