@@ -35,11 +35,17 @@ def measure_device(*, largest: int | None = None, copy_bytes: int | None = None)
         copy_bytes: bytes of the copies; default 1 GiB, on a CPU 64 MiB.
     """
     on_cpu = backend.device.type == "cpu"
-    largest = largest or (1024 if on_cpu else 8192)
-    copy_bytes = copy_bytes or (64 << 20 if on_cpu else 1 << 30)
-    # GPUs have one rate for both half precisions, CPUs may have instructions for one of them.
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_cpu else (torch.bfloat16, torch.float32)
-    found: dict[str, Any] = {"matmul_flops": {str(dtype)[6:]: _matmuls(dtype, largest) for dtype in dtypes}}
+    default_size, default_bytes = 8192, 1 << 30
+    dtypes = ["bfloat16", "float32"]
+    # GPUs have one rate for both half precisions, CPUs may have instructions for one of them. A CPU takes
+    # minutes for a matmul that a GPU needs to reach its rate.
+    if on_cpu:
+        default_size, default_bytes = 1024, 64 << 20
+        dtypes.append("float16")
+    copy_bytes = copy_bytes or default_bytes
+    found: dict[str, Any] = {"matmul_flops": {}}
+    for name in dtypes:
+        found["matmul_flops"][name] = _matmuls(getattr(torch, name), largest or default_size)
     found["memory_bytes_per_s"] = _memory(copy_bytes)
     found["launch_s"] = launch_seconds()
     transfers = backend.host_transfers()

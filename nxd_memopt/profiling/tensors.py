@@ -69,9 +69,14 @@ def reachable_tensors(root: object) -> list[Tensor]:
 
 def owned_bytes(model: nn.Module, optimizer: object) -> dict[str, int]:
     """Return the bytes of weights and optimizer states by their shapes, where storages have no address."""
-    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    states = {id(tensor): tensor for tensor in reachable_tensors(optimizer) if id(tensor) not in weights}
-    return {
-        "weights": sum(tensor.nbytes for tensor in weights.values()),
-        "optimizer states": sum(tensor.nbytes for tensor in states.values()),
-    }
+    counted: set[int] = set()
+    found: dict[str, int] = {}
+    # A tensor that is both, such as a parameter in a group of the optimizer, is a weight.
+    weights = [*model.parameters(), *model.buffers()]
+    for category, tensors in (("weights", weights), ("optimizer states", reachable_tensors(optimizer))):
+        found[category] = 0
+        for tensor in tensors:
+            if id(tensor) not in counted:
+                counted.add(id(tensor))
+                found[category] += tensor.nbytes
+    return found

@@ -44,3 +44,18 @@ def test_a_model_with_windows_keeps_no_attention():
     assert not any(setting.memory.recompute_keep_core_attn for setting in settings(asked))
     refused = Setting(memory=MemoryConfig(attention_backend="sdpa"))
     assert_says(error_message(lambda: evaluate(asked, refused)), "sdpa", "window")
+
+
+def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
+    problem = Problem(
+        model=model_spec(with_defaults(NAMED_CONFIGS["smollm2-135m"])),
+        device=device_named("h200"),
+        devices=1,
+        sequence_length=2048,
+        global_batch_size=1,
+    )
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=2)
+    with pytest.raises(ValueError, match="attention_head_groups 2 does not divide a rank's 9 query heads and 3 KV"):
+        evaluate(problem, Setting(1, "none", 1, memory))
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=3)
+    assert evaluate(problem, Setting(1, "none", 1, memory)).fits

@@ -62,6 +62,18 @@ def gradients(run: Run, stage: str) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def check_states(run: Run, stage: str, shapes, layout: StateLayout) -> None:
+    """Compare the tensors of a step with the plan."""
+    run.backward([BATCH])
+    found = {"gradients": gradients(run, stage)}
+    run.optimizer.step()
+    found |= stored_bytes(run, stage)
+    functions = {"gradients": gradient_bytes, "weights": weight_bytes, "masters": master_bytes, "moments": moment_bytes}
+    # Ranks other than the first may have fewer rows of a parameter with stage 3.
+    if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
+        assert found == {name: function(shapes, layout) for name, function in functions.items()}, (stage, layout)
+
+
 @distributed(world_size=2)
 def test_every_stage_in_every_dtype():
     initialize(1)
@@ -70,22 +82,8 @@ def test_every_stage_in_every_dtype():
             for dtype in (torch.float32, torch.bfloat16):
                 # an odd number of rows, which stage 3 splits unevenly
                 model = build(name, dtype=dtype, vocab_size=33)
-                run = Run.of(model, stage)
-                run.backward([BATCH])
                 layout = StateLayout(dtype.itemsize, master_weights=True, sharding=stage, data_parallel_size=2)
-                shapes = local_shapes(model_spec(model.config), 1)
-                found = {"gradients": gradients(run, stage)}
-                run.optimizer.step()
-                found |= stored_bytes(run, stage)
-                plan = {
-                    "gradients": gradient_bytes(shapes, layout),
-                    "weights": weight_bytes(shapes, layout),
-                    "masters": master_bytes(shapes, layout),
-                    "moments": moment_bytes(shapes, layout),
-                }
-                # Ranks other than the first may have fewer rows of a parameter with stage 3.
-                if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
-                    assert plan == found, (name, stage, dtype)
+                check_states(Run.of(model, stage), stage, local_shapes(model_spec(model.config), 1), layout)
 
 
 @distributed(world_size=2)
@@ -177,20 +175,8 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(world_size):
         model = model_class("mixtral")(config, parallel=parallel, dtype=torch.bfloat16)
         shapes = local_shapes(model_spec(config), 1, 2)
         assert shapes == [tuple(parameter.shape) for parameter in model.parameters()]
-        run = Run.of(model, stage)
-        run.backward([BATCH])
         layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=world_size, expert_ranks=2)
-        found = {"gradients": gradients(run, stage)}
-        run.optimizer.step()
-        found |= stored_bytes(run, stage)
-        plan = {
-            "gradients": gradient_bytes(shapes, layout),
-            "weights": weight_bytes(shapes, layout),
-            "masters": master_bytes(shapes, layout),
-            "moments": moment_bytes(shapes, layout),
-        }
-        if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
-            assert plan == found, stage
+        check_states(Run.of(model, stage), stage, shapes, layout)
 
 
 @distributed(world_size=[], slow=[4])
@@ -198,13 +184,10 @@ def test_hybrid_sharding_divides_by_the_ranks_of_an_instance():
     """Four replicas in two instances: each rank stores a half."""
     initialize(1)
     model = build("llama", dtype=torch.bfloat16)
-    run = Run.of(model, "zero2", ranks_per_replica=2)
-    run.backward([BATCH])
     layout = StateLayout(2, master_weights=True, sharding="zero2", data_parallel_size=2)
-    shapes = local_shapes(model_spec(model.config), 1)
-    run.optimizer.step()
-    found = stored_bytes(run, "zero2")
-    assert found["masters"] == master_bytes(shapes, layout) and found["moments"] == moment_bytes(shapes, layout)
+    check_states(
+        Run.of(model, "zero2", ranks_per_replica=2), "zero2", local_shapes(model_spec(model.config), 1), layout
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])

@@ -10,7 +10,7 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_model import RankModel
 from nxd_memopt.planner.sizes.states import StateLayout, elements
-from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
+from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS, packed
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
@@ -226,11 +226,5 @@ def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
 
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:
     """Return the elements of the buckets of a layer's parameters, in the order of backward."""
-    buckets: list[int] = []
-    for shape in reversed(shapes):
-        count = math.prod(shape)
-        if buckets and (buckets[-1] + count) * layout.element_bytes <= BUCKET_BYTES:
-            buckets[-1] += count
-        else:
-            buckets.append(count)
-    return buckets
+    counts = [math.prod(shape) for shape in reversed(shapes)]
+    return packed(counts, BUCKET_BYTES // layout.element_bytes)

@@ -31,24 +31,12 @@ class Moment:
 
 
 _FREED_WITH_NODE = frozenset(
-    {
-        "gathered",
-        "gathered gradient",
-        "copied rows",
-        "dA",
-        "dA of the rows",
-        "gradients of the columns",
-        "gradients of the rows",
-        "dQ, dK, dV",
-        "gradient of expanded",
-        "normalised",
-        "inputs of the branches",
-        "gradient of normalised",
-        "dX * normalised",
-        "dW in fp32",
-        "tensors and gradients of the group",
-        "parts of dW",
-    }
+    (
+        *("gathered", "gathered gradient", "copied rows", "normalised", "inputs of the branches"),
+        *("dA", "dA of the rows", "dQ, dK, dV", "gradient of expanded", "gradient of normalised", "dX * normalised"),
+        *("gradients of the columns", "gradients of the rows", "tensors and gradients of the group"),
+        *("dW in fp32", "parts of dW"),
+    )
 )
 """Temporary tensors that are free when the function that has computed a weight's gradient returns."""
 _FREED_LATER = frozenset({"mlp input", "mlp input in fp32", "mlp input normalised"})

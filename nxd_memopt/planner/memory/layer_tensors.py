@@ -139,16 +139,8 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
-    if sizes.moe is not None and memory.cpu_offloading_weights:
-        raise ValueError("cpu_offloading_weights True does not support layers with experts: leave it out")
-    if sizes.moe is not None and memory.mlp_tile_tokens is not None:
-        raise ValueError(
-            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} does not support layers with experts: leave it out"
-        )
-    if sizes.moe is not None and memory.attention_head_groups is not None:
-        raise ValueError(
-            f"attention_head_groups {memory.attention_head_groups!r} with experts is not planned: leave it out"
-        )
+    if sizes.moe is not None:
+        require_whole_layers(memory, "layers with experts")
     if memory.attention_head_groups == "auto":
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
@@ -161,6 +153,14 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_gpt_neox_layer(sizes, memory, kernels)
     return _gpt_neox_layer(sizes, memory, kernels, index)
+
+
+def require_whole_layers(memory: MemoryConfig, what: str) -> None:
+    """Raise ``ValueError`` for a technique that splits a layer or moves its weights, which ``what`` do not support."""
+    for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
+        value = getattr(memory, name)
+        if value:
+            raise ValueError(f"{name} {value!r} does not support {what}: leave it out")
 
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:

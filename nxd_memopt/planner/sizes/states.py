@@ -49,7 +49,7 @@ class StateLayout:
             peak stays: while gradients go, activations come, so that the sum is largest at an end.
 
     Raises:
-        ValueError: D is less than 1, or the stage is unknown.
+        ValueError: the stage is unknown, or EP does not divide D.
     """
 
     element_bytes: int
@@ -68,10 +68,8 @@ class StateLayout:
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)
-        if self.data_parallel_size < 1:
-            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
-        size = self.data_parallel_size
-        require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
+        replicas = self.data_parallel_size
+        require_divisible("data_parallel_size", replicas, "expert_model_parallel_size", self.expert_ranks)
 
     # Cached: a search asks for it for every parameter.
     @cached_property

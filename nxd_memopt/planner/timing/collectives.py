@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
-from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
+from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES, packed
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 _INT32_BYTES = 4
@@ -347,16 +347,8 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
     """Return the all-reduces of gradients that are partial sums, one per flat bucket."""
-    # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
-    # gradient larger than a bucket has one alone.
-    buckets: list[int] = []
-    for gradient_bytes in shape.tagged_gradient_bytes:
-        if buckets and buckets[-1] + gradient_bytes <= GRADIENT_BUCKET_BYTES:
-            buckets[-1] += gradient_bytes
-        else:
-            buckets.append(gradient_bytes)
     total: Counter[Collective] = Counter()
-    for bucket_bytes in buckets:
+    for bucket_bytes in packed(shape.tagged_gradient_bytes, GRADIENT_BUCKET_BYTES):
         total += shape._one("all_reduce", bucket_bytes)
     return total
 
