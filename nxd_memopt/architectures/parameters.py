@@ -81,8 +81,8 @@ class Parameter:
 def shardings(model_type: str) -> dict[str, str]:
     """Return the sharding of each layer by the last part of its name; without the routed experts.
 
-    ``modules.moe.Experts`` describes its parameters itself. Some of their names are those of dense
-    layers too.
+    ``modules.moe.Experts`` describes its parameters itself. Some of their names are names of
+    dense layers too.
     """
     return {layer.last_name: layer.sharding for layer in LAYERS[model_type] if layer.sharding not in EXPERT_SHARDINGS}
 

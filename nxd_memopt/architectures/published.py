@@ -48,7 +48,7 @@ _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "rms_norm_eps": 1e-6, "h
 _QWEN_3 |= {"rope_theta": 1e6, "max_position_embeddings": 40960}
 _EXPERTS_OF_8 = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
-# The numbers are hidden size, MLP width, layers, query heads and KV heads. All sizes but those of GPT-NeoX-20B equal
+# The numbers are hidden size, MLP width, layers, query heads and KV heads. All sizes except for GPT-NeoX-20B equal
 # litgpt's table (litgpt/config.py), which states the same facts for its own loader, and tests/planner/test_published.py
 # compares the parameters that follow from them with the published numbers.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ _LEAST_S = 0.05
 def measure_device(*, largest: int | None = None, copy_bytes: int | None = None) -> tuple[Device, dict[str, Any]]:
     """Return this rank's device with measured rates, and the measurements. Every rank calls.
 
-    What was not measured, such as links on one rank, is that of the device's model.
+    What was not measured, such as links on one rank, is taken from the table of devices.
 
     Args:
         largest: largest matmul, rows and columns of square matrices; default 8,192, on a CPU 1,024.

@@ -137,7 +137,7 @@ def _classify(blocks: list[Allocation], found: Sequence[Operation]) -> None:
 
 
 def _stack(operation: Operation) -> tuple[str, ...]:
-    """Return the Python functions that have led to an allocation, without those of PyTorch."""
+    """Return the Python functions that have led to an allocation, without the functions of PyTorch."""
     frames: list[str] = []
     for each in operation.ancestors():
         if each.is_python and not each.name.startswith(_INTERNAL) and "site-packages" not in each.name:

@@ -1,7 +1,7 @@
 """The temporary tensors of a layer's backward pass, moment by moment.
 
 Each moment lists what exists besides the tensors that forward kept: gradients of activations, gathered
-inputs, and the gradient of the weights that is being computed. Sizes are those of the code in
+inputs, and the gradient of the weights that is being computed. The sizes follow the code in
 ``parallel_layers/functional/``, ``modules/parallel_residual.py`` and ``ops/cuda/``.
 """
 
@@ -48,6 +48,7 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
         copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
         by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes * int(copies_gradients)
         return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
+    # Per token and head: d numbers of dQ, one row sum and one copy of the log-sum-exp, all of them fp32.
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
     columns = sizes.query + 2 * sizes.heads
     # Grouped heads have sums of their own.
@@ -58,6 +59,8 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
 
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a layer whose MLP follows its attention."""
+    # Backward runs from the MLP to attention, so that whatever the MLP kept is free when attention's turn comes, and
+    # its weight gradients are complete: one of the last projection and one of each first projection.
     b = LayerBytes(sizes)
     columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}

@@ -235,7 +235,7 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
     # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
     # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
-    # returns for queries in this layout: those of which a part was rotated and the rest appended.
+    # returns for queries in this layout, which queries have if a part was rotated and the rest appended.
     results = {"attention": column_bytes(sizes, sizes.query)}
     # One head has one layout.
     appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused

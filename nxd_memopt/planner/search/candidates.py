@@ -208,7 +208,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     for layers in sorted({depth // 4, depth // 2} - {0}):
         yield replace(same, cpu_offloading_num_layers=layers)
     yield replace(same, **full, cpu_offloading_activations=True)
-    # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
+    # Matmuls of tiles of 32,768 tokens are as fast as matmuls of the full sequence.
     # Tiles compute layers without their adapters.
     if problem.sequence_length > 32768 and not spec.has_experts and problem.lora is None:
         yield replace(same, **full, mlp_tile_tokens="auto")
