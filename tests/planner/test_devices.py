@@ -40,8 +40,6 @@ def test_files_of_gpus_without_a_compute_capability_are_measured_again(tmp_path)
     ("model", "devices", "setting", "communicators"),
     [
         ("llama-3-8b", 1, Setting(1), 0),
-        ("llama-3-8b", 4, Setting(4), 1),
-        ("llama-3-8b", 4, Setting(1, "zero1"), 1),
         ("llama-3-8b", 4, Setting(2, "zero1"), 2),
         # Two ranks have the same KV heads.
         ("llama-3-8b", 32, Setting(16, "zero1"), 3),

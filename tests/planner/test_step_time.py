@@ -109,9 +109,7 @@ def test_launches_of_a_slower_host_take_longer():
 @pytest.mark.parametrize(
     ("model", "ranks", "memory", "expected"),
     [
-        ("llama-3-8b", 1, MemoryConfig(), 2 * 32),
         ("llama-3-8b", 2, MemoryConfig(), 2 * 2 * 32),
-        ("llama-3-8b", 1, MemoryConfig(recompute_granularity="full"), 3 * 32),
         ("llama-3-8b", 1, NORM_MLP, 3 * 32),
         ("mixtral-8x7b", 2, MemoryConfig(recompute_granularity="full"), 4 * 3 * 32),
     ],

@@ -201,8 +201,8 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
     head = own * elements(model.head)
     unit = min(unit_layers, model.sizes.num_layers) * layer
     only_one = unit_layers >= model.sizes.num_layers
-    # While gradients are copied, they exist in their own dtype and in the dtype of the reduction. The rank's part of the
-    # result, 1 / D of the copies, does not exist yet and is subtracted, because it counts with the gradients that stay.
+    # While gradients are copied, they exist in their own dtype and in the dtype of the reduction. The rank's part of
+    # the result, 1 / D of the copies, counts with the gradients that stay and does not exist yet: it is subtracted.
     in_copy = (own + copied) * others
     if not accumulates:
         in_copy -= copied * others // layout.data_parallel_size
