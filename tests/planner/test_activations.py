@@ -11,9 +11,8 @@ from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.layer_tensors import Kernels
-from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
-from tests.planner.storages import LENGTH, ROWS, counted_bytes
+from tests.planner.storages import LENGTH, ROWS, counted_bytes, sizes_of
 from tests.reference import assert_says, error_message
 from tests.reference_models import CONFIGS, batch, gpt_neox_config, llama_config
 
@@ -62,7 +61,7 @@ def check(config, dtype, attention, options, parallel=ONE_RANK, rows=ROWS):
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=rows, dtype=name)
+    sizes = sizes_of(config, parallel, LENGTH, rows, name)
     kernels = Kernels(False, "sdpa" if attention == "auto" else attention, masks_windows=attention == "sdpa")
     plan = activations(sizes, memory, kernels)
     assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
@@ -158,13 +157,7 @@ def test_dropout_of_attention(config, technique, dtype):
 
 
 def test_dropout_in_plain_kernels_of_attention_is_not_planned():
-    sizes = rank_sizes(
-        model_spec(llama_config(attention_dropout=0.2)),
-        ONE_RANK,
-        sequence_length=8,
-        micro_batch_size=1,
-        dtype="float32",
-    )
+    sizes = sizes_of(llama_config(attention_dropout=0.2), ONE_RANK, 8, 1, "float32")
     message = error_message(lambda: activations(sizes, MemoryConfig(), Kernels(fused=False, attention="sdpa")))
     assert_says(message, "attention_dropout", "'sdpa'", "'math'")
     assert activations(sizes, MemoryConfig(), Kernels(fused=True, attention="cudnn")).device_bytes

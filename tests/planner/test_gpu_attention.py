@@ -19,8 +19,8 @@ from nxd_memopt.planner.memory import backward
 from nxd_memopt.planner.memory.backward import layer_moments
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.search.problem import Problem, Setting, attention_notes, kernels_of
-from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.planner.techniques.gpu_attention import LIMITS, limit_refusal
+from tests.planner.storages import sizes_of
 from tests.reference import assert_says, error_message
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "attention.csv"
@@ -99,7 +99,7 @@ def test_a_plan_says_what_it_assumes_about_packages():
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_gradients_of_kv_heads_are_copied_for_every_query_head(name, monkeypatch):
     """In the backward of attention and at no other moment: 128 MiB of LLaMA-3-8B."""
-    llama = rank_sizes(problem().model, ParallelConfig(), sequence_length=8192, micro_batch_size=1, dtype="bfloat16")
+    llama = sizes_of(problem().model, ParallelConfig(), 8192, 1, "bfloat16")
     planned = layer_moments(llama, MemoryConfig(), Kernels(True, name))
     monkeypatch.setattr(backward, "COPIES_KV_GRADIENTS", ())
     without = layer_moments(llama, MemoryConfig(), Kernels(True, name))

@@ -15,7 +15,6 @@ import yaml
 
 from nxd_memopt.architectures.configs import DEFAULTS, NAMED_CONFIGS, with_defaults
 from nxd_memopt.architectures.experts import options_of
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.command_line import Parser, Run, read_run
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.commands.plan.yaml_writer import configuration
@@ -31,18 +30,18 @@ from nxd_memopt.planner.search.candidates import settings
 from nxd_memopt.planner.search.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.search.plan import evaluate, plans, smallest
 from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.model import load_hf_config
 from scripts.bench.harness.configs import CONFIGS
+from tests.planner.storages import named, share_of
 from tests.reference import assert_says, error_message, fake_world
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
 def problem(model="llama-3-8b", device="h200", devices=8, length=8192, **options) -> Problem:
-    return Problem(model_spec(with_defaults(NAMED_CONFIGS[model])), device_named(device), devices, length, **options)
+    return Problem(named(model), device_named(device), devices, length, **options)
 
 
 def run_of(*arguments: str) -> Run:
@@ -172,13 +171,7 @@ def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
     found = evaluate(asked, setting)
     chunk = 4736 * 128256 // 8 * 4  # bytes: the larger of the two chunks in the certified graph, f32[16032, 4736]
     plain = replace(kernels_of(asked, setting.memory), compiles_steps=False)
-    share = rank_model(
-        asked.model,
-        ParallelConfig(8, sequence_parallel_enabled=True),
-        sequence_length=8192,
-        micro_batch_size=1,
-        dtype="bfloat16",
-    )
+    share = share_of(asked.model, ParallelConfig(8, sequence_parallel_enabled=True), 8192, 1, "bfloat16")
     temporaries = [
         loss_temporaries(share.sizes, kernels, fused=True)["logits in fp32"]
         for kernels in (kernels_of(asked, setting.memory), plain)
@@ -307,13 +300,7 @@ def test_defaults_are_those_of_transformers(model_type):
     for name, value in (DEFAULTS[model_type] | switch).items():
         assert getattr(theirs, name) == value, name
     if model_type == "gpt_neox":
-        ours = rank_model(
-            model_spec(with_defaults({"model_type": "gpt_neox"})),
-            ParallelConfig(1),
-            sequence_length=8,
-            micro_batch_size=1,
-            dtype="float32",
-        )
+        ours = share_of(with_defaults({"model_type": "gpt_neox"}), ParallelConfig(1), 8, 1, "float32")
         assert ours.sizes.rotary_dim == int(96 * theirs.rope_parameters["partial_rotary_factor"])
 
 
@@ -358,12 +345,12 @@ def planned_peak(config, row) -> float:
     moe = None
     if "all-to-all" in row["variant"]:
         moe = replace(options_of(config), moe_token_dispatcher_type="alltoall")
-    share = rank_model(
-        model_spec(config),
+    share = share_of(
+        config,
         ParallelConfig(size, expert_model_parallel_size=experts, sequence_parallel_enabled=size > 1),
-        sequence_length=int(row["tokens"]),
-        micro_batch_size=1,
-        dtype="bfloat16",
+        int(row["tokens"]),
+        1,
+        "bfloat16",
         moe=moe,
     )
     layout = StateLayout(2, in_backward="in backward" in recompute)

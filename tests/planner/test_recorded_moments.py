@@ -13,6 +13,7 @@ from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.memory.peak import SMALL_TENSORS_BYTES, StepMemory
 from nxd_memopt.planner.search.plan import evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
+from tests.planner.storages import named
 
 MIB = 2**20
 
@@ -164,7 +165,7 @@ def test_slots_of_peer_memory_are_not_below_the_recorded_ones():
 def test_a_graph_of_many_tokens_has_the_buffers_of_the_optimizer_too(devices, stage, tokens, terms):
     """The embedding's backward, which needs more than they do, is inside the graph's pool."""
     problem = Problem(
-        model=model_spec(with_defaults(NAMED_CONFIGS["smollm2-135m"])),
+        model=named("smollm2-135m"),
         device=device_named("h200"),
         devices=devices,
         sequence_length=tokens,

@@ -13,6 +13,7 @@ from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.candidates import settings
 from nxd_memopt.planner.search.plan import evaluate, plans
 from nxd_memopt.planner.search.problem import Problem, Setting
+from tests.planner.storages import named
 from tests.planner.test_plan import problem
 from tests.reference import assert_says, error_message
 
@@ -48,7 +49,7 @@ def test_a_model_with_windows_keeps_no_attention():
 
 def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
     problem = Problem(
-        model=model_spec(with_defaults(NAMED_CONFIGS["smollm2-135m"])),
+        model=named("smollm2-135m"),
         device=device_named("h200"),
         devices=1,
         sequence_length=2048,

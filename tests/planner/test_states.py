@@ -15,7 +15,6 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.peak import _in_update, step_memory
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.states import (
     StateLayout,
     gradient_bytes,
@@ -31,6 +30,7 @@ from nxd_memopt.planner.sizes.states import (
 from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.deferred_transfers import DeferredTransfers
 from tests.dist.pool import distributed
+from tests.planner.storages import share_of
 from tests.reference_models import mixtral_config
 
 BATCH = torch.arange(24).view(2, 12)
@@ -134,13 +134,7 @@ def test_streamed_states_of_a_model(fraction, remainders):
     assert pool.ledger().get("optimizer states", 0) == on_host and (on_host > 0) == (fraction > 0)
     on_device = master_bytes(shapes, layout) + moment_bytes(shapes, layout) - on_host
     assert sum(buffer.nbytes for buffer in optimizer._states.device) == on_device
-    share = rank_model(
-        model.spec,
-        ParallelConfig(),
-        sequence_length=BATCH.size(1),
-        micro_batch_size=BATCH.size(0),
-        dtype="bfloat16",
-    )
+    share = share_of(model.spec, ParallelConfig(), BATCH.size(1), BATCH.size(0), "bfloat16")
     planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
     assert planned.host["optimizer states"] == on_host
     assert planned.device["master weights"] + planned.device["optimizer moments"] == on_device
@@ -154,13 +148,7 @@ def test_inputs_of_the_gather_of_streamed_shards():
     model = build("llama", dtype=torch.bfloat16, vocab_size=8193)
     optimizer = OffloadedZero1Optimizer(model.parameters(), transfers=DeferredTransfers(), lr=1e-3)
     layout = StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=2, optimizer_offload_fraction=1.0)
-    share = rank_model(
-        model.spec,
-        ParallelConfig(),
-        sequence_length=12,
-        micro_batch_size=2,
-        dtype="bfloat16",
-    )
+    share = share_of(model.spec, ParallelConfig(), 12, 2, "bfloat16")
     planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout).device["inputs of the all-gather"]
     assert planned == sum(output.nbytes for output in optimizer._outputs)
 
