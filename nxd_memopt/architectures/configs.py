@@ -94,6 +94,8 @@ def require_known_keys(option: str, keys: Iterable[str]) -> None:
         option: option with the keys, for the message.
         keys: keys of a config.json, of which models have many more than are read.
     """
+    # Models have many keys that nothing here reads. One that is nearly the name of a key that is read is most likely
+    # a misspelling, and would silently leave the default in place.
     known = {*_SIZES, *_OTHER_SIZES}.union(*DEFAULTS.values(), *NAMED_CONFIGS.values())
     for key in keys:
         close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
@@ -150,6 +152,7 @@ def load_model_config(model: str) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Return the JSON of a configuration file, or raise ``ValueError`` with the known names."""
+    # A directory of adapters has an adapter_config.json instead: the message then says which model it needs.
     file = Path(model)
     if file.is_dir():
         file = file / "config.json"

@@ -152,6 +152,7 @@ def _layer_parameters(layer: Layer, name: str, letters: Mapping[str, int]) -> It
 
 def _value(dimension: str, letters: Mapping[str, int]) -> int:
     """Return the value of a product such as ``3*h*d``."""
+    # Letters stand for sizes and digits for themselves: 3*h*d is the height of a fused query, key and value weight.
     value = 1
     for factor in dimension.split("*"):
         if factor.isdigit():

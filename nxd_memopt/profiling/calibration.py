@@ -90,6 +90,7 @@ def write_device(path: Path, device: Device, found: dict[str, Any]) -> None:
 
 def _seconds(work: Callable[[], object]) -> float:
     """Return the median seconds of one call of ``work``."""
+    # The first call compiles and allocates; the second one tells how often to repeat the work.
     work()
     backend.synchronize()
     start = perf_counter()
@@ -114,6 +115,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _matmuls(dtype: torch.dtype, largest: int) -> dict[int, float]:
     """Return FLOP/s by the size of square matrices. Their values are random: zeros cost less power."""
     found: dict[int, float] = {}
+    # Small matmuls wait for launches and large ones for the power limit: the best size is what the device reaches.
     size = min(256, largest)
     while size <= largest:
         a, b = (torch.randn(size, size, device=backend.device, dtype=dtype) for _ in range(2))
@@ -125,6 +127,7 @@ def _matmuls(dtype: torch.dtype, largest: int) -> dict[int, float]:
 
 def _memory(num_bytes: int) -> float:
     """Return the bytes per second that a copy reads and writes."""
+    # fp32 elements; a copy reads each byte once and writes it once.
     source = torch.ones(num_bytes // 4, device=backend.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source))

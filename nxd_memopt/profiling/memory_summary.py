@@ -79,6 +79,7 @@ def allocations(found: Sequence[Operation], before: Blocks, after: Blocks, other
         if operation.allocation is None:
             continue
         address, size, _ = operation.allocation
+        # An address is used again after its block is freed, so that live has one block for each address.
         if size < 0:
             block = live.pop(address, None)
             if block is not None:
@@ -130,6 +131,7 @@ def _classify(blocks: list[Allocation], found: Sequence[Operation]) -> None:
             block.category = "activations"
         elif block.stage == "recompute":
             index = bisect.bisect_right(recomputed, (block.start_ns, float("inf"))) - 1
+            # Calls are nested: the last one that began may have ended already, and an outer one still run.
             while index >= 0 and recomputed[index][1] < block.start_ns:
                 index -= 1
             if index >= 0 and end > recomputed[index][1]:
@@ -167,6 +169,7 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
     changes.sort(key=lambda change: change[:2])
     current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[tuple[int, dict[str, int]]] = []
+    # The running sums by category; what existed before the step has time 0 and adds no point.
     for time_ns, size, block in changes:
         current[block.category] += size
         if time_ns:
@@ -195,6 +198,7 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
 
 def _thinned(points: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
     """Return the highest of each group of consecutive points."""
+    # The highest point and not the mean: the peak of the step must stay in the timeline.
     group = -(-len(points) // TIMELINE_POINTS)
     highest: list[tuple[int, dict[str, int]]] = []
     for start in range(0, len(points), group):

@@ -70,6 +70,7 @@ def write_html(file: Path, title: str, lines: Sequence[str], found: Sequence[Tab
         parts.append(f'<p><img alt="{escape(plot.stem)}" src="data:image/png;base64,{content}"></p>')
     for table in found:
         parts += [f"<h2>{escape(table.title)}</h2>", *_html_table(table)]
+    # One file without references: it can be sent and opened anywhere.
     parts.append("</body></html>")
     write_text(file, "\n".join(parts))
 

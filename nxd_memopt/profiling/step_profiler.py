@@ -138,6 +138,7 @@ class StepProfiler:
                 yield
             backend.synchronize()
             self._step_s.append(perf_counter() - start)
+        # A failed step leaves neither a running profiler nor a replaced nn.Module.__call__ behind.
         except BaseException:
             self._stack.close()
             raise
@@ -147,6 +148,7 @@ class StepProfiler:
 
     def _write_time(self) -> None:
         """Write the trace and summarize the timed steps."""
+        # Counters run from the start of the process: the profiled steps' part is a difference.
         counters = {name: value - self._counters[name] for name, value in backend.step_counters().items()}
         # A path that ends in .gz is compressed.
         with complete_file(self._path("trace.json.gz")) as file:

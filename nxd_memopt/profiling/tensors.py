@@ -40,6 +40,7 @@ def _storages(tensors: Iterable[Tensor], device_type: str) -> list[tuple[int, in
     """Return address and bytes of the storages that have memory on the device."""
     found: list[tuple[int, int]] = []
     for tensor in tensors:
+        # A DTensor has no storage of its own, its local tensor has.
         local: Any = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
         if local.device.type == device_type and local.untyped_storage().nbytes():
             found.append((local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()))
@@ -53,6 +54,7 @@ def reachable_tensors(root: object) -> list[Tensor]:
     waiting: list[Any] = [root]
     while waiting:
         each = waiting.pop()
+        # Objects refer to each other in circles, such as an optimizer and its groups.
         if id(each) in seen:
             continue
         seen.add(id(each))

@@ -26,6 +26,7 @@ PASSES = ("forward", "backward", "recompute", "other")
 
 def kernel_class(name: str) -> str:
     """Return the class of an operator of the host or a kernel of a device, by its name."""
+    # The first class that fits: names of attention kernels contain softmax or gemm too.
     lowered = name.lower()
     for title, words in _CLASSES:
         if any(word in lowered for word in words):
