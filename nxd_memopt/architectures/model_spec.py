@@ -323,7 +323,7 @@ def shared_expert(config: Any) -> tuple[int | None, bool]:
     # whatever width a config.json has.
     if not has_own_gate and gate is None:
         return None, False
-    # Files of Qwen2-MoE without a shared expert have a width of 0.
+    # A width of 0 stands for no shared expert, as None does.
     width = option(config, "shared_expert_intermediate_size") or None
     return width, width is not None and (has_own_gate or bool(gate))
 
