@@ -179,11 +179,12 @@ def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Tabl
     one, other = first["memory"], second["memory"]
     if one is None or other is None:
         return found
-    sums = [memory["at_peak"] | {"sum": memory["peak_bytes"]} for memory in (one, other)]
+    first_sums = one["at_peak"] | {"sum": one["peak_bytes"]}
+    second_sums = other["at_peak"] | {"sum": other["peak_bytes"]}
     layers = _differences(one["activations_by_layer"], other["activations_by_layer"], "MiB")
     return [
         *found,
-        Table("Memory at the peak", ("category", *columns), _differences(*sums, "MiB")),
+        Table("Memory at the peak", ("category", *columns), _differences(first_sums, second_sums, "MiB")),
         Table("Activations at the peak, by layer", ("layer", *columns), layers),
     ]
 
