@@ -122,7 +122,7 @@ def test_no_tried_setting_is_refused_by_training(option, file):
             ("attention_backend 'flash4'", "float32", "'auto'"),
         ),
         ({"parallel": {"tensor_model_parallel_size": 8}}, (), ("tensor_model_parallel_size 8", "use one of [1, 2, 4]")),
-        ({"parallel": {"expert_model_parallel_size": 2}}, (), ("expert_model_parallel_size 2", "leave it out")),
+        ({"parallel": {"expert_model_parallel_size": 2}}, (), ("expert_model_parallel_size 2", "leave an option out")),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(sections, more, words, file):
