@@ -44,6 +44,7 @@ def adapters_of(spec: ModelSpec, lora: LoraConfig) -> Adapters:
             f"lora_rank {lora.lora_rank} in a model with experts is not planned: leave the section lora out"
         )
     targets = lora.target_modules or default_targets(spec.model_type)
+    # Adapters are added to linear layers of the decoder alone: embedding and head have other shardings.
     linear = [layer.name for layer in spec.layers if layer.sharding in (*_COLUMNS, *_ROWS)]
     depth = spec.num_layers
     by_layer = [frozenset(name for name in linear if is_target(name.format(i), targets)) for i in range(depth)]
@@ -74,6 +75,7 @@ def adapter_shapes(spec: ModelSpec, adapters: Adapters, tensor_model_parallel_si
         parts = parameter.name.split(".")
         if ".layers.0." not in parameter.name or parts[-1] != "weight" or parts[-2] not in adapters.layers:
             continue
+        # y = W x + (alpha / r) B A x: A is [r, in] and B is [out, r], on the rank's part of W.
         outputs, inputs = parameter.local_shape(tensor_model_parallel_size, replicas)
         shapes += [(adapters.rank, inputs), (outputs, adapters.rank)]
     return shapes

@@ -1,4 +1,4 @@
-"""Which options of a Hugging Face config each architecture reads: those that transformers' class of it reads."""
+"""Which options of a Hugging Face config each architecture reads, as its config class in transformers does."""
 
 from __future__ import annotations
 

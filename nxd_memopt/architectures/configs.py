@@ -11,131 +11,38 @@ from typing import Any
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
 from nxd_memopt.architectures.model_spec import moe_layers, num_kv_heads, rope_options, shared_expert
-from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name
+from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name, sizes
 from nxd_memopt.lora_config import require_no_adapters
 from nxd_memopt.options import require_one_of
 
-_QWEN: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,  # whatever the number of heads is
-    "tie_word_embeddings": False,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+# The values that several of transformers' config classes have in common. LLaMA and GPT-NeoX have as many KV heads as
+# query heads unless a config says otherwise, so that their defaults name none; Qwen2 and Qwen3 have 32 of them,
+# whatever the number of query heads is.
+_DENSE: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu", "tie_word_embeddings": False}
+_ROUTER: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_EIGHT_EXPERTS = _ROUTER | {"num_experts_per_tok": 2, "num_local_experts": 8}
+_QWEN = _DENSE | {"sliding_window": 4096, "use_sliding_window": False, "vocab_size": 151936}
+_QWEN_DENSE = _QWEN | sizes(4096, 22016, 32, 32, 32)
+_QWEN_MOE = _QWEN | _ROUTER | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
+_GPT_NEOX = _DENSE | sizes(6144, 24576, 44, 64)
+_GPT_NEOX |= {"attention_bias": True, "hidden_act": "gelu", "hidden_dropout": 0.0, "vocab_size": 50432}
+_GPT_NEOX |= {"use_parallel_residual": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt_neox": {
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "hidden_act": "gelu",
-        "hidden_dropout": 0.0,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 44,
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "vocab_size": 50432,
-    },
-    "llama": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "mlp_bias": False,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
-    "mistral": {
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
-    "mixtral": {
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128},
-    "qwen2_moe": {
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": False,
-        "num_attention_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 16,
-        "output_router_logits": False,
-        "qkv_bias": True,
-        "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 5632,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "qwen3_moe": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
+    "gpt_neox": _GPT_NEOX,
+    GPT_NEOX_MOE: _GPT_NEOX | _EIGHT_EXPERTS,
+    "llama": _DENSE | sizes(4096, 11008, 32, 32) | {"attention_bias": False, "mlp_bias": False, "vocab_size": 32000},
+    "mistral": _DENSE | sizes(4096, 14336, 32, 32, 8, sliding_window=4096, vocab_size=32000),
+    "mixtral": _DENSE | _EIGHT_EXPERTS | sizes(4096, 14336, 32, 32, 8, vocab_size=32000),
+    "qwen2": _QWEN_DENSE,
+    "qwen3": _QWEN_DENSE | {"attention_bias": False, "head_dim": 128},
+    "qwen2_moe": _QWEN_MOE
+    | sizes(2048, 5632, 24, 16, 16, moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
+    | {"num_experts": 60, "num_experts_per_tok": 4, "qkv_bias": True},
+    "qwen3_moe": _QWEN_MOE
+    | sizes(2048, 6144, 24, 32, 4, moe_intermediate_size=768)
+    | {"attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8},
 }
 """transformers' values of options that a config leaves out, by model type."""
-DEFAULTS[GPT_NEOX_MOE] = DEFAULTS["gpt_neox"] | {
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-}
 _GPT_NEOX_ROTARY_FRACTION = 0.25
 _WITH_EXPERTS = {"llama": "mixtral", "gpt_neox": GPT_NEOX_MOE}
 """The architecture with experts by the dense one."""
@@ -187,6 +94,8 @@ def require_known_keys(option: str, keys: Iterable[str]) -> None:
         option: option with the keys, for the message.
         keys: keys of a config.json, of which models have many more than are read.
     """
+    # Models have many keys that nothing here reads. One that is nearly the name of a key that is read is most likely
+    # a misspelling, and would silently leave the default in place.
     known = {*_SIZES, *_OTHER_SIZES}.union(*DEFAULTS.values(), *NAMED_CONFIGS.values())
     for key in keys:
         close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
@@ -243,6 +152,7 @@ def load_model_config(model: str) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Return the JSON of a configuration file, or raise ``ValueError`` with the known names."""
+    # A directory of adapters has an adapter_config.json instead: the message then says which model it needs.
     file = Path(model)
     if file.is_dir():
         file = file / "config.json"

@@ -25,7 +25,7 @@ class MoESizes:
     """Sizes of a mixture of experts on one rank.
 
     How many rows reach an expert depends on the routing, unless capacities with padding or blocks fix
-    them. Otherwise the sizes are those of a balanced routing, in which every expert of every rank is
+    them. Otherwise the sizes follow from a balanced routing, in which every expert of every rank is
     chosen equally often. A rank whose experts are chosen more often needs more.
 
     Args:
@@ -96,7 +96,7 @@ class MoESizes:
         """Return how many rows this rank's experts process.
 
         Args:
-            tokens: tokens of a micro-batch, those of all tensor-parallel ranks together.
+            tokens: tokens of a micro-batch, of all tensor-parallel ranks together.
         """
         moe = self.options
         # The rows of every expert are padded to full blocks.
@@ -124,7 +124,7 @@ def moe_sizes(spec: ModelSpec, parallel: ParallelConfig, options: MoEConfig | No
     Args:
         spec: the model.
         parallel: T and EP.
-        options: options of the layers; None: those of the model's config.
+        options: options of the layers; None: the options of the model's config.
 
     Raises:
         ValueError: some layers are dense, or EP does not divide the experts.
@@ -164,7 +164,7 @@ def fixed_options(spec: ModelSpec) -> dict[str, Any]:
 def require_option_of(
     config: Any, name: str, value: object, remedy: str = "leave it out, or change the config"
 ) -> None:
-    """Raise ``ValueError`` unless ``value`` is that of the config of a model with experts.
+    """Raise ``ValueError`` unless ``value`` is the value in the config of a model with experts.
 
     Args:
         config: as an object or as a complete mapping.
@@ -185,7 +185,7 @@ def options_of(config: Any, **given: Any) -> MoEConfig:
 
     Args:
         config: as an object or as a complete mapping.
-        **given: options in place of those of ``config``.
+        **given: options that replace options of ``config``.
     """
     return _options(model_spec(config), **given)
 
@@ -207,7 +207,7 @@ def expert_capacity(tokens: int, top_k: int, num_experts: int, factor: float) ->
     """Return ``ceil(tokens * k / E * factor)``, at most ``tokens``.
 
     Args:
-        tokens: tokens of a micro-batch, those of all tensor-parallel ranks together.
+        tokens: tokens of a micro-batch, of all tensor-parallel ranks together.
         top_k: k, experts of a token.
         num_experts: E.
         factor: capacity factor; 1 is an even distribution without padding.

@@ -37,7 +37,7 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
   expert's bias, of ``[E, M]`` or ``[E, H]``. Expert-parallel ranks have consecutive experts.
 - ``replicated``: no sharding. ``head_norm``: no sharding either; each rank applies the weight to its own heads.
 
-A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
+A rank has the query heads that its KV heads serve, see ``parallel_layers.rank_order``.
 """
 
 

@@ -132,6 +132,7 @@ def model_spec(config: Any) -> ModelSpec:
     """
     model_type = option(config, "model_type")
     require_one_of("model_type", model_type, tuple(LAYERS))
+    # Sizes that a config leaves out follow from others: d = H / h.
     heads = option(config, "num_attention_heads")
     head_dim = option(config, "head_dim") or option(config, "hidden_size") // heads
     # Its projection has queries, keys and values of each head next to each other.
@@ -322,6 +323,7 @@ def shared_expert(config: Any) -> tuple[int | None, bool]:
     # whatever width a config.json has.
     if not has_own_gate and gate is None:
         return None, False
+    # A width of 0 stands for no shared expert, as None does.
     width = option(config, "shared_expert_intermediate_size") or None
     return width, width is not None and (has_own_gate or bool(gate))
 

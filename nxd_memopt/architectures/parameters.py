@@ -81,8 +81,8 @@ class Parameter:
 def shardings(model_type: str) -> dict[str, str]:
     """Return the sharding of each layer by the last part of its name; without the routed experts.
 
-    ``modules.moe.Experts`` describes its parameters itself. Some of their names are those of dense
-    layers too.
+    ``modules.moe.Experts`` describes its parameters itself. Some of their names are names of
+    dense layers too.
     """
     return {layer.last_name: layer.sharding for layer in LAYERS[model_type] if layer.sharding not in EXPERT_SHARDINGS}
 
@@ -152,6 +152,7 @@ def _layer_parameters(layer: Layer, name: str, letters: Mapping[str, int]) -> It
 
 def _value(dimension: str, letters: Mapping[str, int]) -> int:
     """Return the value of a product such as ``3*h*d``."""
+    # Letters stand for sizes and digits for themselves: 3*h*d is the height of a fused query, key and value weight.
     value = 1
     for factor in dimension.split("*"):
         if factor.isdigit():

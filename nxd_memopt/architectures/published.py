@@ -18,15 +18,19 @@ def _llama_3(context: int, rope_factor: float | None = None) -> dict[str, Any]:
     return family | {"max_position_embeddings": context, "rope_parameters": rope}
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+def sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any
+) -> dict[str, Any]:
     """Return sizes under the names that a ``config.json`` has for them."""
-    return {
+    found = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    } | others
+    }
+    if kv_heads is not None:
+        found["num_key_value_heads"] = kv_heads
+    return found | others
 
 
 _TIED = {"tie_word_embeddings": True}
@@ -44,44 +48,38 @@ _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "rms_norm_eps": 1e-6, "h
 _QWEN_3 |= {"rope_theta": 1e6, "max_position_embeddings": 40960}
 _EXPERTS_OF_8 = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
-# The numbers are hidden size, MLP width, layers, query heads and KV heads.
+# The numbers are hidden size, MLP width, layers, query heads and KV heads. All sizes except for GPT-NeoX-20B equal
+# litgpt's table (litgpt/config.py), which states the same facts for its own loader, and tests/planner/test_published.py
+# compares the parameters that follow from them with the published numbers.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt-neox-20b": {
-        "model_type": "gpt_neox",
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "vocab_size": 50432,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-    },
-    "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32, 32),
-    "llama-3-8b": _llama_3(8192) | _sizes(4096, 14336, 32, 32, 8),
-    "llama-3-70b": _llama_3(8192) | _sizes(8192, 28672, 80, 64, 8),
-    "llama-3.1-8b": _llama_3(131072, 8.0) | _sizes(4096, 14336, 32, 32, 8),
-    "llama-3.1-70b": _llama_3(131072, 8.0) | _sizes(8192, 28672, 80, 64, 8),
-    "llama-3.2-1b": _llama_3(131072, 32.0) | _sizes(2048, 8192, 16, 32, 8, head_dim=64) | _TIED,
-    "llama-3.2-3b": _llama_3(131072, 32.0) | _sizes(3072, 8192, 28, 24, 8, head_dim=128) | _TIED,
-    "llama-3.3-70b": _llama_3(131072, 8.0) | _sizes(8192, 28672, 80, 64, 8),
-    "mistral-7b-v0.1": _MISTRAL | _sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=4096, rope_theta=1e4),
-    "mistral-7b-v0.3": _MISTRAL | _sizes(4096, 14336, 32, 32, 8, vocab_size=32768, sliding_window=None, rope_theta=1e6),
-    "mixtral-8x7b": _MIXTRAL | _sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=None) | _EXPERTS_OF_2,
-    "qwen2.5-0.5b": _QWEN_25_SMALL | _sizes(896, 4864, 24, 14, 2) | _TIED | _32K,
-    "qwen2.5-1.5b": _QWEN_25_SMALL | _sizes(1536, 8960, 28, 12, 2) | _TIED,
-    "qwen2.5-3b": _QWEN_25_SMALL | _sizes(2048, 11008, 36, 16, 2) | _TIED | _32K,
-    "qwen2.5-7b": _QWEN_25_LARGE | _sizes(3584, 18944, 28, 28, 4, rms_norm_eps=1e-6),
-    "qwen2.5-14b": _QWEN_25_LARGE | _sizes(5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": _QWEN_25_LARGE | _sizes(5120, 27648, 64, 40, 8),
-    "qwen2.5-72b": _QWEN_25_LARGE | _sizes(8192, 29568, 80, 64, 8),
-    "qwen3-0.6b": _QWEN_3 | _sizes(1024, 3072, 28, 16, 8) | _TIED,
-    "qwen3-1.7b": _QWEN_3 | _sizes(2048, 6144, 28, 16, 8) | _TIED,
-    "qwen3-4b": _QWEN_3 | _sizes(2560, 9728, 36, 32, 8) | _TIED,
-    "qwen3-8b": _QWEN_3 | _sizes(4096, 12288, 36, 32, 8),
-    "qwen3-14b": _QWEN_3 | _sizes(5120, 17408, 40, 40, 8),
-    "qwen3-32b": _QWEN_3 | _sizes(5120, 25600, 64, 64, 8),
-    "qwen3-30b-a3b": _QWEN_3 | {"model_type": "qwen3_moe"} | _sizes(2048, 6144, 48, 32, 4) | _EXPERTS_OF_8,
-    "smollm2-135m": _SMOLLM2 | _sizes(576, 1536, 30, 9, 3, rope_theta=1e5) | _TIED,
+    "gpt-neox-20b": {"model_type": "gpt_neox", "max_position_embeddings": 2048, "rotary_pct": 0.25}
+    | sizes(6144, 24576, 44, 64, vocab_size=50432),
+    "llama-2-7b": _LLAMA_2 | sizes(4096, 11008, 32, 32, 32),
+    "llama-3-8b": _llama_3(8192) | sizes(4096, 14336, 32, 32, 8),
+    "llama-3-70b": _llama_3(8192) | sizes(8192, 28672, 80, 64, 8),
+    "llama-3.1-8b": _llama_3(131072, 8.0) | sizes(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _llama_3(131072, 8.0) | sizes(8192, 28672, 80, 64, 8),
+    "llama-3.2-1b": _llama_3(131072, 32.0) | sizes(2048, 8192, 16, 32, 8, head_dim=64) | _TIED,
+    "llama-3.2-3b": _llama_3(131072, 32.0) | sizes(3072, 8192, 28, 24, 8, head_dim=128) | _TIED,
+    "llama-3.3-70b": _llama_3(131072, 8.0) | sizes(8192, 28672, 80, 64, 8),
+    "mistral-7b-v0.1": _MISTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=4096, rope_theta=1e4),
+    "mistral-7b-v0.3": _MISTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32768, sliding_window=None, rope_theta=1e6),
+    "mixtral-8x7b": _MIXTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=None) | _EXPERTS_OF_2,
+    "qwen2.5-0.5b": _QWEN_25_SMALL | sizes(896, 4864, 24, 14, 2) | _TIED | _32K,
+    "qwen2.5-1.5b": _QWEN_25_SMALL | sizes(1536, 8960, 28, 12, 2) | _TIED,
+    "qwen2.5-3b": _QWEN_25_SMALL | sizes(2048, 11008, 36, 16, 2) | _TIED | _32K,
+    "qwen2.5-7b": _QWEN_25_LARGE | sizes(3584, 18944, 28, 28, 4, rms_norm_eps=1e-6),
+    "qwen2.5-14b": _QWEN_25_LARGE | sizes(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _QWEN_25_LARGE | sizes(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _QWEN_25_LARGE | sizes(8192, 29568, 80, 64, 8),
+    "qwen3-0.6b": _QWEN_3 | sizes(1024, 3072, 28, 16, 8) | _TIED,
+    "qwen3-1.7b": _QWEN_3 | sizes(2048, 6144, 28, 16, 8) | _TIED,
+    "qwen3-4b": _QWEN_3 | sizes(2560, 9728, 36, 32, 8) | _TIED,
+    "qwen3-8b": _QWEN_3 | sizes(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _QWEN_3 | sizes(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _QWEN_3 | sizes(5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": _QWEN_3 | {"model_type": "qwen3_moe"} | sizes(2048, 6144, 48, 32, 4) | _EXPERTS_OF_8,
+    "smollm2-135m": _SMOLLM2 | sizes(576, 1536, 30, 9, 3, rope_theta=1e5) | _TIED,
 }
 """Published model configurations, with the keys of the models' ``config.json``."""
 

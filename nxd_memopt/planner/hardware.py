@@ -190,7 +190,7 @@ def _require_valid(device: Device) -> None:
 
 
 def device_named(name: str) -> Device:
-    """Return the device called ``name``, or that of a ``.json`` file (``read_device``).
+    """Return the device called ``name``, or the device of a ``.json`` file (``read_device``).
 
     Raises:
         ValueError: the name is unknown; the message has the nearest one.

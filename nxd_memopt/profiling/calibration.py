@@ -28,18 +28,24 @@ _LEAST_S = 0.05
 def measure_device(*, largest: int | None = None, copy_bytes: int | None = None) -> tuple[Device, dict[str, Any]]:
     """Return this rank's device with measured rates, and the measurements. Every rank calls.
 
-    What was not measured, such as links on one rank, is that of the device's model.
+    What was not measured, such as links on one rank, is taken from the table of devices.
 
     Args:
         largest: largest matmul, rows and columns of square matrices; default 8,192, on a CPU 1,024.
         copy_bytes: bytes of the copies; default 1 GiB, on a CPU 64 MiB.
     """
     on_cpu = backend.device.type == "cpu"
-    largest = largest or (1024 if on_cpu else 8192)
-    copy_bytes = copy_bytes or (64 << 20 if on_cpu else 1 << 30)
-    # GPUs have one rate for both half precisions, CPUs may have instructions for one of them.
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_cpu else (torch.bfloat16, torch.float32)
-    found: dict[str, Any] = {"matmul_flops": {str(dtype)[6:]: _matmuls(dtype, largest) for dtype in dtypes}}
+    default_size, default_bytes = 8192, 1 << 30
+    dtypes = ["bfloat16", "float32"]
+    # GPUs have one rate for both half precisions, CPUs may have instructions for one of them. A CPU takes
+    # minutes for a matmul that a GPU needs to reach its rate.
+    if on_cpu:
+        default_size, default_bytes = 1024, 64 << 20
+        dtypes.append("float16")
+    copy_bytes = copy_bytes or default_bytes
+    found: dict[str, Any] = {"matmul_flops": {}}
+    for name in dtypes:
+        found["matmul_flops"][name] = _matmuls(getattr(torch, name), largest or default_size)
     found["memory_bytes_per_s"] = _memory(copy_bytes)
     found["launch_s"] = launch_seconds()
     transfers = backend.host_transfers()
@@ -84,6 +90,7 @@ def write_device(path: Path, device: Device, found: dict[str, Any]) -> None:
 
 def _seconds(work: Callable[[], object]) -> float:
     """Return the median seconds of one call of ``work``."""
+    # The first call compiles and allocates; the second one tells how often to repeat the work.
     work()
     backend.synchronize()
     start = perf_counter()
@@ -108,6 +115,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _matmuls(dtype: torch.dtype, largest: int) -> dict[int, float]:
     """Return FLOP/s by the size of square matrices. Their values are random: zeros cost less power."""
     found: dict[int, float] = {}
+    # Small matmuls wait for launches and large ones for the power limit: the best size is what the device reaches.
     size = min(256, largest)
     while size <= largest:
         a, b = (torch.randn(size, size, device=backend.device, dtype=dtype) for _ in range(2))
@@ -119,6 +127,7 @@ def _matmuls(dtype: torch.dtype, largest: int) -> dict[int, float]:
 
 def _memory(num_bytes: int) -> float:
     """Return the bytes per second that a copy reads and writes."""
+    # fp32 elements; a copy reads each byte once and writes it once.
     source = torch.ones(num_bytes // 4, device=backend.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source))

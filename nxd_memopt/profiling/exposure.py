@@ -16,7 +16,7 @@ COMMUNICATION = (
 )
 # Copies between host and device run on copy engines: neither computation nor communication.
 _WITH_HOST = ("memcpy htod", "memcpy dtoh")
-# Copies within the device, such as those of a rank's own rows in an all-gather. They do not count
+# Copies within the device, such as copies of a rank's own rows in an all-gather. They do not count
 # as computation that hides communication.
 _COPIES = ("memcpy dtod", "memcpy128")
 Interval = tuple[float, float]

@@ -79,6 +79,7 @@ def allocations(found: Sequence[Operation], before: Blocks, after: Blocks, other
         if operation.allocation is None:
             continue
         address, size, _ = operation.allocation
+        # An address is used again after its block is freed, so that live has one block for each address.
         if size < 0:
             block = live.pop(address, None)
             if block is not None:
@@ -90,9 +91,7 @@ def allocations(found: Sequence[Operation], before: Blocks, after: Blocks, other
         block.stack = _stack(operation)
         live[address] = block
         blocks.append(block)
-    backward_starts = [operation.start_ns for operation in found if is_backward(operation)]
-    calls = {id(each): each for each in found if each.name.startswith(MODULE)}
-    _classify(blocks, found, backward_starts, list(calls.values()))
+    _classify(blocks, found)
     for block in blocks:
         if id(block) in gradients:
             block.category = "gradients"
@@ -101,30 +100,38 @@ def allocations(found: Sequence[Operation], before: Blocks, after: Blocks, other
     return blocks
 
 
-def _classify(
-    blocks: list[Allocation], found: Sequence[Operation], backward_starts: list[int], calls: list[Operation]
-) -> None:
+def _classify(blocks: list[Allocation], found: Sequence[Operation]) -> None:
     """Set the category of what the passes have allocated and still use after them."""
+    backward_starts = [operation.start_ns for operation in found if is_backward(operation)]
+    calls = [operation for operation in found if operation.name.startswith(MODULE)]
     # Spans in which a forward builds a graph: from a call of the outermost module to the first
     # backward node after it.
-    outermost = [call for call in calls if not any(each.name.startswith(MODULE) for each in call.ancestors())]
-    outermost = [call for call in outermost if not any(is_backward(each) for each in call.ancestors())]
-    forward_starts = sorted(call.start_ns for call in outermost)
-    recomputed = sorted(
-        (call.start_ns, call.end_ns) for call in calls if any(is_backward(each) for each in call.ancestors())
-    )
+    forward_starts: list[int] = []
+    recomputed: list[tuple[int, int]] = []
+    for call in calls:
+        around = list(call.ancestors())
+        # A module that a backward node calls is recomputed: it builds no graph of the step's forward.
+        if any(is_backward(each) for each in around):
+            recomputed.append((call.start_ns, call.end_ns))
+        elif not any(each.name.startswith(MODULE) for each in around):
+            forward_starts.append(call.start_ns)
+    forward_starts.sort()
+    recomputed.sort()
     for block in blocks:
         if block.start_ns == 0:
             continue
-        end = float("inf") if block.end_ns is None else block.end_ns
+        end = block.end_ns or float("inf")
         started = bisect.bisect_right(forward_starts, block.start_ns)
         following = bisect.bisect_right(backward_starts, block.start_ns)
-        before = bisect.bisect_right(backward_starts, forward_starts[started - 1]) if started else 0
-        # No backward node has run since the forward began, and the block is there when the first does.
-        if started and before == following < len(backward_starts) and end > backward_starts[following]:
+        before = -1
+        if started:
+            before = bisect.bisect_right(backward_starts, forward_starts[started - 1])
+        # No backward node has run since the forward began, and the block exists when the first one does.
+        if before == following < len(backward_starts) and end > backward_starts[following]:
             block.category = "activations"
         elif block.stage == "recompute":
             index = bisect.bisect_right(recomputed, (block.start_ns, float("inf"))) - 1
+            # Calls are nested: the last one that began may have ended already, and an outer one still run.
             while index >= 0 and recomputed[index][1] < block.start_ns:
                 index -= 1
             if index >= 0 and end > recomputed[index][1]:
@@ -132,9 +139,11 @@ def _classify(
 
 
 def _stack(operation: Operation) -> tuple[str, ...]:
-    """Return the Python functions that have led to an allocation, without those of PyTorch."""
-    frames = [each.name for each in operation.ancestors() if each.is_python]
-    frames = [frame for frame in frames if not frame.startswith(_INTERNAL) and "site-packages" not in frame]
+    """Return the Python functions that have led to an allocation, without the functions of PyTorch."""
+    frames: list[str] = []
+    for each in operation.ancestors():
+        if each.is_python and not each.name.startswith(_INTERNAL) and "site-packages" not in each.name:
+            frames.append(each.name)
     return tuple(frames[:_STACK_FRAMES])
 
 
@@ -160,15 +169,17 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
     changes.sort(key=lambda change: change[:2])
     current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     points: list[tuple[int, dict[str, int]]] = []
+    # The running sums by category; what existed before the step has time 0 and adds no point.
     for time_ns, size, block in changes:
         current[block.category] += size
         if time_ns:
             points.append((time_ns, dict(current)))
     if not points:
         points = [(0, dict(current))]
-    peak_ns, at_peak = max(points, key=lambda point: sum(point[1].values()))
-    at_time = [each for each in blocks if each.start_ns <= peak_ns and (each.end_ns is None or each.end_ns > peak_ns)]
-    largest = sorted(at_time, key=lambda block: -block.size)
+    peak_ns, at_peak = max(points, key=_total)
+    at_time = [each for each in blocks if each.start_ns <= peak_ns < (each.end_ns or float("inf"))]
+    # The block of what no tensor accounts for has no address, and is not one tensor.
+    largest = sorted((block for block in at_time if block.address), key=lambda block: -block.size)
     kept = _thinned(points)
     return {
         "source": source,
@@ -177,7 +188,7 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
         "peak_time_s": (peak_ns - points[0][0]) / 1e9,
         "at_peak": at_peak,
         "activations_by_layer": _by_layer(at_time),
-        "largest": [_described(block) for block in largest if block.address][:LARGEST],
+        "largest": [_described(block) for block in largest[:LARGEST]],
         "timeline": {
             "time_s": [(time_ns - points[0][0]) / 1e9 for time_ns, _ in kept],
             "bytes": {name: [values[name] for _, values in kept] for name in CATEGORIES},
@@ -187,9 +198,17 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
 
 def _thinned(points: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
     """Return the highest of each group of consecutive points."""
+    # The highest point and not the mean: the peak of the step must stay in the timeline.
     group = -(-len(points) // TIMELINE_POINTS)
-    groups = [points[start : start + group] for start in range(0, len(points), group)]
-    return [max(each, key=lambda point: sum(point[1].values())) for each in groups]
+    highest: list[tuple[int, dict[str, int]]] = []
+    for start in range(0, len(points), group):
+        highest.append(max(points[start : start + group], key=_total))
+    return highest
+
+
+def _total(point: tuple[int, dict[str, int]]) -> int:
+    """Return the bytes of all categories at a point of the timeline."""
+    return sum(point[1].values())
 
 
 def layer_of(module: str) -> str:

@@ -85,6 +85,7 @@ def operations(profiler: Any, device_type: str = "", modules: Mapping[int, str] 
         if operation is not None:
             found.append(operation)
         waiting += [(child, operation or parent) for child in event.children]
+    # The events of several threads are roots of their own, and the stack visits the last one first.
     found.sort(key=lambda operation: operation.start_ns)
     _subtract_children(found)
     return found
@@ -160,6 +161,7 @@ class Attribution:
 
     def of(self, operation: Operation) -> tuple[str, str]:
         """Return the module, and ``forward``, ``backward``, ``recompute`` or ``other``."""
+        # Without an entry of its own an operation asks its parent: cached, each link is followed once.
         key = id(operation)
         if key not in self._cache:
             self._cache[key] = self._find(operation)

@@ -1,4 +1,4 @@
-"""Writes the report of a profile: plots, and one HTML file without references to other files."""
+"""Writes the report of a profile: a plot, and one HTML file without references to other files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from nxd_memopt.files import write_text
-from nxd_memopt.profiling.plots import draw_layers, draw_memory, draw_time
+from nxd_memopt.profiling.plots import draw_memory
 from nxd_memopt.profiling.tables import Quantity, Table, comparison, headline, read_profile, tables
 
 _STYLE = """
@@ -22,21 +22,19 @@ img { max-width: 100%; }
 
 
 def write_report(directory: Path) -> list[str]:
-    """Write ``report.html`` and the plots of a profile; return its tables as text.
+    """Write ``report.html`` and the plot of a profile; return its tables as text.
 
     Args:
         directory: directory with the files of ``StepProfiler``.
     """
     ranks = read_profile(directory)
     profile = ranks[0]
-    plots = [directory / "time.png"]
-    draw_time(profile["time"], plots[0])
+    plot = None
     if profile["memory"] is not None:
-        plots += [directory / "memory.png", directory / "activations.png"]
-        draw_memory(profile["memory"], plots[1])
-        draw_layers(profile["memory"], plots[2])
+        plot = directory / "memory.png"
+        draw_memory(profile["memory"], plot)
     found = tables(ranks)
-    write_html(directory / "report.html", f"Profile of {profile['model']}", headline(profile), found, plots)
+    write_html(directory / "report.html", f"Profile of {profile['model']}", headline(profile), found, plot)
     # In a terminal, stacks are too long for a table.
     lines = headline(profile)
     for table in found:
@@ -53,25 +51,26 @@ def write_comparison(first: Path, second: Path, file: Path | None) -> list[str]:
     lines += [f"B: {second}", *(f"   {line}" for line in headline(profiles[1]))]
     found = comparison(*profiles)
     if file is not None:
-        write_html(file, "Comparison of two profiles", lines, found, ())
+        write_html(file, "Comparison of two profiles", lines, found)
     for table in found:
         lines += ["", *table.lines()]
     return lines
 
 
-def write_html(file: Path, title: str, lines: Sequence[str], found: Sequence[Table], plots: Sequence[Path]) -> None:
-    """Write a page with texts, tables and plots, which are embedded."""
+def write_html(file: Path, title: str, lines: Sequence[str], found: Sequence[Table], plot: Path | None = None) -> None:
+    """Write a page with texts, tables and, if there is one, a plot, which is embedded."""
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>',
         f"<body><h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in lines),
     ]
-    for plot in plots:
+    if plot is not None:
         content = base64.b64encode(plot.read_bytes()).decode()
         parts.append(f'<p><img alt="{escape(plot.stem)}" src="data:image/png;base64,{content}"></p>')
     for table in found:
         parts += [f"<h2>{escape(table.title)}</h2>", *_html_table(table)]
+    # One file without references: it can be sent and opened anywhere.
     parts.append("</body></html>")
     write_text(file, "\n".join(parts))
 

@@ -138,6 +138,7 @@ class StepProfiler:
                 yield
             backend.synchronize()
             self._step_s.append(perf_counter() - start)
+        # A failed step leaves neither a running profiler nor a replaced nn.Module.__call__ behind.
         except BaseException:
             self._stack.close()
             raise
@@ -147,6 +148,7 @@ class StepProfiler:
 
     def _write_time(self) -> None:
         """Write the trace and summarize the timed steps."""
+        # Counters run from the start of the process: the profiled steps' part is a difference.
         counters = {name: value - self._counters[name] for name, value in backend.step_counters().items()}
         # A path that ends in .gz is compressed.
         with complete_file(self._path("trace.json.gz")) as file:
@@ -164,8 +166,10 @@ class StepProfiler:
             "step_s": self._step_s,
             "counters": {name: value / self.request.steps for name, value in counters.items()},
             "time": time_summary(self._profile, self.request.steps, backend.device.type),
-            "notes": [*self._notes, *([_RECORDED_GRAPHS] if counters else [])],
+            "notes": list(self._notes),
         }
+        if counters:
+            self._result["notes"].append(_RECORDED_GRAPHS)
         self._profile = None
 
     @contextmanager
@@ -183,9 +187,10 @@ class StepProfiler:
         backend.synchronize()
         before = owned_blocks(self._model, self._optimizer, kind)
         # Without an allocator that counts, what is not a tensor of the run is not known.
-        counts = kind != "cpu"
-        known = sum(size for size, _ in before.values())
-        other = (backend.memory_allocated() or 0) - known if counts else 0
+        other, source = 0, _HOST_SOURCE
+        if kind != "cpu":
+            source = _DEVICE_SOURCE
+            other = (backend.memory_allocated() or 0) - sum(size for size, _ in before.values())
         backend.reset_peak_memory_stats()
         with ExitStack() as stack:
             stack.enter_context(backend.memory_history(self._path("allocator.pickle")))
@@ -195,11 +200,13 @@ class StepProfiler:
             stack.enter_context(gradient_ranges(self._model))
             yield
             backend.synchronize()
-        peak = backend.max_memory_allocated() if counts else None
+        peak = None
+        if kind != "cpu":
+            peak = backend.max_memory_allocated()
         after = owned_blocks(self._model, self._optimizer, kind)
         found = operations(recorded, kind, module_names(self._model))
         blocks = allocations(found, before, after, other)
-        self._result["memory"] = memory_summary(blocks, peak, _DEVICE_SOURCE if counts else _HOST_SOURCE)
+        self._result["memory"] = memory_summary(blocks, peak, source)
         content = json.dumps(snapshot(blocks)).encode()
         with complete_file(self._path("memory.json.gz")) as file:
             file.write_bytes(gzip.compress(content, 5))

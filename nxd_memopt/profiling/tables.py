@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.profiling.memory_summary import CATEGORIES
 from nxd_memopt.profiling.step_profiler import FORMAT
 from nxd_memopt.profiling.time_summary import PASSES, by_kind_of_module
 
@@ -33,7 +32,9 @@ class Quantity:
     def __str__(self) -> str:
         scale = {"ms": 1e3, "MiB": 1 / 2**20, "%": 100.0, "": 1.0}[self.unit]
         digits = {"ms": 3, "MiB": 2, "%": 1, "": 0}[self.unit]
-        sign = "+" if self.signed else ""
+        sign = ""
+        if self.signed:
+            sign = "+"
         return f"{self.value * scale:{sign},.{digits}f} {self.unit}".strip()
 
 
@@ -92,17 +93,16 @@ def tables(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     profile = ranks[0]
     time = profile["time"]
     step_s = mean_step_s(profile)
-    classes = [(name, Quantity(s, "ms"), Quantity(s / step_s, "%")) for name, s in time["classes"].items()]
-    modules = [
-        (name, *(Quantity(times[stage], "ms") for stage in PASSES), Quantity(sum(times.values()), "ms"))
-        for name, times in list(by_kind_of_module(time["modules"]).items())[:MODULES]
-    ]
-    streams = [(name.replace("_", " "), Quantity(seconds, "ms")) for name, seconds in time["communication"].items()]
+    modules: list[tuple[Cell, ...]] = []
+    for name, times in list(by_kind_of_module(time["modules"]).items())[:MODULES]:
+        columns = (*(times[stage] for stage in PASSES), sum(times.values()))
+        modules.append((name, *(Quantity(seconds, "ms") for seconds in columns)))
+    classes = _rows(time["classes"], "ms", total=step_s)
     found = [
         Table("Ranks", ("rank", "step", "peak memory"), [_rank_row(rank) for rank in ranks]),
         Table(f"Time by class of kernels ({time['clock']})", ("class", "time", "of the step"), classes),
         Table("Time by module (* stands for all layers)", ("module", *PASSES, "total"), modules),
-        Table("Communication", ("stream", "time"), streams),
+        Table("Communication", ("stream", "time"), _rows(time["communication"], "ms")),
     ]
     if profile["counters"]:
         counters = [(name, f"{value:.4g}") for name, value in profile["counters"].items()]
@@ -110,23 +110,30 @@ def tables(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     return found + memory_tables(profile)
 
 
+def _rows(values: Mapping[str, float], unit: str, *, total: float | None = None) -> list[tuple[Cell, ...]]:
+    """Return a row for each name with its value and, with ``total``, the value's part of the total."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, value in values.items():
+        row: tuple[Cell, ...] = (name.replace("_", " "), Quantity(value, unit))
+        if total is not None:
+            row = (*row, Quantity(value / total, "%"))
+        rows.append(row)
+    return rows
+
+
 def memory_tables(profile: Mapping[str, Any]) -> list[Table]:
     """Return the tables of a rank's memory; its tensors' bytes where allocations are not seen."""
     memory = profile["memory"]
     if memory is None:
-        owned = [(name, Quantity(size, "MiB")) for name, size in profile["owned_bytes"].items()]
-        return [Table("Memory, by the shapes of tensors", ("category", "bytes"), owned)]
+        return [Table("Memory, by the shapes of tensors", ("category", "bytes"), _rows(profile["owned_bytes"], "MiB"))]
     peak = memory["peak_bytes"]
-    categories = [
-        (name, Quantity(memory["at_peak"][name], "MiB"), Quantity(memory["at_peak"][name] / peak, "%"))
-        for name in CATEGORIES
-    ]
-    categories.append(("sum", Quantity(peak, "MiB"), Quantity(1.0, "%")))
+    categories = _rows(memory["at_peak"] | {"sum": peak}, "MiB", total=peak)
+    largest: list[tuple[Cell, ...]] = []
+    for each in memory["largest"]:
+        names = (each["category"], each["module"], each["operator"], " < ".join(each["stack"]))
+        largest.append((Quantity(each["bytes"], "MiB"), *names))
+    # Names of layers and modules keep their underscores.
     layers = [(name, Quantity(size, "MiB")) for name, size in memory["activations_by_layer"].items()]
-    largest = [
-        (Quantity(each["bytes"], "MiB"), each["category"], each["module"], each["operator"], " < ".join(each["stack"]))
-        for each in memory["largest"]
-    ]
     return [
         Table("Memory at the peak", ("category", "bytes", "of the peak"), categories),
         Table("Activations at the peak, by layer", ("layer", "bytes"), layers),
@@ -135,8 +142,9 @@ def memory_tables(profile: Mapping[str, Any]) -> list[Table]:
 
 
 def _rank_row(rank: Mapping[str, Any]) -> tuple[Cell, ...]:
-    memory = rank["memory"]
-    peak: Cell = "not reported" if memory is None else Quantity(memory["peak_bytes"], "MiB")
+    peak: Cell = "not reported"
+    if rank["memory"] is not None:
+        peak = Quantity(rank["memory"]["peak_bytes"], "MiB")
     return str(rank["rank"]), Quantity(mean_step_s(rank), "ms"), peak
 
 
@@ -161,26 +169,30 @@ def headline(profile: Mapping[str, Any]) -> list[str]:
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Table]:
     """Return the tables of the differences between rank 0 of two profiles."""
     columns = ("A", "B", "B - A", "change")
-    classes = [each["time"]["classes"] for each in (first, second)]
-    modules = [
-        {name: sum(times.values()) for name, times in by_kind_of_module(each["time"]["modules"]).items()}
-        for each in (first, second)
-    ]
+    classes = _differences(first["time"]["classes"], second["time"]["classes"], "ms")
+    modules = _differences(_module_times(first), _module_times(second), "ms")
     found = [
         Table("Step", ("", *columns), [_difference("step", mean_step_s(first), mean_step_s(second), "ms")]),
-        Table("Time by class of kernels", ("class", *columns), _differences(classes[0], classes[1], "ms")),
-        Table("Time by module", ("module", *columns), _differences(modules[0], modules[1], "ms")[:MODULES]),
+        Table("Time by class of kernels", ("class", *columns), classes),
+        Table("Time by module", ("module", *columns), modules[:MODULES]),
     ]
     one, other = first["memory"], second["memory"]
     if one is None or other is None:
         return found
-    peaks = [memory["at_peak"] | {"sum": memory["peak_bytes"]} for memory in (one, other)]
-    layers = [memory["activations_by_layer"] for memory in (one, other)]
+    first_sums = one["at_peak"] | {"sum": one["peak_bytes"]}
+    second_sums = other["at_peak"] | {"sum": other["peak_bytes"]}
+    layers = _differences(one["activations_by_layer"], other["activations_by_layer"], "MiB")
     return [
         *found,
-        Table("Memory at the peak", ("category", *columns), _differences(peaks[0], peaks[1], "MiB")),
-        Table("Activations at the peak, by layer", ("layer", *columns), _differences(layers[0], layers[1], "MiB")),
+        Table("Memory at the peak", ("category", *columns), _differences(first_sums, second_sums, "MiB")),
+        Table("Activations at the peak, by layer", ("layer", *columns), layers),
     ]
+
+
+def _module_times(profile: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each kind of module, all passes together."""
+    modules = by_kind_of_module(profile["time"]["modules"])
+    return {name: sum(times.values()) for name, times in modules.items()}
 
 
 def _differences(first: Mapping[str, float], second: Mapping[str, float], unit: str) -> list[tuple[Cell, ...]]:
@@ -191,5 +203,7 @@ def _differences(first: Mapping[str, float], second: Mapping[str, float], unit: 
 
 
 def _difference(name: str, first: float, second: float, unit: str) -> tuple[Cell, ...]:
-    change: Cell = Quantity(second / first - 1, "%", signed=True) if first else "-"
+    change: Cell = "-"
+    if first:
+        change = Quantity(second / first - 1, "%", signed=True)
     return name, Quantity(first, unit), Quantity(second, unit), Quantity(second - first, unit, signed=True), change

@@ -40,6 +40,7 @@ def _storages(tensors: Iterable[Tensor], device_type: str) -> list[tuple[int, in
     """Return address and bytes of the storages that have memory on the device."""
     found: list[tuple[int, int]] = []
     for tensor in tensors:
+        # A DTensor has no storage of its own, its local tensor has.
         local: Any = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
         if local.device.type == device_type and local.untyped_storage().nbytes():
             found.append((local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()))
@@ -53,6 +54,7 @@ def reachable_tensors(root: object) -> list[Tensor]:
     waiting: list[Any] = [root]
     while waiting:
         each = waiting.pop()
+        # Objects refer to each other in circles, such as an optimizer and its groups.
         if id(each) in seen:
             continue
         seen.add(id(each))
@@ -69,9 +71,14 @@ def reachable_tensors(root: object) -> list[Tensor]:
 
 def owned_bytes(model: nn.Module, optimizer: object) -> dict[str, int]:
     """Return the bytes of weights and optimizer states by their shapes, where storages have no address."""
-    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    states = {id(tensor): tensor for tensor in reachable_tensors(optimizer) if id(tensor) not in weights}
-    return {
-        "weights": sum(tensor.nbytes for tensor in weights.values()),
-        "optimizer states": sum(tensor.nbytes for tensor in states.values()),
-    }
+    counted: set[int] = set()
+    found: dict[str, int] = {}
+    # A tensor that is both, such as a parameter in a group of the optimizer, is a weight.
+    weights = [*model.parameters(), *model.buffers()]
+    for category, tensors in (("weights", weights), ("optimizer states", reachable_tensors(optimizer))):
+        found[category] = 0
+        for tensor in tensors:
+            if id(tensor) not in counted:
+                counted.add(id(tensor))
+                found[category] += tensor.nbytes
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
-from nxd_memopt.profiling.operations import GRADIENT, MODULE, STEP, Attribution, Operation, device_events, operations
+from nxd_memopt.profiling.operations import OUTSIDE, STEP, Attribution, Operation, device_events, operations
 
 _CLASSES = (
     ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
@@ -26,6 +26,7 @@ PASSES = ("forward", "backward", "recompute", "other")
 
 def kernel_class(name: str) -> str:
     """Return the class of an operator of the host or a kernel of a device, by its name."""
+    # The first class that fits: names of attention kernels contain softmax or gemm too.
     lowered = name.lower()
     for title, words in _CLASSES:
         if any(word in lowered for word in words):
@@ -58,12 +59,16 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
         clock = "kernels and copies of the device"
     else:
         timed = [(_host_name(each), each.self_ns / 1e9, each) for each in inside]
-        streams = [*_host_computation(inside), *_host_communication(found)]
+        streams = _host_streams(found, inside)
         clock = "operators of the host"
     for name, seconds, operation in timed:
-        title = name if name == _HOST else kernel_class(name)
+        title = _HOST
+        if name != _HOST:
+            title = kernel_class(name)
         classes[title] += seconds / num_steps
-        module, stage = attribution.of(operation) if operation is not None else ("outside of modules", "other")
+        module, stage = OUTSIDE, "other"
+        if operation is not None:
+            module, stage = attribution.of(operation)
         times = modules.setdefault(module, dict.fromkeys(PASSES, 0.0))
         times[stage] += seconds / num_steps
     return {
@@ -84,38 +89,38 @@ def _host_name(operation: Operation) -> str:
     """Return the name by which the time outside of inner operators is classed."""
     # Ranges and autograd functions have no kernel of their own: what is left is Python.
     is_operator = re.match(r"\w+::\w", operation.name) is not None and not operation.name.startswith("autograd::")
-    return operation.name if is_operator else _HOST
+    if is_operator:
+        return operation.name
+    return _HOST
 
 
-def _host_computation(inside: Sequence[Operation]) -> list[tuple[str, int, int]]:
-    """Return the operators that no other operator contains, with the dispatch inside them."""
-    outermost = [each for each in inside if _computes(each) and not (each.parent and _computes(each.parent))]
-    return [(each.name, each.start_ns, each.end_ns) for each in outermost]
+def _host_streams(found: Sequence[Operation], inside: Sequence[Operation]) -> list[tuple[str, int, int]]:
+    """Return the computation and the communication of a host, as ``exposure`` takes them.
+
+    Args:
+        found: all operations. gloo runs its collectives in threads of its own, outside of the steps' ranges.
+        inside: operations of the steps. An operator that no other operator contains counts with the dispatch in it.
+    """
+    streams: list[tuple[str, int, int]] = []
+    for each in inside:
+        if _computes(each) and not (each.parent and _computes(each.parent)):
+            streams.append((each.name, each.start_ns, each.end_ns))
+    for each in found:
+        if each.name.startswith("gloo:"):
+            streams.append((each.name, each.start_ns, each.end_ns))
+    return streams
 
 
 def _computes(operation: Operation) -> bool:
     return _host_name(operation) != _HOST and kernel_class(operation.name) != "communication"
 
 
-def _host_communication(found: Sequence[Operation]) -> list[tuple[str, int, int]]:
-    """Return the collectives of gloo, which its threads run."""
-    return [
-        (each.name, each.start_ns, each.end_ns)
-        for each in found
-        if each.name.startswith("gloo:") and not each.name.startswith((MODULE, GRADIENT))
-    ]
-
-
-def without_layer_number(module: str) -> str:
-    """Return a module's name with ``*`` instead of the number of its decoder layer."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
-
-
 def by_kind_of_module(modules: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the times with the decoder layers added up, the slowest first."""
+    """Return the times with the decoder layers added up, ``*`` in place of their numbers, the slowest first."""
     sums: dict[str, dict[str, float]] = {}
     for module, times in modules.items():
-        total = sums.setdefault(without_layer_number(module), dict.fromkeys(PASSES, 0.0))
+        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+        total = sums.setdefault(kind, dict.fromkeys(PASSES, 0.0))
         for stage, seconds in times.items():
             total[stage] += seconds
     return dict(sorted(sums.items(), key=lambda item: -sum(item[1].values())))

@@ -8,9 +8,42 @@ import time
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.model_spec import ModelSpec, model_spec
 from nxd_memopt.certify.measure.eager import _Recorder
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
 
 ROWS, LENGTH = 3, 24  # of tests.reference_models.batch
+ONE_RANK = ParallelConfig(1)
+
+
+def named(model: str, **changes) -> ModelSpec:
+    """A published model, with other options."""
+    return model_spec(with_defaults({**NAMED_CONFIGS[model], **changes}))
+
+
+def _batch(config, length: int, rows: int, dtype) -> tuple[ModelSpec, dict]:
+    spec = config if isinstance(config, ModelSpec) else model_spec(config)
+    name = str(dtype).removeprefix("torch.")
+    return spec, {"sequence_length": length, "micro_batch_size": rows, "dtype": name}
+
+
+def sizes_of(
+    config, parallel=ONE_RANK, length: int = LENGTH, rows: int = ROWS, dtype="float32", **options
+) -> RankSizes:
+    """Sizes of one rank of a model, by its config or its facts."""
+    spec, batch = _batch(config, length, rows, dtype)
+    return rank_sizes(spec, parallel, **batch, **options)
+
+
+def share_of(
+    config, parallel=ONE_RANK, length: int = LENGTH, rows: int = ROWS, dtype="float32", **options
+) -> RankModel:
+    """Share of one rank of a model; arguments as ``sizes_of``."""
+    spec, batch = _batch(config, length, rows, dtype)
+    return rank_model(spec, parallel, **batch, **options)
 
 
 def counted_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
+from nxd_memopt.architectures.configs import NAMED_CONFIGS
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -30,7 +30,7 @@ from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_
 from nxd_memopt.training.config.parsing import parse_config
 from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.dist.pool import distributed
-from tests.planner.storages import LENGTH, ROWS, counted_bytes
+from tests.planner.storages import LENGTH, ROWS, counted_bytes, named, sizes_of
 from tests.planner.test_activations import LAYERS, ONE_RANK, TECHNIQUES
 from tests.planner.test_states import BATCH, gradients, stored_bytes
 from tests.reference import assert_says, error_message
@@ -61,9 +61,7 @@ def check(config, dtype, attention, options, lora, parallel=ONE_RANK):
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(
-        model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, lora=lora
-    )
+    sizes = sizes_of(config, parallel, LENGTH, ROWS, name, lora=lora)
     plan = activations(sizes, memory, Kernels(fused=False, attention=attention))
     assert plan.device_bytes == counted, "\n".join([str(lora), str(memory), str(plan), *listed])
 
@@ -155,24 +153,10 @@ def test_adapters_that_are_not_planned():
     assert_says(refusal(llama_config(), ("lm_head",)), "'lm_head'", "q_proj")
     assert_says(refusal(gpt_neox_config(), ("q_proj",)), "'q_proj'", "query_key_value")
     assert_says(refusal(mixtral_config(), ("q_proj",)), "experts", "not planned")
-    sizes = rank_sizes(
-        model_spec(llama_config()),
-        ONE_RANK,
-        sequence_length=8,
-        micro_batch_size=1,
-        dtype="float32",
-        lora=lora_of(("q_proj",)),
-    )
+    sizes = sizes_of(llama_config(), ONE_RANK, 8, 1, "float32", lora=lora_of(("q_proj",)))
     memory = MemoryConfig(mlp_tile_tokens=4)
     message = error_message(lambda: activations(sizes, memory, Kernels(fused=True, attention="flash4")))
     assert_says(message, "mlp_tile_tokens 4", "lora_rank")
-
-
-def test_parts_of_names_choose_the_layers():
-    config = llama_config()
-    options = {"sequence_length": 8, "micro_batch_size": 1, "dtype": "float32"}
-    chosen = rank_sizes(model_spec(config), ONE_RANK, **options, lora=lora_of(("mlp.up_proj", "o_proj"))).adapters
-    assert chosen is not None and chosen.layers == {"up_proj", "o_proj"}
 
 
 def test_the_section_is_planned_and_written(tmp_path, capsys):
@@ -199,7 +183,7 @@ def test_the_section_is_planned_and_written(tmp_path, capsys):
 def test_the_peak_is_never_in_forward():
     """Gate and up are kept under the adapters' names, and would count twice."""
     problem = Problem(
-        model=model_spec(with_defaults({**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8})),
+        model=named("llama-3-8b", num_hidden_layers=8),
         device=device_named("h200"),
         devices=1,
         sequence_length=65536,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from nxd_memopt.architectures.configs import with_defaults
-from nxd_memopt.architectures.layers import GPT_NEOX_MOE, LAYERS
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.architectures.parameters import parameters, require_shardable
 from nxd_memopt.config import ParallelConfig
-from nxd_memopt.models import MODELS, model_class
+from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
@@ -49,18 +45,6 @@ def test_a_config_file_and_a_config_object_give_the_same_table():
         assert model_spec(content) == model_spec(config)
 
 
-def test_every_model_has_a_table():
-    assert set(LAYERS) == {*MODELS, GPT_NEOX_MOE}
-
-
-def test_llama_3_8b_has_its_published_number_of_parameters():
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-    config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, **sizes}
-    assert (
-        sum(math.prod(parameter.shape) for parameter in parameters(model_spec(with_defaults(config)))) == 8_030_261_248
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "size", "words"),
     [
@@ -76,16 +60,6 @@ def test_sizes_that_cannot_be_sharded_are_refused(name, changes, size, words):
     assert_says(error_message(lambda: require_shardable(model_spec(content), size)), *words)
 
 
-def test_the_planner_imports_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None; "
-        "import nxd_memopt.planner.timing.step_shape, nxd_memopt.planner.techniques.tiling; "
-        "print('imported')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "imported\n", done.stderr
-
-
 def test_types_of_another_number_of_layers_are_refused():
     config = CONFIGS["qwen2 tied, window in the second layer"]()
     assert model_spec(config).has_windows
@@ -94,8 +68,8 @@ def test_types_of_another_number_of_layers_are_refused():
     assert_says(message, "layer_types names 2 layers", "num_hidden_layers is 4")
 
 
-@pytest.mark.parametrize("limit", [0, 3, 4, None])
-@pytest.mark.parametrize("depth", [1, 2, 5, 24, 31])
+@pytest.mark.parametrize("limit", [0, 3, None])
+@pytest.mark.parametrize("depth", [1, 5, 24])
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Qwen2MoeConfig])
 def test_windows_of_qwens_are_those_of_transformers(config, depth: int, limit: int | None) -> None:
     """Of a config.json without layer_types, which the configs fill in."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nxd_memopt.architectures.experts import options_of
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.moe import router
@@ -17,9 +16,8 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.layer_tensors import Kernels
-from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
-from tests.planner.storages import LENGTH, ROWS, counted_bytes
+from tests.planner.storages import LENGTH, ROWS, counted_bytes, sizes_of
 from tests.reference_models import batch, gpt_neox_config, mixtral_config, qwen2_moe_config
 
 ROUTERS = {
@@ -113,7 +111,7 @@ def check(options, dtype, parallel, memory, config=None):
     net(**inputs).loss.backward()
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = rank_sizes(model_spec(config), parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name, moe=moe)
+    sizes = sizes_of(config, parallel, LENGTH, ROWS, name, moe=moe)
     plan = activations(sizes, memory, Kernels(fused=False, attention="sdpa"))
     assert plan.device_bytes == counted, "\n".join([str(options), str(plan), *listed])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
@@ -13,12 +12,11 @@ from nxd_memopt.memory.weight_offload import WEIGHT_OWNER
 from nxd_memopt.planner.memory.activations import activations, host_pool_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.peak import step_memory
-from nxd_memopt.planner.sizes.rank_model import rank_model
-from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.offloaded_weights import OffloadedWeights
 from tests.deferred_transfers import DeferredTransfers
 from tests.host_copies import HostOnly
+from tests.planner.storages import share_of, sizes_of
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
 
@@ -47,9 +45,7 @@ def test_weights_in_the_loss_and_in_the_backward_of_each_layer(config_of, number
     memory = MemoryConfig(cpu_offloading_weights=True, cpu_offloading_num_layers=number, **techniques)
     pool = HostPool()
     apply_memory(model, memory, pool=pool)
-    share = rank_model(
-        model_spec(config), ParallelConfig(1), sequence_length=LENGTH, micro_batch_size=ROWS, dtype="float32"
-    )
+    share = share_of(config, ParallelConfig(1), LENGTH, ROWS, "float32")
     layout = StateLayout(4)
     plan = OffloadedWeights.of(share.layer_shapes, memory, layout, LAYERS)
     everything = sum(param.nbytes for param in model.parameters())
@@ -80,9 +76,7 @@ def test_weights_in_the_loss_and_in_the_backward_of_each_layer(config_of, number
 
 def test_weights_on_the_host_lower_the_peak_of_backward_and_not_that_of_the_update():
     config = llama_config(num_hidden_layers=LAYERS, hidden_size=256, intermediate_size=512, num_attention_heads=4)
-    share = rank_model(
-        model_spec(config), ParallelConfig(1), sequence_length=4096, micro_batch_size=8, dtype="bfloat16"
-    )
+    share = share_of(config, ParallelConfig(1), 4096, 8, "bfloat16")
     offloading = MemoryConfig(cpu_offloading_weights=True, cpu_offloading_num_layers=5)
     layout = StateLayout(2, in_backward=True)
     plain = step_memory(share, MemoryConfig(), Kernels(True, "flash4"), layout)
@@ -94,7 +88,7 @@ def test_weights_on_the_host_lower_the_peak_of_backward_and_not_that_of_the_upda
     assert plan.absent_bytes(LAYERS, 4) <= saved <= plan.absent_bytes(LAYERS)
     assert plain.device["weights"] - offloaded.device["weights"] >= plan.absent_bytes(LAYERS, 4)
     # With few tokens the update is highest, for which all weights are on the device.
-    share = rank_model(model_spec(config), ParallelConfig(1), sequence_length=8, micro_batch_size=1, dtype="bfloat16")
+    share = share_of(config, ParallelConfig(1), 8, 1, "bfloat16")
     layout = StateLayout(2, sharding="zero1", data_parallel_size=2)
     plain = step_memory(share, MemoryConfig(), Kernels(True, "flash4"), layout)
     offloaded = step_memory(share, offloading, Kernels(True, "flash4"), layout)
@@ -137,9 +131,7 @@ def test_blocks_of_host_memory(techniques, monkeypatch):
     apply_memory(model, memory, pool=pool)
     for _ in range(2):
         model(**batch(rows=ROWS, length=LENGTH)).loss.backward()
-    sizes = rank_sizes(
-        model_spec(config), ParallelConfig(1), sequence_length=LENGTH, micro_batch_size=ROWS, dtype="float32"
-    )
+    sizes = sizes_of(config, ParallelConfig(1), LENGTH, ROWS, "float32")
     kept = activations(sizes, memory, Kernels(False, "sdpa"), smallest_bytes=smallest)
     assert host_pool_bytes(kept, memory, block_bytes=block) == pool.allocated_bytes > 0
     assert set(pool.ledger()) <= {OFFLOAD_OWNER}

@@ -5,30 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.cuda import backend as cuda
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.ops.cross_entropy import LossTerms
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import ChunkedLinearCrossEntropy
 from nxd_memopt.parallel_layers.fused_loss.options import LossOptions
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.techniques import peer_slots
 from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES
+from tests.planner.storages import named, share_of
 
 MIB = 2**20
 
 
 def sizes_of(tokens: int, ranks: int = 2, *, sequence_parallel: bool = True, **options: str) -> RankSizes:
     parallel = ParallelConfig(ranks, sequence_parallel_enabled=sequence_parallel, **options)
-    share = rank_model(
-        model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
-        parallel,
-        sequence_length=tokens,
-        micro_batch_size=1,
-        dtype="bfloat16",
-    )
+    share = share_of(named("llama-3-8b"), parallel, tokens, 1, "bfloat16")
     return share.sizes
 
 

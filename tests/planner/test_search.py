@@ -11,9 +11,9 @@ from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.candidates import settings
-from nxd_memopt.planner.search.explain import explanation
 from nxd_memopt.planner.search.plan import evaluate, plans
 from nxd_memopt.planner.search.problem import Problem, Setting
+from tests.planner.storages import named
 from tests.planner.test_plan import problem
 from tests.reference import assert_says, error_message
 
@@ -38,18 +38,6 @@ def test_ranks_have_complete_kv_heads(size):
         assert evaluate(replace(asked, devices=possible), Setting(possible)).memory.device_bytes
 
 
-def test_the_explanation_is_true_of_every_setting():
-    """Of weights that stay gathered, and of sums of gradients in bf16."""
-    asked = problem(stages=("zero3",))
-    for setting in (Setting(sharding="zero3"), Setting(sharding="zero3", reshard_after_forward=False)):
-        plan = evaluate(asked, setting)
-        text = "\n".join(explanation(plan.memory, plan.time))
-        assert "gathered at the same time" in text and "two layers" not in text
-    plan = evaluate(asked, Setting(grad_reduce_in_fp32=False))
-    line = next(line for line in explanation(plan.memory, plan.time) if " gradients: " in line)
-    assert "fp32 sums" not in line and "grad_reduce_in_fp32" in line
-
-
 def test_a_model_with_windows_keeps_no_attention():
     """It is built with tiles of attention, also for sequences that its windows cover, and tiles cannot be kept."""
     config = {**NAMED_CONFIGS["llama-3-8b"], "model_type": "mistral", "sliding_window": 4096}
@@ -57,3 +45,18 @@ def test_a_model_with_windows_keeps_no_attention():
     assert not any(setting.memory.recompute_keep_core_attn for setting in settings(asked))
     refused = Setting(memory=MemoryConfig(attention_backend="sdpa"))
     assert_says(error_message(lambda: evaluate(asked, refused)), "sdpa", "window")
+
+
+def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():
+    problem = Problem(
+        model=named("smollm2-135m"),
+        device=device_named("h200"),
+        devices=1,
+        sequence_length=2048,
+        global_batch_size=1,
+    )
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=2)
+    with pytest.raises(ValueError, match="attention_head_groups 2 does not divide a rank's 9 query heads and 3 KV"):
+        evaluate(problem, Setting(1, "none", 1, memory))
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups=3)
+    assert evaluate(problem, Setting(1, "none", 1, memory)).fits

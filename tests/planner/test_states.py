@@ -15,7 +15,6 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.peak import _in_update, step_memory
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.states import (
     StateLayout,
     gradient_bytes,
@@ -31,8 +30,8 @@ from nxd_memopt.planner.sizes.states import (
 from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.deferred_transfers import DeferredTransfers
 from tests.dist.pool import distributed
-from tests.reference import assert_says, error_message
-from tests.reference_models import CONFIGS, gpt_neox_config, llama_config, mixtral_config, parallel_model
+from tests.planner.storages import share_of
+from tests.reference_models import mixtral_config
 
 BATCH = torch.arange(24).view(2, 12)
 
@@ -63,6 +62,18 @@ def gradients(run: Run, stage: str) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def check_states(run: Run, stage: str, shapes, layout: StateLayout) -> None:
+    """Compare the tensors of a step with the plan."""
+    run.backward([BATCH])
+    found = {"gradients": gradients(run, stage)}
+    run.optimizer.step()
+    found |= stored_bytes(run, stage)
+    functions = {"gradients": gradient_bytes, "weights": weight_bytes, "masters": master_bytes, "moments": moment_bytes}
+    # Ranks other than the first may have fewer rows of a parameter with stage 3.
+    if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
+        assert found == {name: function(shapes, layout) for name, function in functions.items()}, (stage, layout)
+
+
 @distributed(world_size=2)
 def test_every_stage_in_every_dtype():
     initialize(1)
@@ -71,22 +82,8 @@ def test_every_stage_in_every_dtype():
             for dtype in (torch.float32, torch.bfloat16):
                 # an odd number of rows, which stage 3 splits unevenly
                 model = build(name, dtype=dtype, vocab_size=33)
-                run = Run.of(model, stage)
-                run.backward([BATCH])
                 layout = StateLayout(dtype.itemsize, master_weights=True, sharding=stage, data_parallel_size=2)
-                shapes = local_shapes(model_spec(model.config), 1)
-                found = {"gradients": gradients(run, stage)}
-                run.optimizer.step()
-                found |= stored_bytes(run, stage)
-                plan = {
-                    "gradients": gradient_bytes(shapes, layout),
-                    "weights": weight_bytes(shapes, layout),
-                    "masters": master_bytes(shapes, layout),
-                    "moments": moment_bytes(shapes, layout),
-                }
-                # Ranks other than the first may have fewer rows of a parameter with stage 3.
-                if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
-                    assert plan == found, (name, stage, dtype)
+                check_states(Run.of(model, stage), stage, local_shapes(model_spec(model.config), 1), layout)
 
 
 @distributed(world_size=2)
@@ -137,13 +134,7 @@ def test_streamed_states_of_a_model(fraction, remainders):
     assert pool.ledger().get("optimizer states", 0) == on_host and (on_host > 0) == (fraction > 0)
     on_device = master_bytes(shapes, layout) + moment_bytes(shapes, layout) - on_host
     assert sum(buffer.nbytes for buffer in optimizer._states.device) == on_device
-    share = rank_model(
-        model.spec,
-        ParallelConfig(),
-        sequence_length=BATCH.size(1),
-        micro_batch_size=BATCH.size(0),
-        dtype="bfloat16",
-    )
+    share = share_of(model.spec, ParallelConfig(), BATCH.size(1), BATCH.size(0), "bfloat16")
     planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
     assert planned.host["optimizer states"] == on_host
     assert planned.device["master weights"] + planned.device["optimizer moments"] == on_device
@@ -157,13 +148,7 @@ def test_inputs_of_the_gather_of_streamed_shards():
     model = build("llama", dtype=torch.bfloat16, vocab_size=8193)
     optimizer = OffloadedZero1Optimizer(model.parameters(), transfers=DeferredTransfers(), lr=1e-3)
     layout = StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=2, optimizer_offload_fraction=1.0)
-    share = rank_model(
-        model.spec,
-        ParallelConfig(),
-        sequence_length=12,
-        micro_batch_size=2,
-        dtype="bfloat16",
-    )
+    share = share_of(model.spec, ParallelConfig(), 12, 2, "bfloat16")
     planned = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout).device["inputs of the all-gather"]
     assert planned == sum(output.nbytes for output in optimizer._outputs)
 
@@ -178,20 +163,8 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(world_size):
         model = model_class("mixtral")(config, parallel=parallel, dtype=torch.bfloat16)
         shapes = local_shapes(model_spec(config), 1, 2)
         assert shapes == [tuple(parameter.shape) for parameter in model.parameters()]
-        run = Run.of(model, stage)
-        run.backward([BATCH])
         layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=world_size, expert_ranks=2)
-        found = {"gradients": gradients(run, stage)}
-        run.optimizer.step()
-        found |= stored_bytes(run, stage)
-        plan = {
-            "gradients": gradient_bytes(shapes, layout),
-            "weights": weight_bytes(shapes, layout),
-            "masters": master_bytes(shapes, layout),
-            "moments": moment_bytes(shapes, layout),
-        }
-        if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
-            assert plan == found, stage
+        check_states(Run.of(model, stage), stage, shapes, layout)
 
 
 @distributed(world_size=[], slow=[4])
@@ -199,30 +172,10 @@ def test_hybrid_sharding_divides_by_the_ranks_of_an_instance():
     """Four replicas in two instances: each rank stores a half."""
     initialize(1)
     model = build("llama", dtype=torch.bfloat16)
-    run = Run.of(model, "zero2", ranks_per_replica=2)
-    run.backward([BATCH])
     layout = StateLayout(2, master_weights=True, sharding="zero2", data_parallel_size=2)
-    shapes = local_shapes(model_spec(model.config), 1)
-    run.optimizer.step()
-    found = stored_bytes(run, "zero2")
-    assert found["masters"] == master_bytes(shapes, layout) and found["moments"] == moment_bytes(shapes, layout)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_of_every_architecture(name):
-    config = CONFIGS[name]()
-    model = parallel_model(config)
-    shapes = local_shapes(model_spec(config), 1)
-    assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
-
-
-@distributed(world_size=2, slow=[4])
-def test_weights_of_a_rank(world_size):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    for config in (llama_config(), gpt_neox_config()):
-        model = parallel_model(config, sequence_parallel=True)
-        shapes = local_shapes(model_spec(config), world_size)
-        assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
+    check_states(
+        Run.of(model, "zero2", ranks_per_replica=2), "zero2", local_shapes(model_spec(model.config), 1), layout
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
@@ -248,8 +201,3 @@ def test_states_on_the_host_are_spread_over_the_parameters():
             on_host = sum(sizes[index] for index in matrices if index in chosen)
             wanted = fraction * sum(sizes[index] for index in matrices)
             assert wanted <= on_host < wanted + (1 << 20)
-
-
-def test_refusals():
-    assert_says(error_message(lambda: StateLayout(2, sharding="zero4")), "zero4", "zero1")
-    assert_says(error_message(lambda: StateLayout(2, data_parallel_size=0)), "data_parallel_size", "0")

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.hardware import GIB, device_named, host_device
+from nxd_memopt.planner.hardware import device_named, host_device
 from nxd_memopt.planner.search.plan import Plan, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
-from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.planner.timing import step_time
 from nxd_memopt.planner.timing.step_time import StepTime, rates_of
+from tests.planner.storages import named, sizes_of
 
 COPY = device_named("h200").host_copy_bytes_per_s
 
@@ -32,7 +30,7 @@ def planned(
     **options,
 ) -> Plan:
     problem = Problem(
-        model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
+        model=named("llama-3-8b"),
         device=device_named("h200"),
         devices=1,
         sequence_length=tokens,
@@ -68,24 +66,6 @@ def test_only_one_forward_hides_states_that_arrive_after_the_norm():
     assert few.time.terms["optimizer"] == pytest.approx(many.time.terms["optimizer"], rel=0.01)
 
 
-def test_staging_takes_states_before_the_norm():
-    small, large = (planned(8192, 16, staging_gib=gib, optimizer_update_in_forward=True) for gib in (2, 42))
-    staged = large.memory.device["staging of optimizer states"] - small.memory.device["staging of optimizer states"]
-    assert staged == pytest.approx(40 * GIB, rel=0.01)
-    saved = small.time.terms["optimizer"] - large.time.terms["optimizer"]
-    assert saved == pytest.approx(staged / COPY)
-
-
-def test_a_step_takes_at_least_the_time_of_its_copies():
-    plan = planned(2048, staging_gib=100, optimizer_update_in_forward=True)
-    assert plan.time.step_s >= plan.memory.host["optimizer states"] / COPY
-
-
-def test_updates_after_backward_are_not_hidden():
-    after, within = planned(8192), planned(8192, optimizer_update_in_forward=True)
-    assert after.time.terms["optimizer"] > within.time.terms["optimizer"] > 0
-
-
 @pytest.mark.parametrize(
     ("tokens", "memory", "fraction", "staging_gib", "measured_s"),
     [
@@ -106,7 +86,7 @@ def test_launches_of_a_slower_host_take_longer():
     def time_of(tokens: int, factor: float, *, cuda_graph: bool = False) -> StepTime:
         device = device_named("h200")
         problem = Problem(
-            model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
+            model=named("llama-3-8b"),
             device=replace(device, launch_s=factor * device.launch_s),
             devices=1,
             sequence_length=tokens,
@@ -127,17 +107,15 @@ def test_launches_of_a_slower_host_take_longer():
 @pytest.mark.parametrize(
     ("model", "ranks", "memory", "expected"),
     [
-        ("llama-3-8b", 1, MemoryConfig(), 2 * 32),
         ("llama-3-8b", 2, MemoryConfig(), 2 * 2 * 32),
-        ("llama-3-8b", 1, MemoryConfig(recompute_granularity="full"), 3 * 32),
         ("llama-3-8b", 1, NORM_MLP, 3 * 32),
         ("mixtral-8x7b", 2, MemoryConfig(recompute_granularity="full"), 4 * 3 * 32),
     ],
 )
 def test_each_pass_of_a_layer_has_launches(model, ranks, memory, expected):
     """As many again with collectives, and twice as many with experts."""
-    spec = model_spec(with_defaults(NAMED_CONFIGS[model]))
-    sizes = rank_sizes(spec, ParallelConfig(ranks), sequence_length=512, micro_batch_size=1, dtype="bfloat16")
+    spec = named(model)
+    sizes = sizes_of(spec, ParallelConfig(ranks), 512, 1, "bfloat16")
     assert step_time.launches(sizes, memory) == expected * step_time.LAUNCHES
 
 
@@ -148,7 +126,7 @@ def test_activations_that_may_stay_on_the_device_make_a_range():
         return evaluate(replace(problem, devices=1), Setting(1, "none", 1, memory)).time
 
     problem = Problem(
-        model=model_spec(with_defaults({**NAMED_CONFIGS["smollm2-135m"], "num_hidden_layers": 4})),
+        model=named("smollm2-135m", num_hidden_layers=4),
         device=replace(device_named("h200"), host_copy_bytes_per_s=1e8),
         devices=1,
         sequence_length=65536,
@@ -162,7 +140,7 @@ def test_activations_that_may_stay_on_the_device_make_a_range():
 
 def mixtral(memory: MemoryConfig, *, ranks: int = 1) -> Plan:
     problem = Problem(
-        model=model_spec(with_defaults({**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 5})),
+        model=named("mixtral-8x7b", num_hidden_layers=5),
         device=device_named("h200"),
         devices=ranks,
         sequence_length=4608,
@@ -185,7 +163,7 @@ def test_small_kernels_of_routers_take_time_in_every_pass():
 def data_parallel_s(ranks: int, model: str = "llama-3-8b", **options) -> float:
     """Seconds of the data-parallel collectives of a step of two micro-batches per rank."""
     problem = Problem(
-        model=model_spec(with_defaults(NAMED_CONFIGS[model])),
+        model=named(model),
         device=device_named("h200"),
         devices=ranks,
         sequence_length=4096,
@@ -238,7 +216,7 @@ def test_instances_of_hybrid_sharding_reduce_their_shards_over_the_network():
 def test_gradients_are_reduced_in_the_given_dtype(sharding):
     """Mixed precision reduces in fp32, or in bf16 at half the traffic."""
     problem = Problem(
-        model=model_spec(with_defaults(NAMED_CONFIGS["llama-3-8b"])),
+        model=named("llama-3-8b"),
         device=device_named("h200"),
         devices=8,
         sequence_length=4096,

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from nxd_memopt.architectures.configs import NAMED_CONFIGS, with_defaults
-from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.certify import worker
 from nxd_memopt.certify.report.judge import _shape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
-from nxd_memopt.planner.timing.collectives import _gradient_hook, sent_bytes
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+from nxd_memopt.planner.timing.collectives import Collective, _gradient_hook, expected_collectives, sent_bytes
 from nxd_memopt.planner.timing.step_work import (
     attention_flops,
     elementwise_bytes,
@@ -23,9 +22,10 @@ from nxd_memopt.planner.timing.step_work import (
     recomputed_layers,
     tensor_parallel_bytes,
 )
-from tests.certify_steps import GPT_NEOX, LLAMA, SIZES, parallel, request
+from tests.certify_steps import FULL, GPT_NEOX, LLAMA, SIZES, parallel, request
+from tests.planner.storages import named, sizes_of
+from tests.reference import assert_says, error_message
 
-FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 TECHNIQUES = {
     "none": {},
@@ -51,6 +51,7 @@ TECHNIQUES = {
         "attention_head_groups": 2,
     },
 }
+ALL_LAYERS = {"recompute_method": None, "recompute_num_layers": None}
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
@@ -62,12 +63,8 @@ def tensor_parallel_case(config: dict, memory: dict, *, sequence: bool, dtype: s
     sent = Counter(worker.measure_variant(asked, 6).collectives)
     # The sums of the gradients of norms, once a step.
     sent.subtract(_gradient_hook(_shape(plain, 6)))
-    sizes = rank_sizes(
-        model_spec(with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6})),
-        asked.parallel,
-        sequence_length=32,
-        micro_batch_size=1,
-        dtype=dtype,
+    sizes = sizes_of(
+        with_defaults({**SIZES, **config, **EIGHT_HEADS, "num_hidden_layers": 6}), asked.parallel, 32, 1, dtype
     )
     return sent_bytes(sent), tensor_parallel_bytes(sizes, asked.memory)
 
@@ -88,13 +85,13 @@ def test_reductions_in_fp32_send_twice_the_bytes(technique):
     assert planned > 1.2 * tensor_parallel_case(LLAMA, TECHNIQUES[technique], **options)[1]
 
 
-def sizes_of(model: str, layers: int, *, expert_ranks: int = 1, size: int = 8) -> RankSizes:
-    return rank_sizes(
-        model_spec(with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": layers})),
+def named_sizes(model: str, layers: int, *, expert_ranks: int = 1, size: int = 8) -> RankSizes:
+    return sizes_of(
+        named(model, num_hidden_layers=layers),
         ParallelConfig(size, sequence_parallel_enabled=size > 1, expert_model_parallel_size=expert_ranks),
-        sequence_length=4096,
-        micro_batch_size=1,
-        dtype="bfloat16",
+        4096,
+        1,
+        "bfloat16",
     )
 
 
@@ -111,20 +108,24 @@ def added(work: Callable[..., float], sizes: RankSizes, technique: dict) -> floa
 def test_layers_in_host_memory_are_not_recomputed(technique, model, work):
     """What is recomputed of 32 layers of which 20 are in host memory is that of 12 layers."""
     offloaded = TECHNIQUES[technique] | {"cpu_offloading_num_layers": 20}
-    found = added(work, sizes_of(model, 32), offloaded)
-    assert found == pytest.approx(added(work, sizes_of(model, 12), TECHNIQUES[technique]))
+    found = added(work, named_sizes(model, 32), offloaded)
+    assert found == pytest.approx(added(work, named_sizes(model, 12), TECHNIQUES[technique]))
     assert found > 0
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_a_block_of_one_layer_adds_the_work_of_one_layer(work):
-    sizes = sizes_of("llama-3-8b", 32)
-    assert added(work, sizes, FULL) == pytest.approx(32 * added(work, sizes, TECHNIQUES["block"]))
+@pytest.mark.parametrize(
+    "technique", [FULL, TECHNIQUES["attn and mlp of two layers"] | ALL_LAYERS], ids=["full", "selective"]
+)
+def test_a_block_of_one_layer_adds_the_work_of_one_layer(work, technique):
+    sizes = named_sizes("llama-3-8b", 32)
+    one = technique | {"recompute_method": "block", "recompute_num_layers": 1}
+    assert added(work, sizes, technique) == pytest.approx(32 * added(work, sizes, one))
 
 
 @pytest.mark.parametrize("work", [expert_parallel_bytes, expert_passes], ids=lambda work: work.__name__)
 def test_recomputed_experts_exchange_again(work):
-    sizes = sizes_of("mixtral-8x7b", 12, expert_ranks=4, size=1)
+    sizes = named_sizes("mixtral-8x7b", 12, expert_ranks=4, size=1)
     block = added(work, sizes, TECHNIQUES["block"])
     assert block > 0
     assert added(work, sizes, FULL) == pytest.approx(12 * block)
@@ -136,10 +137,35 @@ def test_recomputed_experts_exchange_again(work):
 
 def test_tiles_recompute_their_first_projections_in_every_layer():
     """A recomputed layer that stops early stops before its tiles, a layer before it in its chunk does not."""
-    sizes = sizes_of("llama-3-8b", 12)
+    sizes = named_sizes("llama-3-8b", 12)
     tiles = {"mlp_tile_tokens": 1024}
     first = added(matmul_flops, sizes, tiles)
     assert added(matmul_flops, sizes, FULL | tiles) == pytest.approx(added(matmul_flops, sizes, FULL))
     block = TECHNIQUES["block"]
     expected = added(matmul_flops, sizes, block) + 11 / 12 * first
     assert added(matmul_flops, sizes, block | tiles) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", [LLAMA, pytest.param(GPT_NEOX, marks=pytest.mark.slow)], ids=["llama", "gpt_neox"])
+def test_nested_recompute_equals_the_step(config, number, sequence):
+    """Five layers: the last chunk of two or three layers is shorter."""
+    memory = {**FULL, "recompute_method": "nested", "recompute_num_layers": number}
+    asked = request("cpu", config, memory, parallel=parallel(4, sequence=sequence), sequence_length=32)
+    measured = worker.measure_variant(asked, 5).collectives
+    assert measured == expected_collectives(_shape(asked, 5), asked.memory, stops_early=True)
+
+
+def test_nested_recompute_on_xla_is_refused():
+    asked = request("cpu", LLAMA, {**FULL, "recompute_method": "nested"}, parallel=parallel(4, sequence=True))
+    message = error_message(lambda: expected_collectives(_shape(asked, 4), asked.memory, stops_early=False), ValueError)
+    assert_says(message, "nested", "uniform")
+
+
+def test_sent_bytes_are_those_of_rings():
+    of_each = {"all_gather": 75.0, "reduce_scatter": 75.0, "all_to_all": 75.0, "all_reduce": 150.0}
+    for kind, expected in of_each.items():
+        assert sent_bytes(Counter({Collective(kind, 100, 4): 1})) == expected
+        assert sent_bytes(Counter({Collective(kind, 100, 4): 3})) == 3 * expected
+        assert sent_bytes(Counter({Collective(kind, 100, 1): 1})) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 
 import pytest
@@ -64,27 +63,3 @@ def test_rows_are_appended_and_passed_over(tmp_path, monkeypatch, capsys):
     assert [row["rank"] for row in rows] == ["0", "1"] and not any(row["failure"] for row in rows)
     assert all(float(row["step_s"]) > 0 and float(row["ranked_step_s"]) > 0 for row in rows)
     assert "2 settings measured, 0 failed" in capsys.readouterr().out
-
-
-def test_a_problem_needs_its_number_of_processes(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["planned_choice.py", "--problem", "llama-two", "--tiny"])
-    with pytest.raises(SystemExit):
-        planned_choice.main()
-    assert "is of 2 GPUs, and 1 processes run" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_settings_on_two_ranks(tmp_path):
-    """Two data-parallel ranks with and without sharded states, one setting after the other."""
-    path = tmp_path / "rows.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "scripts.bench.planner.choice", "--problem", "llama-two", "--tiny", "--append"]
-    done = subprocess.run([*command, "--csv", str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert not any(row["failure"] for row in rows), [row["failure"] for row in rows]
-    assert len({row["rank"] for row in rows}) == len(rows) > BEST
-    options = " ".join(row["options"] for row in rows)
-    assert "D=2 sharding=none" in options and "D=2 sharding=zero1" in options
-    assert done.stdout.count("settings measured, 0 failed") == 1

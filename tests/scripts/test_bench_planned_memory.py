@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.hardware import GIB, device_named
-from nxd_memopt.profiling.calibration import write_device
 from scripts.bench.planner import memory as planned_memory
 from scripts.bench.planner.cells import LARGEST_HOST_GIB, NAMED, NAMED_ON, drawn, plan_of
-from scripts.bench.planner.memory import errors, totals
+from scripts.bench.planner.errors import totals
 from tests.deferred_transfers import DeferredTransfers
 
 
@@ -58,8 +56,8 @@ def test_rows_have_planned_and_measured_figures(tmp_path, monkeypatch, capsys):
 def test_a_cell_that_stops_in_any_way_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     measured: list[str] = []
 
-    def measure(cell, *, tiny, limits, rates):
-        assert limits and rates is None
+    def measure(cell, *, tiny, limits):
+        assert limits
         measured.append(cell.name)
         if len(measured) == 1:
             raise AssertionError("no such kernel")
@@ -87,28 +85,6 @@ def test_the_summary_names_the_cells_beyond_the_bounds():
     # With margin too little is planned of a step that was out of memory with it.
     too_little = {"cell": "a", "reserved_error": -0.1, "reserved_bytes": 1 << 30, "seed": "", "failure": ""}
     assert len(totals([too_little])) == 2 and len(totals([too_little | {"reserved_error": 9.0}])) == 1
-
-
-@pytest.mark.parametrize(("part", "name"), [(0.0, "step"), (0.001, "host_limited_step")])
-def test_the_time_of_a_step_that_waits_for_the_host_has_no_bound(part, name):
-    row = {"cell": "a", "step_s": 1.0, "planned_step_s": 1.2, "waiting_part": part, "seed": "", "failure": ""}
-    found = errors(row)
-    assert found == {f"{name}_error": 20.0}
-    lines = totals([row | found])
-    assert lines[0].startswith(f"{name}_error: 1 rows") and len(lines) == 1 + (name == "step")
-
-
-def test_the_planned_time_can_have_measured_rates(tmp_path, monkeypatch):
-    slow = replace(device_named("h200"), measured=True, memory_bytes_per_s=1e6)
-    write_device(tmp_path / "slow.json", slow, {})
-    cell = number("smollm 2k")
-    rows = [
-        run(monkeypatch, tmp_path / f"{len(options)}.csv", "--cells", cell, *options)[0]
-        for options in ((), ("--rates", str(tmp_path / "slow.json")))
-    ]
-    assert [row["rates"] for row in rows] == ["published", "measured"]
-    assert float(rows[1]["planned_step_s"]) > 2 * float(rows[0]["planned_step_s"])
-    assert rows[0]["planned_allocated_bytes"] == rows[1]["planned_allocated_bytes"]
 
 
 def test_the_seed_decides_the_cells_and_they_fit():

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench.planner.cells import NAMED_ON, drawn
 from scripts.bench.planner.memory import CSV
-from scripts.bench.planner.rows import beyond, cell_of, errors_of, main, rows_of
+from scripts.bench.planner.rows import beyond, cell_of, errors_of, rows_of
 
 # Formulas of the steps that were measured as the code is now.
 FORMULAS = ["5799b86", "aba393a", "0cffe7e", "b3d160d", "8eca28a", "d104159"]
@@ -55,21 +55,3 @@ def test_a_row_is_planned_for_its_own_ranks(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", world)
         found.append(errors_of(row))
     assert found[0] == found[1]
-
-
-def test_the_rows_beyond_the_bounds_are_printed(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["planned_rows", "--formulas", "423700b", "--beyond"])
-    main()
-    lines = capsys.readouterr().out.splitlines()
-    # Fewer tensors are kept since.
-    assert any(line.startswith("423700b smollm 64k mlp_act : allocated_error -16") for line in lines[:-1])
-    number = len(rows_of(CSV, ["423700b"]))
-    assert lines[-1].endswith(f"of {number} rows are beyond the bounds")
-    assert all("BEYOND" in line for line in lines[:-1])
-
-
-def test_formulas_without_rows_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["planned_rows", "--formulas", "0000000"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "no step that ran with ['0000000']" in capsys.readouterr().err

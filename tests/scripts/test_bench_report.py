@@ -52,67 +52,6 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("loss", "shown"), [("10.9", "fast: 50 (loss 10.90, ours 8.50)"), ("8.9", "fast: 50")])
-def test_a_loss_that_fell_otherwise_is_shown(monkeypatch, loss, shown):
-    ours = row("ours", 100, command="a") | {"first_loss": "11.2", "loss": "8.5"}
-    peer = row("fast", 50, command="a") | {"first_loss": "11.2", "loss": loss}
-    monkeypatch.setattr(report, "rows_of", lambda _: [ours, peer])
-    assert report.step_lines()[2:] == [f"| m | 4 | 8,192 | none | 100 | 0.5 | 1.0 | {shown} | 1.0 | 2.00 | c |"]
-
-
-def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
-    def ours(size: str, speed: float | None, *, date: str, variant: str = "ours", recompute: str = "none"):
-        return row(variant, speed, command="", recompute=recompute) | {"tensor_parallel": size, "date": date}
-
-    rows = [
-        ours("1", 900, date="2026-01-01"),
-        ours("1", 300, date="2026-01-02", recompute="none, 2 layers offloaded"),
-        ours("1", 200, date="2026-01-02"),
-        ours("10", 100, date="2026-01-01", variant="ours, CUDA graph"),
-        ours("2", 200, date="2026-01-01"),
-        ours("2", 700, date="2026-01-01") | {"commit": "d-dirty"},
-        ours("2", None, date="2026-01-03"),
-        ours("2", 800, date="2026-01-03", variant="peer"),
-        row("ours", 50, command="", tokens=512),
-        # Experts on two GPUs, T=1: not a row of one GPU.
-        ours("1", 950, date="2026-01-03") | {"expert_parallel": "2"},
-    ]
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert report.scaling_lines() == [
-        "| model | tokens | T=1 | T=2 | T=4 | T=10 | T=1, EP=2 |",
-        "|---|---|---|---|---|---|---|",
-        "| m | 512 |  |  | 50, 1 GiB, c |  |  |",
-        "| m | 8,192 | 300, 1 GiB (2 layers offloaded), c | 200, 1 GiB, c |  | 100, 1 GiB (CUDA graph), c "
-        "| 950, 1 GiB, c |",
-    ]
-
-
-def test_experts_on_several_gpus_are_shown_with_the_other_steps_of_their_day(monkeypatch):
-    def step(layout: tuple[str, str], speed: float | None, *, date: str, model: str = "m", variant: str = "ours"):
-        values = row(variant, speed, command="") | {"tensor_parallel": layout[0], "expert_parallel": layout[1]}
-        return values | {"model": model, "date": date, "failure": "" if speed else "OutOfMemoryError: of 1 GiB"}
-
-    rows = [
-        step(("1", "2"), 900, date="2026-01-01"),
-        step(("1", "1"), 400, date="2026-01-02", variant="hf"),
-        step(("2", "2"), 300, date="2026-01-02", variant="ours, all-to-all"),
-        step(("1", "4"), None, date="2026-01-02"),
-        step(("1", ""), 200, date="2026-01-02", model="without experts"),
-        step(("1", "1"), 500, date="2026-01-03"),
-    ]
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert report.variant_lines(report.expert_steps())[2:] == [
-        "| m | T=1 | 8,192 | hf | none | 400 | 0.5 | 1.0 | c |",
-        "| m | T=2, EP=2 | 8,192 | ours, all-to-all | none | 300 | 0.5 | 1.0 | c |",
-        "| m | T=1, EP=4 | 8,192 | ours | none | out of memory |  |  | c |",
-    ]
-
-
-def test_sharded_steps_have_their_tensor_parallelism_1_in_rows_without_the_column():
-    rows = [{"tensor_parallel": "2"}, {"tensor_parallel": ""}, {}]
-    assert [row["tensor_parallel"] for row in report_sections.with_tensor_parallel(rows)] == ["2", "1", "1"]
-
-
 def test_the_last_row_of_each_setting_is_shown():
     rows = [
         {"model": model, "tokens": tokens, "ms": ms, "failure": "E: x"}
@@ -120,35 +59,6 @@ def test_the_last_row_of_each_setting_is_shown():
     ]
     found = report_sections.latest_rows(rows, ("model", "tokens"))
     assert [(row["ms"], row["failure"]) for row in found] == [("3", "E"), ("2", "E"), ("4", "E")]
-
-
-def test_heads_are_columns(monkeypatch):
-    def head(variant: str, tokens: int, ms: str):
-        setting = {"head": "m", "tokens": str(tokens), "tensor_parallel": "1", "variant": variant, "ms": ms}
-        return setting | {"over_floor": "1.0512", "peak_gib": "1.29", "date": "d", "commit": "c", "command": "a"}
-
-    rows = [head("ours", 8192, "39.81"), head("peer", 8192, "40"), head("ours", 512, "2"), head("peer", 512, "")]
-    rows += [head("other", 512, "3"), head("ours", 64, "1"), head("peer", 64, "")]
-    rows += [head(name, 512, ms) | {"command": "slower peer"} for name, ms in (("ours", "1"), ("peer", "4"))]
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert report.head_lines() == [
-        "| ms, x floor, GiB | m, T=1, 512 tokens | m, T=1, 8,192 tokens |",
-        "|---|---|---|",
-        "| ours | 2.0, 1.051, 1.29 | 39.8, 1.051, 1.29 |",
-        "| other | 3.0, 1.051, 1.29 |  |",
-        "| peer |  | 40.0, 1.051, 1.29 |",
-    ]
-
-
-def test_readme_has_one_line_for_each_of_its_settings(monkeypatch):
-    rows = []
-    for command, tokens, recompute in (("a", 8192, "none"), ("b", 8192, "full"), ("c", 64, "none")):
-        rows.append(row("ours", 300, command=command, tokens=tokens, recompute=recompute))
-        rows.append(row("peer", 200, command=command, tokens=tokens, recompute=recompute))
-    monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert len(report.step_lines()) == 2 + 3
-    lines = report.step_lines([("m", "4", "64"), ("m", "4", "8192"), ("absent", "4", "64")])
-    assert [line.split(" | ")[2] for line in lines[2:]] == ["64", "8,192"]
 
 
 def test_readme_needs_its_markers(monkeypatch):
@@ -178,35 +88,6 @@ def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monke
     path.write_text("model,device\nm,a laptop\n", encoding="utf-8")
     with pytest.raises(ValueError, match=f"has no rows of {report.DEVICE}"):
         report.page()
-
-
-def test_planned_steps_are_summed_up_by_commit_of_the_planner():
-    def step(formulas: str, error: str, *, failure: str = "", seed: str = "3") -> dict[str, str]:
-        about = {"device": report.DEVICE, "formulas": formulas, "seed": seed, "failure": failure}
-        return about | dict.fromkeys(("allocated_error", "reserved_error", "step_error"), error) | {"host_error": ""}
-
-    rows = [
-        step("a", "-0.5"),
-        step("a", "1.5"),
-        step("a", "0.25", seed=""),
-        step("a", "", failure="full"),
-        step("b", "2"),
-    ]
-    first, second = report_sections.planned_steps(rows)
-    errors = "0.50 (-0.50 to +1.50)"
-    assert list(first.values()) == [report.DEVICE, "a", "4", "3", "1", errors, errors, "", errors, ""]
-    assert (second["rows"], second["allocated_error"]) == ("1", "2.00 (+2.00 to +2.00)")
-
-
-def test_chosen_settings_are_compared_with_the_fastest():
-    def step(problem: str, rank: int, step_s: str, failure: str = "") -> dict[str, str]:
-        return {"formulas": "a", "problem": problem, "rank": str(rank), "step_s": step_s, "failure": failure}
-
-    rows = [step("p", 0, "1.0"), step("p", 1, "0.5"), step("p", 3, "", "full"), step("q", 1, "2.0")]
-    first, second = report_sections.chosen_settings(rows)
-    assert (first["settings"], first["failed"]) == ("2", "1")
-    assert (first["chosen"], first["best"], first["part"]) == ("1 s", "1 (0.5 s)", "50.0%")
-    assert (second["chosen"], second["best"], second["part"]) == ("failed", "1 (2 s)", "")
 
 
 def append_rows(path: Path, count: int) -> None:

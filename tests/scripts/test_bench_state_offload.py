@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt._optional import installed
 from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.races import offload_peers, state_offload
-from scripts.bench.races.offload_peers import PEERS, with_deepspeed_offload, with_fsdp2
+from scripts.bench.races.offload_peers import PEERS, with_fsdp2
 from scripts.bench.races.peers import build_hf
 
 MODEL = "llama-tiny"
@@ -47,36 +46,6 @@ def test_fsdp2_with_fp32_states_trains_as_transformers_model(monkeypatch, proces
     assert reference["grad_norm"] > offload_peers.MAX_NORM
     for name in ("first_loss", "loss", "grad_norm"):
         assert peer[name] == pytest.approx(reference[name], rel=1e-4)  # sums in another order
-
-
-def test_fsdp2_with_bf16_states_has_nothing_in_fp32(process_group):
-    model, loss_of = with_fsdp2(build_hf, torch.bfloat16, offload=True)(
-        CONFIGS[MODEL](), state_offload.MemoryConfig(recompute_granularity="full")
-    )
-    optimizer = offload_peers.ClippedAdamW(model)
-    loss_of(torch.zeros(1, TOKENS, dtype=torch.int64)).backward()
-    gradients = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-    optimizer.step()
-    states = optimizer._optimizer.state.values()
-    moments = {moment.dtype for state in states for moment in (state["exp_avg"], state["exp_avg_sq"])}
-    weights = {param.dtype for param in model.parameters()}
-    assert gradients == moments == weights == {torch.bfloat16}
-    # A cast of the buffers would change RoPE's angles.
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
-
-
-@pytest.mark.skipif(not installed("deepspeed"), reason="DeepSpeed is not installed")
-def test_deepspeed_trains_as_transformers_model(monkeypatch, process_group):
-    reference = measured(monkeypatch, "hf")
-    monkeypatch.setitem(offload_peers.os.environ, "DS_ACCELERATOR", "cpu")
-    peer = measured(monkeypatch, "deepspeed", build=with_deepspeed_offload(build_hf))
-    for name in ("first_loss", "loss", "grad_norm"):
-        assert peer[name] == pytest.approx(reference[name], rel=1e-3)
-
-
-def test_deepspeed_does_not_accumulate(monkeypatch):
-    with pytest.raises(ValueError, match="--accumulation 2: DeepSpeed's engine has one"):
-        measured(monkeypatch, "deepspeed", "--accumulation", "2")
 
 
 def test_a_peer_without_its_packages_is_named_and_skipped(monkeypatch, capsys, tmp_path):

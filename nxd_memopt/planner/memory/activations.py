@@ -85,6 +85,7 @@ def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int
         memory: recompute and offload.
         block_bytes: size of a block.
     """
+    # n layers, or chunks, need n times the bytes of the largest one, rounded up to blocks once over all of them.
     depth = len(kept.offloaded)
     chunk = 1
     if memory.cpu_offloading_activations:
@@ -178,7 +179,8 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         if not recomputation.is_recomputed(index):
             layers.append((layer_parts(sizes, memory, kernels, index).kept(), index < recomputation.first))
             continue
-        # A chunk of layers keeps the input of its first layer, and the results of attention of all.
+        # A chunk of layers keeps the input of its first layer, and the results of attention of all. A layer with
+        # experts has the statistics of the layers before it in its input, which grow with its number.
         kept: Tensors = {}
         if recomputation.position(index) == 0:
             kept = dict(layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs)
@@ -202,7 +204,7 @@ def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Ker
 
 def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors:
     """Return the storages that do not belong to a decoder layer."""
-    # Cosine and sine of all positions, shared by all layers.
+    # Cosine and sine of all positions, shared by all layers: S x d_rope elements each, whatever B is.
     table = sizes.sequence_length * sizes.rotary_dim * sizes.element_bytes
     tensors: Tensors = {}
     if rotates_with_grad(sizes, memory):

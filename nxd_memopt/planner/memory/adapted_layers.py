@@ -23,6 +23,7 @@ from nxd_memopt.planner.memory.layer_tensors import (
     layer_kernels,
     layer_norm_tensors,
     layer_tensors,
+    require_whole_layers,
     residual_bytes,
     rms_norm_tensors,
     rotated,
@@ -34,10 +35,7 @@ def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index:
     """Return the parts of decoder layer ``index``; arguments and errors as ``layer_tensors``."""
     if sizes.adapters is None:
         return layer_tensors(sizes, memory, kernels, index)
-    for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
-        value = getattr(memory, name)
-        if value:
-            raise ValueError(f"{name} {value!r} is not supported with lora_rank: leave it out")
+    require_whole_layers(memory, "lora_rank")
     layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
     return layer.parts(has_grad=index > 0)
 

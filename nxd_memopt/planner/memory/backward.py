@@ -1,7 +1,7 @@
 """The temporary tensors of a layer's backward pass, moment by moment.
 
 Each moment lists what exists besides the tensors that forward kept: gradients of activations, gathered
-inputs, and the gradient of the weights that is being computed. Sizes are those of the code in
+inputs, and the gradient of the weights that is being computed. The sizes follow the code in
 ``parallel_layers/functional/``, ``modules/parallel_residual.py`` and ``ops/cuda/``.
 """
 
@@ -20,19 +20,8 @@ from nxd_memopt.planner.techniques.tiling import head_group_bytes
 
 _FLASH4_BLOCK = 128
 """Tokens to whose multiple FlashAttention-4's buffers are rounded."""
-ATTENTION_SAVED = frozenset(
-    {
-        "query, key, value",
-        "query",
-        "key",
-        "value",
-        "key by heads",
-        "value by heads",
-        "attention",
-        "attention by heads",
-        "log-sum-exps",
-    }
-)
+_OPERANDS = ("query, key, value", "query", "key", "value", "key by heads", "value by heads")
+ATTENTION_SAVED = frozenset((*_OPERANDS, "attention", "attention by heads", "log-sum-exps"))
 """Storages that attention keeps."""
 
 
@@ -59,6 +48,7 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
         copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
         by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes * int(copies_gradients)
         return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
+    # Per token and head: d numbers of dQ, one row sum and one copy of the log-sum-exp, all of them fp32.
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)
     columns = sizes.query + 2 * sizes.heads
     # Grouped heads have sums of their own.
@@ -69,6 +59,8 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
 
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a layer whose MLP follows its attention."""
+    # Backward runs from the MLP to attention, so that whatever the MLP kept is free when attention's turn comes, and
+    # its weight gradients are complete: one of the last projection and one of each first projection.
     b = LayerBytes(sizes)
     columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
@@ -80,48 +72,36 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     # One group exists at a time, with its tensors and their gradients.
     if isinstance(memory.attention_head_groups, int):
         return [*moments, _head_group_moment(sizes, kernels, b, memory.attention_head_groups, after_mlp)]
-    moments.append(
-        Moment(
-            "attention output projection",
-            {
-                "gradients of the stream": 2 * b.stream,
-                "gathered": b.gathered,
-                "dO": b.query,
-                "dW": b.output_weight + b.adapters,
-            },
-            after_mlp,
-            mlp_gradients,
-        )
-    )
-    moments.append(
-        Moment(
-            "attention",
-            {
-                "gradients of the stream": b.stream,
-                "dO": b.query,
-                # Copies of the KV heads have gradients of their own.
-                "dQ, dK, dV": 3 * b.query if repeats_kv_heads(sizes, kernels) else b.qkv,
-                "scratch of the kernel": _attention_scratch(sizes, kernels),
-            },
-            after_mlp,
-            mlp_gradients + b.output_weight,
-        )
-    )
-    moments.append(
-        Moment(
-            "query, key and value projections",
-            {
-                "gradients of the stream": b.stream + b.reduced,
-                "gathered": b.gathered,
-                "dQ, dK, dV": b.qkv,
-                "dX": b.full,
-                "dW": b.qkv_weight + b.adapters,
-            },
-            after_mlp | ATTENTION_SAVED,
-            mlp_gradients + b.output_weight,
-        )
-    )
-    return moments
+    # The gradient of the residual connection exists next to the gradient that the branch's output gets from it.
+    output = {
+        "gradients of the stream": 2 * b.stream,
+        "gathered": b.gathered,
+        "dO": b.query,
+        "dW": b.output_weight + b.adapters,
+    }
+    core = {
+        "gradients of the stream": b.stream,
+        "dO": b.query,
+        "dQ, dK, dV": b.qkv,
+        "scratch of the kernel": _attention_scratch(sizes, kernels),
+    }
+    # Copies of the KV heads have gradients of their own, each as large as the gradient of the queries.
+    if repeats_kv_heads(sizes, kernels):
+        core["dQ, dK, dV"] = 3 * b.query
+    projections = {
+        "gradients of the stream": b.stream + b.reduced,
+        "gathered": b.gathered,
+        "dQ, dK, dV": b.qkv,
+        "dX": b.full,
+        "dW": b.qkv_weight + b.adapters,
+    }
+    after_output = mlp_gradients + b.output_weight
+    return [
+        *moments,
+        Moment("attention output projection", output, after_mlp, mlp_gradients),
+        Moment("attention", core, after_mlp, after_output),
+        Moment("query, key and value projections", projections, after_mlp | ATTENTION_SAVED, after_output),
+    ]
 
 
 def _head_group_moment(sizes: RankSizes, kernels: Kernels, b: LayerBytes, groups: int, freed: frozenset[str]) -> Moment:
@@ -159,50 +139,30 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     gradients: Tensors = {"dX": b.full, "gradient of normalised": b.stream}
     if kernels.compiles_steps:
         gradients = {"dX": 2 * b.full, "dX * normalised": 2 * b.full // sizes.element_bytes * FP32_BYTES}
+    # Both row-parallel layers have one output, and so one gradient of it; dO and dA are the gradients of their inputs.
+    outputs = {"gradients of the stream": b.stream, "dO": b.query, "dA": b.width}
+    core = {
+        "gradients of the stream": b.stream,
+        "dO": b.query,
+        "gradient of expanded": b.width,
+        "dQ, dK, dV": b.qkv,
+        "scratch of the kernel": _attention_scratch(sizes, kernels),
+    }
+    inputs = {
+        "gradients of the stream": b.stream + b.reduced,
+        "gradient of expanded": b.width,
+        "dQ, dK, dV": b.qkv,
+        # The normalised rows, and both branches' inputs or their gradients.
+        "normalised": b.stream + b.gathered,
+        "inputs of the branches": 2 * b.full,
+        "dW": b.qkv_weight + b.width_weight,
+    }
+    rows = outputs | {"gathered": b.gathered, "dW": row_weights}
+    activation = outputs | {"gradient of expanded": b.width}
+    before_inputs = after_rows | ATTENTION_SAVED | {"expanded"}
     return [
-        Moment(
-            "output projections",
-            {
-                "gradients of the stream": b.stream,
-                "gathered": b.gathered,
-                "dO": b.query,
-                "dA": b.width,
-                "dW": row_weights,
-            },
-            returned=frozenset({"dA"}),
-        ),
-        Moment(
-            "activation",
-            {"gradients of the stream": b.stream, "dO": b.query, "dA": b.width, "gradient of expanded": b.width},
-            after_rows,
-            row_weights,
-            before_attention=True,
-        ),
-        Moment(
-            "attention",
-            {
-                "gradients of the stream": b.stream,
-                "dO": b.query,
-                "gradient of expanded": b.width,
-                "dQ, dK, dV": b.qkv,
-                "scratch of the kernel": _attention_scratch(sizes, kernels),
-            },
-            after_rows | {"expanded"},
-            row_weights,
-        ),
-        Moment(
-            "input projections",
-            {
-                "gradients of the stream": b.stream + b.reduced,
-                "gradient of expanded": b.width,
-                "dQ, dK, dV": b.qkv,
-                # normalised, and both branches' inputs or their gradients
-                "normalised": b.stream + b.gathered,
-                "inputs of the branches": 2 * b.full,
-                "dW": b.qkv_weight + b.width_weight,
-            }
-            | gradients,
-            after_rows | ATTENTION_SAVED | {"expanded"},
-            row_weights,
-        ),
+        Moment("output projections", rows, returned=frozenset({"dA"})),
+        Moment("activation", activation, after_rows, row_weights, before_attention=True),
+        Moment("attention", core, after_rows | {"expanded"}, row_weights),
+        Moment("input projections", inputs | gradients, before_inputs, row_weights),
     ]

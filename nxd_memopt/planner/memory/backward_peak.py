@@ -47,6 +47,7 @@ def in_backward(step: Step) -> tuple[str, dict[str, int]]:
         layer = layers[index]
         # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
         live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
+        # What recomputation restored for earlier layers of the chunk exists next to this layer's tensors.
         live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
         live += waiting + _prefetched(kept, reduction.recomputation, index)
         absent = step.absent_weights(index)
@@ -109,8 +110,8 @@ class _LayerBackward:
         all_bytes: bytes of a forward without recompute, which a recomputed layer has again.
         input_bytes: bytes of the layer's input.
         moments: the moments at which most memory is in use, each with the bytes of ``all_bytes`` that
-            are free by then, the bytes of its temporary tensors, and those of them that lie in slots
-            if peer memory gathers.
+            are free by then, the bytes of its temporary tensors, and the part of the latter that lies in
+            slots if peer memory gathers.
     """
 
     all_bytes: int
@@ -143,7 +144,7 @@ def _layer_backward(
     found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
     if with_sums:
         found = with_fp32_sums(found, routes=sizes.moe is not None)
-    # Selective recompute restores attention when its backward comes, after that of the MLP.
+    # Selective recompute restores attention when its backward comes, after the backward of the MLP.
     waiting: frozenset[str] = frozenset()
     if memory.recompute_granularity == "selective":
         kept = layer.kept(memory.recompute_modules or ())

@@ -20,8 +20,8 @@ def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> d
     Args:
         sizes: sizes of the rank.
         moe: sizes of the experts.
-        fused: GPUs' kernels compute the gated MLPs of the experts, and that of the shared one, of
-            which backward needs gate and up only.
+        fused: GPUs' kernels compute the gated MLPs of the experts and of the shared expert, and
+            their backward needs gate and up only.
     """
     tensors = _router(sizes, moe) | _losses(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
     if fused and has_expert_kernels(sizes, moe):

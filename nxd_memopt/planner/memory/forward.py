@@ -1,7 +1,7 @@
 """The temporary tensors of the last decoder layer's forward pass on GPUs, when its MLP computes its output.
 
 All layers before it keep their storages then, so that long sequences may have their peak here and not in the loss or
-in backward. Sizes are those of the code in ``parallel_layers/functional/gated_mlp.py`` and ``ops/cuda/experts.py``.
+in backward. The sizes follow ``parallel_layers/functional/gated_mlp.py`` and ``ops/cuda/experts.py``.
 """
 
 from __future__ import annotations

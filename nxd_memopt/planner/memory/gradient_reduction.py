@@ -10,7 +10,7 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_model import RankModel
 from nxd_memopt.planner.sizes.states import StateLayout, elements
-from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS
+from nxd_memopt.planner.techniques.buckets import BUCKET_BYTES, OVERLAPPED_BUCKETS, packed
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
@@ -121,8 +121,8 @@ def reduction_bytes(
     Args:
         model: the rank's share of the model.
         layout: weights, gradients and states.
-        unit_layers: decoder layers that stage 3 gathers and reduces together, those of a recompute chunk.
-        accumulates: the rank's parts of the gradients exist already, and those of a bucket are added to them.
+        unit_layers: decoder layers that stage 3 gathers and reduces together, the layers of a recompute chunk.
+        accumulates: the rank's parts of the gradients exist already, and a bucket's gradients are added to them.
     """
     # The gradients of adapters are too small to count.
     if layout.data_parallel_size == 1 or not model.embedding:
@@ -148,8 +148,8 @@ def _of_scattered_buckets(model: RankModel, layout: StateLayout, *, accumulates:
     layer = _buckets([shape for shape in model.layer_shapes if len(shape) > 1], layout)
     head = elements(model.head)
     embedding = elements(model.embedding)
-    # One bucket is reduced, one copied, and one filled.
-    # Three buckets after each other, also of two layers.
+    # Of three buckets after each other the first one is being reduced, the second one exists in both dtypes while it is
+    # copied, and the third one is filled. The last buckets of a layer are followed by the first ones of the next layer.
     triples = zip(layer, layer[1:] + layer[:1], (layer * 3)[2 : 2 + len(layer)], strict=True)
     in_layer = max(reduced * (before + copied) + own * (copied + after) for before, copied, after in triples)
     in_last_layer = in_layer
@@ -169,8 +169,8 @@ def _of_overlapped_buckets(model: RankModel, layout: StateLayout) -> ReductionBy
     number = OVERLAPPED_BUCKETS
     layer = _buckets(model.layer_shapes, layout)
     head = elements(model.head)
-    # Buckets of as many layers as are in progress at a time.
-    # Small layers have several of their buckets in progress.
+    # A layer of few buckets has several layers in progress at a time, so its buckets repeat until OVERLAPPED_BUCKETS
+    # of them can follow each other from any start. Each has a flat copy and the sum over the ranks.
     several = layer * (1 + number // len(layer))
     copies = 2 * layout.gradient_element_bytes
     in_layer = copies * max(sum(several[i : i + number]) for i in range(len(layer)))
@@ -201,7 +201,8 @@ def _of_units(model: RankModel, layout: StateLayout, unit_layers: int, *, accumu
     head = own * elements(model.head)
     unit = min(unit_layers, model.sizes.num_layers) * layer
     only_one = unit_layers >= model.sizes.num_layers
-    # While gradients are copied the rank's part of the result does not exist yet. FSDP2 keeps the last one, the head's.
+    # While gradients are copied, they exist in their own dtype and in the dtype of the reduction. The rank's part of
+    # the result, 1 / D of the copies, counts with the gradients that stay and does not exist yet: it is subtracted.
     in_copy = (own + copied) * others
     if not accumulates:
         in_copy -= copied * others // layout.data_parallel_size
@@ -226,11 +227,5 @@ def _reduced_element_bytes(layout: StateLayout, *, accumulates: bool) -> int:
 
 def _buckets(shapes: Sequence[Sequence[int]], layout: StateLayout) -> list[int]:
     """Return the elements of the buckets of a layer's parameters, in the order of backward."""
-    buckets: list[int] = []
-    for shape in reversed(shapes):
-        count = math.prod(shape)
-        if buckets and (buckets[-1] + count) * layout.element_bytes <= BUCKET_BYTES:
-            buckets[-1] += count
-        else:
-            buckets.append(count)
-    return buckets
+    counts = [math.prod(shape) for shape in reversed(shapes)]
+    return packed(counts, BUCKET_BYTES // layout.element_bytes)

@@ -31,24 +31,12 @@ class Moment:
 
 
 _FREED_WITH_NODE = frozenset(
-    {
-        "gathered",
-        "gathered gradient",
-        "copied rows",
-        "dA",
-        "dA of the rows",
-        "gradients of the columns",
-        "gradients of the rows",
-        "dQ, dK, dV",
-        "gradient of expanded",
-        "normalised",
-        "inputs of the branches",
-        "gradient of normalised",
-        "dX * normalised",
-        "dW in fp32",
-        "tensors and gradients of the group",
-        "parts of dW",
-    }
+    (
+        *("gathered", "gathered gradient", "copied rows", "normalised", "inputs of the branches"),
+        *("dA", "dA of the rows", "dQ, dK, dV", "gradient of expanded", "gradient of normalised", "dX * normalised"),
+        *("gradients of the columns", "gradients of the rows", "tensors and gradients of the group"),
+        *("dW in fp32", "parts of dW"),
+    )
 )
 """Temporary tensors that are free when the function that has computed a weight's gradient returns."""
 _FREED_LATER = frozenset({"mlp input", "mlp input in fp32", "mlp input normalised"})
@@ -63,7 +51,7 @@ def with_fp32_sums(moments: Sequence[Moment], *, routes: bool) -> list[Moment]:
 
     Args:
         moments: the moments in their order.
-        routes: a router, whose backward follows that of the experts, has the same input.
+        routes: a router, whose backward follows the backward of the experts, has the same input.
     """
     freed_later = _FREED_LATER
     if routes:
@@ -102,7 +90,8 @@ class LayerBytes:
             self.reduced += (self.stream + self.full) // element * FP32_BYTES
         self.query = sizes.tokens * sizes.query * element
         self.qkv = sizes.tokens * (sizes.query + 2 * sizes.kv) * element
-        # Of experts: rows instead of tokens, and the weights of all experts.
+        # Of experts: rows instead of tokens, k for each token, and the weights of all experts of the rank. A dense
+        # MLP is the case of one row for each token and one weight.
         rows, width, num_weights = sizes.tokens, sizes.width, 1
         self.rows = 0
         self.expert_tokens = self.full
@@ -117,7 +106,7 @@ class LayerBytes:
                 self.expert_tokens = sizes.moe.expert_ranks * self.full
                 self.gathered_gradient = self.expert_tokens
         self.width = rows * width * element
-        # Frozen weights have no gradient; those of the adapters, and what their backward adds, are in ``adapters``.
+        # Frozen weights have no gradient; what the backward of the adapters has is in ``adapters``.
         trains = int(sizes.adapters is None)
         self.adapters = _adapter_bytes(sizes)
         num_weights *= trains
@@ -129,8 +118,8 @@ class LayerBytes:
 def _adapter_bytes(sizes: RankSizes) -> int:
     """Return what the backward of a linear layer's adapters has besides the layer's own tensors.
 
-    The gradient of the adapter's input, which is added to that of the layer, and with dropout one more;
-    those of the results of A, gathered, and of A and B.
+    The gradient of the adapter's input, which is added to the gradient of the layer's input, and with dropout one more;
+    the gradients of the results of A, gathered, and of A and B.
     """
     if sizes.adapters is None:
         return 0

@@ -139,16 +139,8 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
-    if sizes.moe is not None and memory.cpu_offloading_weights:
-        raise ValueError("cpu_offloading_weights True does not support layers with experts: leave it out")
-    if sizes.moe is not None and memory.mlp_tile_tokens is not None:
-        raise ValueError(
-            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} does not support layers with experts: leave it out"
-        )
-    if sizes.moe is not None and memory.attention_head_groups is not None:
-        raise ValueError(
-            f"attention_head_groups {memory.attention_head_groups!r} with experts is not planned: leave it out"
-        )
+    if sizes.moe is not None:
+        require_whole_layers(memory, "layers with experts")
     if memory.attention_head_groups == "auto":
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
@@ -161,6 +153,14 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_gpt_neox_layer(sizes, memory, kernels)
     return _gpt_neox_layer(sizes, memory, kernels, index)
+
+
+def require_whole_layers(memory: MemoryConfig, what: str) -> None:
+    """Raise ``ValueError`` for a technique that splits a layer or moves its weights, which ``what`` do not support."""
+    for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
+        value = getattr(memory, name)
+        if value:
+            raise ValueError(f"{name} {value!r} does not support {what}: leave it out")
 
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
@@ -235,7 +235,7 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
     # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
     # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
-    # returns for queries in this layout: those of which a part was rotated and the rest appended.
+    # returns for queries in this layout, which queries have if a part was rotated and the rest appended.
     results = {"attention": column_bytes(sizes, sizes.query)}
     # One head has one layout.
     appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused

@@ -22,6 +22,7 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
         logits = sizes.tokens * sizes.vocab
         gathered = sizes.tokens * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
         return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": gathered}
+    # Chunks run one after the other, so that the longest one decides.
     longest = longest_loss_chunk(sizes)
     hidden = longest * sizes.hidden * sizes.element_bytes
     # dX of all tokens, into which a chunk without collectives writes its rows, counts with what is kept.

@@ -1,6 +1,6 @@
 """The temporary tensors of an MLP's backward, moment by moment: with a gate or without, by tiles, and of experts.
 
-Sizes are those of the code in ``parallel_layers/functional/`` and ``ops/cuda/``.
+The sizes follow the code in ``parallel_layers/functional/`` and ``ops/cuda/``.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _expert_kernel_moments(b: LayerBytes, hidden: int, moe: MoESizes) -> list[Mo
 def _expert_loop_moments(b: LayerBytes, columns: int, local_experts: int) -> list[Moment]:
     """Return the moments of experts that are computed one after the other, on GPUs without ``has_expert_kernels``.
 
-    The gradients of the experts' weights, and of their rows, exist in parts before they are joined: that of the rows of
-    all experts but one is zero in each part, so that there are two of full size, and one expert's.
+    The gradients of the experts' weights, and of their rows, exist in parts before they are joined: the gradient of
+    the rows of all experts but one is zero in each part, so that there are two of full size, and one expert's.
     """
     stream = {"gradients of the stream": b.stream}
     in_down = frozenset({"outputs of the rows", "weighted rows"})
@@ -171,7 +171,7 @@ def _expert_loop_moments(b: LayerBytes, columns: int, local_experts: int) -> lis
 
 
 def _shared_expert_moments(sizes: RankSizes, b: LayerBytes, columns: int) -> list[Moment]:
-    """Return the moments of the shared expert, whose backward comes before that of the routed ones."""
+    """Return the moments of the shared expert, whose backward comes before the backward of the routed experts."""
     if sizes.moe is None or not sizes.moe.shared_width:
         return []
     width = sizes.tokens * sizes.moe.shared_width * sizes.element_bytes

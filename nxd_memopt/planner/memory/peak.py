@@ -208,7 +208,8 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
         "master weights": model.total(master_bytes, layout),
         "optimizer moments": model.total(moment_bytes, layout),
     }
-    # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8.
+    # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8. Both leave the device by the same
+    # number of elements, because a parameter's states go to the host together.
     element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
     count = on_host // element_bytes
     states["master weights"] -= count * layout.master_element_bytes
@@ -266,7 +267,7 @@ def _in_loss(step: Step) -> Moment:
     # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
     if step.kernels.fused and step.memory.cpu_offloading_activations:
         in_flight = step.kept.offloaded_bytes[-1]
-    # The head's gradient is cast before that of any layer.
+    # The head's gradient is cast before the gradients of any layer.
     if not step.standing_gradients and step.casts_gradients:
         temporaries = max(temporaries, gradient_bytes(step.model.head, step.layout))
     return "loss", {
@@ -302,7 +303,7 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> Moment:
     offloaded = layout.optimizer_offload_fraction > 0
     if layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes and not offloaded:
         # All gradients are cast before the first update, because the norm is of all of them. The
-        # optimizer with states on the host casts those of a chunk at a time instead.
+        # optimizer with states on the host casts the gradients of a chunk at a time instead.
         update["reduced gradients"] = model.total(shard_bytes, layout)
     return "update", update
 
@@ -323,15 +324,17 @@ def _in_embedding(step: Step, gradients: int) -> list[Moment]:
 def _embedding_temporaries(step: Step) -> int:
     """Return the bytes of the embedding's backward besides all gradients."""
     sizes, model, layout = step.sizes, step.model, step.layout
-    # The gradient of its output, and with sequence parallelism that of all tokens.
+    # The gradient of its output, and with sequence parallelism the gathered gradient of all tokens.
     temporary = step.stream_bytes
     if sizes.shards > 1:
         temporary += sizes.tokens * sizes.hidden * sizes.element_bytes
+    # Tokens are sorted by their id; the partial sums of tokens // 10 groups and one sum for each id that can occur,
+    # at most the smaller of tokens and V, are rows of H fp32 numbers.
     if step.kernels.fused and sizes.tokens > _UNSORTED_TOKENS:
         rows = sizes.tokens // _ROWS_PER_PARTIAL_SUM + min(sizes.tokens, sizes.vocab)
         temporary += rows * sizes.hidden * FP32_BYTES
     if step.casts_gradients and model.embedding:
-        # Its gradient exists before its fp32 sum, and next to it; so does that of a tied head.
+        # Its gradient exists before its fp32 sum, and next to it; so does the gradient of a tied head.
         own = elements(model.embedding) * layout.element_bytes
         existing = temporary + own
         if model.is_tied:

@@ -52,17 +52,13 @@ def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[
 
 
 def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> None:
-    """Raise ``ValueError`` if there is no setting to try; the message names the option that excludes all of them."""
+    """Raise ``ValueError`` if there is no setting to try; the message names the options that exclude settings."""
     require_batch(problem)
     require_possible(problem, fixed)
     if next(settings(problem, fixed), None) is not None:
         return
     where = f"which no setting of this model on {problem.devices} x {problem.device.name} has"
-    for need, without in fixed.exclusions():
-        if next(settings(problem, without), None) is not None:
-            raise ValueError(f"{need}, {where} together with the other options: leave it out, or use other --devices")
-    needs = "; ".join(need for need, _ in fixed.exclusions())
-    raise ValueError(f"{needs}, {where}: leave them out, or use other --devices")
+    raise ValueError(f"{'; '.join(fixed.needs())}, {where}: leave an option out, or use other --devices")
 
 
 def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
@@ -212,7 +208,7 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
     for layers in sorted({depth // 4, depth // 2} - {0}):
         yield replace(same, cpu_offloading_num_layers=layers)
     yield replace(same, **full, cpu_offloading_activations=True)
-    # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
+    # Matmuls of tiles of 32,768 tokens are as fast as matmuls of the full sequence.
     # Tiles compute layers without their adapters.
     if problem.sequence_length > 32768 and not spec.has_experts and problem.lora is None:
         yield replace(same, **full, mlp_tile_tokens="auto")

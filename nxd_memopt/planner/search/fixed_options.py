@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -110,17 +109,17 @@ class FixedOptions:
         size = self.expert_model_parallel_size
         return [each for each in possible if size in (None, each)]
 
-    def exclusions(self) -> Iterator[tuple[str, FixedOptions]]:
-        """Yield each option that excludes settings with what it needs, and all options but this one."""
+    def needs(self) -> list[str]:
+        """Return each option that excludes settings, with what it needs."""
+        found: list[str] = []
         for name, (field_name, need) in _EXCLUDING.items():
-            owner = self if hasattr(self, field_name) else self.setting
-            value, default = getattr(owner, field_name), getattr(type(owner), field_name)
-            if value == default:
-                continue
-            without = replace(owner, **{field_name: default})
-            if not isinstance(without, FixedOptions):
-                without = replace(self, setting=without)
-            yield f"{name} {value} needs {need}", without
+            owner = self
+            if not hasattr(self, field_name):
+                owner = self.setting
+            value = getattr(owner, field_name)
+            if value != getattr(type(owner), field_name):
+                found.append(f"{name} {value} needs {need}")
+        return found
 
 
 def require_possible(problem: Problem, fixed: FixedOptions) -> None:

@@ -145,6 +145,7 @@ def _timed(problem: Problem, setting: Setting, models: Models, memory: StepMemor
         ranks=problem.devices,
         cuda_graph=setting.cuda_graph,
     )
+    # The T ranks of a group work on the same sequences: D replicas x A micro-batches x B sequences.
     sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
     usable_bytes = _usable_bytes(problem, setting)
@@ -263,6 +264,7 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:
     """Return changes of the problem with which something fits, each with its fastest setting."""
     changes: list[tuple[str, Problem]] = []
+    # From the smallest change of each kind to the largest: the first one that helps is shown.
     for factor in (2, 4, 8, 16):
         changes.append((f"--devices {problem.devices * factor}", replace(problem, devices=problem.devices * factor)))
     if problem.precision == "bf16-mixed":

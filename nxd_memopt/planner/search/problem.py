@@ -40,7 +40,7 @@ _LARGEST_GIB = 1_000_000
 
 
 def require_memory(name: str, gib: float | None) -> None:
-    """Raise ``ValueError`` if a size of memory is not above 0, or beyond that of any machine."""
+    """Raise ``ValueError`` if a size of memory is not above 0, or above the memory of any machine."""
     if gib is not None and not 0 < gib <= _LARGEST_GIB:
         raise ValueError(f"{name} must be above 0 and at most {_LARGEST_GIB:,}, got {gib}")
 
@@ -62,7 +62,7 @@ class Problem:
         grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
-        moe: options of experts; None: those of the model's config.
+        moe: options of experts; None: the options of the model's config.
         lora: options of adapters, which are trained instead of the weights; None trains the weights.
         tensor_model_parallel_size: T of all settings; None tries every size.
         attention: implementation that ``attention_backend: auto`` takes in this process; None: the first of the
@@ -202,7 +202,10 @@ def _describe_recompute(memory: MemoryConfig) -> str:
         parts = [f"recompute full{method}"]
     if memory.recompute_keep_core_attn:
         number = memory.recompute_keep_core_attn
-        parts.append("attention kept" if number == "all" else f"attention of {number} layers kept")
+        kept = "attention kept"
+        if number != "all":
+            kept = f"attention of {number} layers kept"
+        parts.append(kept)
     if memory.cpu_offloading_weights:
         parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
     # Weights in host memory have a part of their own.

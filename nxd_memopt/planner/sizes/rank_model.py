@@ -104,7 +104,8 @@ def rank_model(
     )
     size = parallel.tensor_model_parallel_size
     replicas = spec.kv_replicas(size)
-    # Layer 0 stands for every layer: their parameters have equal shapes.
+    # Layer 0 stands for every layer: their parameters have equal shapes. One layer is listed instead of all of them,
+    # because a search asks for the shapes of each pair of T and B.
     found: dict[str, list[tuple[int, ...]]] = {"layer": [], "embedding": [], "final norm": [], "head": []}
     for parameter in parameters(spec.with_layers(1)):
         if ".layers.0." in parameter.name:
@@ -116,6 +117,8 @@ def rank_model(
         else:
             place = "final norm"
         found[place].append(parameter.local_shape(size, replicas, parallel.expert_model_parallel_size))
+    # With adapters the model's own parameters are frozen: they have weights between steps, and neither gradients nor
+    # states. Only the adapters count as parameters then.
     layer, *others = (tuple(shapes) for shapes in found.values())
     if sizes.adapters is None:
         return RankModel(sizes, layer, *others)

@@ -105,7 +105,9 @@ class RankSizes:
     @property
     def reduced_element_bytes(self) -> int:
         """Bytes of an element of partial sums when they are sent."""
-        return FP32_BYTES if self.reduces_in_fp32 else self.element_bytes
+        if self.reduces_in_fp32:
+            return FP32_BYTES
+        return self.element_bytes
 
     @property
     def mergeable(self) -> bool:
@@ -146,7 +148,7 @@ def rank_sizes(
         sequence_length: S.
         micro_batch_size: B.
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
-        moe: options of experts; None: those of the model's config.
+        moe: options of experts; None: the options of the model's config.
         lora: options of adapters; None without adapters.
 
     Raises:
@@ -157,12 +159,18 @@ def rank_sizes(
     require_shardable(spec, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
-    shards = size if parallel.sequence_parallel_enabled else 1
-    # A sequence that fits its window runs like one without.
-    windows = tuple(None if each is None or each >= sequence_length else each for each in spec.windows)
-    if not any(windows):
-        windows = ()
-    model_type = "llama" if spec.model_type in _AS_LLAMA else spec.model_type
+    # Sequence parallelism splits the residual stream over the T ranks. Without it every rank has all tokens.
+    shards = 1
+    if parallel.sequence_parallel_enabled:
+        shards = size
+    # A sequence that fits its window runs like one without, so that its layers need not be told apart.
+    windows: tuple[int | None, ...] = ()
+    if any(each is not None and each < sequence_length for each in spec.windows):
+        windows = tuple(each if each is not None and each < sequence_length else None for each in spec.windows)
+    # Mistral and Qwen2 differ from LLaMA in windows and biases, which keep no tensors for backward.
+    model_type = spec.model_type
+    if model_type in _AS_LLAMA:
+        model_type = "llama"
     experts = moe_sizes(spec, parallel, moe)
     adapters = None
     if lora is not None:

@@ -49,7 +49,7 @@ class StateLayout:
             peak stays: while gradients go, activations come, so that the sum is largest at an end.
 
     Raises:
-        ValueError: D is less than 1, or the stage is unknown.
+        ValueError: the stage is unknown, or EP does not divide D.
     """
 
     element_bytes: int
@@ -68,20 +68,22 @@ class StateLayout:
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)
-        if self.data_parallel_size < 1:
-            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
-        size = self.data_parallel_size
-        require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
+        replicas = self.data_parallel_size
+        require_divisible("data_parallel_size", replicas, "expert_model_parallel_size", self.expert_ranks)
 
     # Cached: a search asks for it for every parameter.
     @cached_property
     def shards(self) -> int:
         """Ranks that share the states of a parameter; 1 without sharding."""
-        return 1 if self.sharding == "none" else self.data_parallel_size
+        # Without sharding every rank updates every parameter, and so has all of its states.
+        if self.sharding == "none":
+            return 1
+        return self.data_parallel_size
 
     def shards_of(self, shape: Sequence[int]) -> int:
         """Return ``shards`` of a parameter of ``shape``, an ``ExpertShape`` for experts."""
-        # Ranks with other experts have nothing of these to share.
+        # Of D ranks only the D / EP ranks with the same experts have a gradient to reduce and states to share: with
+        # 8 ranks and EP = 4 the two ranks of each expert store a half of its states each.
         if self.shards == 1 or not isinstance(shape, ExpertShape):
             return self.shards
         return self.shards // self.expert_ranks
@@ -116,7 +118,10 @@ def elements(shapes: Sequence[Sequence[int]]) -> int:
 def optimizer_element_bytes(*, param_remainders: bool) -> int:
     """Return the bytes of an element's states: fp32 master, or its remainder, and AdamW's two fp32 moments."""
     moments = ADAM_MOMENTS * FP32_BYTES
-    return moments + REMAINDER_BYTES if param_remainders else moments + FP32_BYTES
+    # 2 x 4 + 4 = 12 bytes; a remainder is the lower half of the master, whose upper half is the bf16 parameter: 10.
+    if param_remainders:
+        return moments + REMAINDER_BYTES
+    return moments + FP32_BYTES
 
 
 def local_shapes(
@@ -134,6 +139,8 @@ def shard_elements(shape: Sequence[int], layout: StateLayout) -> int:
     Stages 1 and 2 split the flat parameter into D parts of ceil(n / D) elements. Stage 3 splits its
     rows (FSDP2): the first ranks store ceil(rows / D) of them.
     """
+    # Both round up: the first ranks have most, and a plan must fit on every rank. Of 33 rows and D = 2 the first
+    # rank stores 17 rows.
     shards = layout.shards_of(shape)
     if shards == 1:
         return math.prod(shape)
@@ -191,6 +198,8 @@ def master_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     Without sharding, parameters in the optimizer's dtype are updated themselves. Every sharded
     optimizer has shards of its own, also in the parameters' dtype.
     """
+    # Without sharding and in one dtype the parameter is its own master. A shard is a tensor of its own: the
+    # parameter is gathered from the shards, and so cannot share their memory.
     if layout.shards == 1 and layout.optimizer_bytes == layout.element_bytes:
         return 0
     return sum(shard_elements(shape, layout) for shape in shapes) * layout.master_element_bytes
@@ -226,7 +235,8 @@ def parameters_on_host(
         if size < resident_elements:
             continue
         total += size
-        # As many elements of those so far as the fraction says.
+        # Bresenham's rule: take a parameter when the part so far is below the fraction, so that at every index the
+        # part on the host is at least the fraction and exceeds it by less than one parameter.
         if on_host < fraction * total:
             chosen.add(index)
             on_host += size
@@ -266,7 +276,8 @@ def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int,
     """
     if not host_elements:
         return 0
-    # A ring of chunks, of which no more are allocated than there are.
+    # A ring of chunks, of which no more are allocated than there are: a small model has one chunk, as long as its
+    # states, and the ring of a large one fills the staging memory.
     chunk_elements = min(chunk_elements, host_elements)
     num_chunks = -(-host_elements // chunk_elements)
     slots = min(stream_slots(chunk_elements, staging_bytes, element_bytes=element_bytes), num_chunks)

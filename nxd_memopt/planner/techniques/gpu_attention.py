@@ -45,7 +45,7 @@ LIMITS = {
 PACKAGES = {"flash4": "flash-attn-4"}
 """Implementation -> the optional package with its kernels."""
 COPIES_KV_GRADIENTS = ("cudnn", "flash")
-"""Implementations whose backward writes dK and dV for every query head and then sums those of a KV head.
+"""Implementations whose backward writes dK and dV for every query head and then sums the gradients of a KV head.
 
 Recorded on an H200 (docs/benchmarks/attention.csv): a call of LLaMA-3-8B with 8,192 tokens takes 128 MiB more
 than its results, gradients and fp32 accumulators, and one of GPT-NeoX-20B, which has no grouped heads, nothing.

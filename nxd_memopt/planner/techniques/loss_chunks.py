@@ -20,6 +20,8 @@ def chunk_ranges(
             tokens and may need more.
         element_bytes: bytes of an element of the logits.
     """
+    # A chunk of n local rows has n x gathered tokens, each with V / T logits and what communication needs. Rounded down
+    # to multiples of 64 gathered tokens, and at least one of them.
     fitting = logits_bytes // (gathered * (vocab + exchanged) * element_bytes)
     multiple = max(1, _MULTIPLE // gathered)
     size = max(fitting // multiple, 1) * multiple

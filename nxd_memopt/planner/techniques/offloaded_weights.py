@@ -61,8 +61,8 @@ class OffloadedWeights:
     def absent_bytes(self, num_layers: int, backward_of: int | None = None) -> int:
         """Return the bytes of the weights that are not on the device.
 
-        In the loss none of the offloaded ones are. In backward there are those of the unit that runs, of
-        the one before it, which are fetched, and of the one after it, on their way to the host.
+        In the loss no offloaded weight is on the device. In backward the device has the weights of three units:
+        of the unit that runs, of the unit before it, which are fetched, and of the unit after it, which go to the host.
 
         Args:
             num_layers: layers of the model.

@@ -44,9 +44,12 @@ def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | Non
     Args:
         sizes: sizes of the rank.
         cuda_graph: forward and backward are one CUDA graph.
-        element_bytes: bytes of an element that is sent; default those of an activation, as in gathers.
+        element_bytes: bytes of an element that is sent; default an activation's, as in gathers.
     """
-    smallest = MIN_BYTES_AHEAD if cuda_graph else MIN_BYTES
+    # The launches of a graph are ahead of the device, so that smaller shards gain from peer memory too.
+    smallest = MIN_BYTES
+    if cuda_graph:
+        smallest = MIN_BYTES_AHEAD
     shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.element_bytes)
     # Without sequence parallelism there are all-reduces only, which NCCL computes.
     return sizes.shards > 1 and shard >= smallest

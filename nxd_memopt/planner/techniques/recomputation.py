@@ -41,7 +41,9 @@ class Recomputation:
         if memory.recompute_granularity != "full":
             return cls()
         # Layers in host memory are not recomputed as well, unless it is their checkpoints that are there.
-        first = memory.num_offloaded_layers(num_layers) if not memory.cpu_offloading_activations else 0
+        first = 0
+        if not memory.cpu_offloading_activations:
+            first = memory.num_offloaded_layers(num_layers)
         depth = num_layers - first
         if depth < 1:
             raise ValueError(
@@ -49,8 +51,7 @@ class Recomputation:
             )
         number = memory.recompute_num_layers
         if (number or 1) > depth:
-            of = f"{depth} layers that do not offload" if first else f"model's {depth} layers"
-            raise ValueError(f"recompute_num_layers {number} exceeds the {of}: lower it")
+            raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers to recompute: lower it")
         # The first layers only; each is a chunk.
         if memory.recompute_method == "block":
             return cls(first, number or depth)
@@ -85,7 +86,9 @@ class Recomputation:
         PyTorch's checkpoint stops at the last tensor that backward needs: in the last layer of a chunk, and with
         ``nested`` in every layer.
         """
-        return self.recomputed if self.is_nested else self.chunks
+        if self.is_nested:
+            return self.recomputed
+        return self.chunks
 
     @property
     def forwards(self) -> int:

@@ -57,6 +57,7 @@ def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:
     tokens = 32768
     if free_bytes is None:
         return tokens
+    # Halved until a tile fits: 7 of 8 parts are left for the layer's other tensors, which exist next to the tile.
     while tokens > 1024 and tokens * bytes_per_token > free_bytes // 8:
         tokens //= 2
     return tokens
@@ -84,6 +85,7 @@ def head_group_bytes(
         element_bytes: bytes of an activation.
         num_groups: groups into which the heads are divided.
     """
+    # Values and gradients of Q, O (each as wide as the queries), K and V; then dQ and two numbers a head in fp32.
     per_token = 2 * (2 * query_size + 2 * kv_size) * element_bytes + (query_size + 2 * num_heads) * FP32_BYTES
     return num_tokens * per_token // num_groups
 

@@ -45,7 +45,7 @@ at the last tensor that backward needs, so a region that ends in a row-parallel 
 reduction; on XLA collectives are chained and the reduction stays. ``nested`` runs all layers of a chunk
 but the last one more time, to the end. Each group of heads is a block of its own, whose backward
 gathers its input once more. ``reduce_dtype="float32"`` widens
-the reductions of linear layers, not the all-gathers, and not those of experts.
+the reductions of linear layers, neither the all-gathers nor the reductions of experts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
-from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES
+from nxd_memopt.planner.techniques.buckets import GRADIENT_BUCKET_BYTES, packed
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 _INT32_BYTES = 4
@@ -211,6 +211,8 @@ def sent_bytes(collectives: Counter[Collective]) -> float:
     """
     total = 0.0
     for each, count in collectives.items():
+        # A ring of n ranks cuts the tensor into n parts. A gather or a reduction passes n - 1 of them on; an
+        # all-reduce is a reduce-scatter and an all-gather.
         share = (each.group_size - 1) / each.group_size
         if each.kind == "all_reduce":
             share *= 2
@@ -255,7 +257,7 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
 
 
 def _experts_forward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
-    """Return the forward collectives of a mixture of experts before those of its output."""
+    """Return the forward collectives of a mixture of experts before the reductions of its output."""
     total = _dispatch(shape, moe)
     options = moe.options
     # global_aux_loss adds up the numbers of choices of all ranks.
@@ -347,16 +349,8 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
     """Return the all-reduces of gradients that are partial sums, one per flat bucket."""
-    # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
-    # gradient larger than a bucket has one alone.
-    buckets: list[int] = []
-    for gradient_bytes in shape.tagged_gradient_bytes:
-        if buckets and buckets[-1] + gradient_bytes <= GRADIENT_BUCKET_BYTES:
-            buckets[-1] += gradient_bytes
-        else:
-            buckets.append(gradient_bytes)
     total: Counter[Collective] = Counter()
-    for bucket_bytes in buckets:
+    for bucket_bytes in packed(shape.tagged_gradient_bytes, GRADIENT_BUCKET_BYTES):
         total += shape._one("all_reduce", bucket_bytes)
     return total
 
@@ -424,7 +418,7 @@ def _fully_recomputed_parts(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the parts of ``_recomputed_parts`` under full recompute.
 
-    A forward that stops early omits its last row output, in layers with experts that of the experts,
+    A forward that stops early omits its last row output, in layers with experts the experts' output,
     unless dropout saves a mask after it.
     """
     recomputation = Recomputation.of(memory, shape.num_layers)

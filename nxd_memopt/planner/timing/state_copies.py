@@ -15,7 +15,7 @@ _SHARED_COPIES = 0.74
 def host_copy_rate(device: Device, ranks: int) -> float:
     """Return the bytes per second of a rank's copies to or from the host.
 
-    Measured rates are those of all ranks at the same time, and those of Trainium a core's part already.
+    All ranks measure at the same time, and a rate of Trainium is one core's part of the host's already.
     """
     rate = device.host_copy_bytes_per_s
     if ranks > 1 and device.kind == "cuda" and not device.measured:
@@ -37,7 +37,7 @@ def state_copies_s(
     Args:
         model: the rank's share of the model.
         layout: states of the optimizer.
-        used: the step's memory, for the bytes on the host and those of the staging buffers.
+        used: the step's memory, for the bytes on the host and of the staging buffers.
         copy_rate: bytes per second, each way.
         compute_s: computation of all micro-batches.
         forward_s: forward of one micro-batch.
@@ -51,7 +51,7 @@ def state_copies_s(
     # They go back to the host at any time until the next norm.
     late_s = max(0.0, copied_s - compute_s)
     # A layer's states must have arrived before its forward, so that only the forward of the layers before it hides
-    # them, of the first micro-batch. Those of the embedding come first, those of the head with the last layer.
+    # them, of the first micro-batch. The embedding's states come first, the head's with the last layer.
     sizes = [shard_elements(shape, layout) for shape in model.shapes]
     element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
     on_host = parameters_on_host(sizes, layout.optimizer_offload_fraction)

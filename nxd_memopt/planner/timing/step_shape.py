@@ -34,7 +34,7 @@ def step_shape(
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         dtype: dtype of parameters and activations.
-        moe: options of experts; None: those of the model's config.
+        moe: options of experts; None: the options of the model's config.
 
     Raises:
         ValueError: tiles or groups of heads, or as ``rank_sizes``.
@@ -75,8 +75,8 @@ def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
     """Return the sizes of a micro-batch of one rank, of which a planned time needs the bytes of collectives.
 
     The gradients of norms and of replicated KV heads are left out: they are a thousandth of the
-    activations, and those of norms are summed once a step. Rows that are sent to experts without padding are those of
-    a balanced routing.
+    activations, and the gradients of norms are summed once a step. Experts without padding get the rows of a balanced
+    routing.
 
     Args:
         sizes: sizes of the rank's tensors.
@@ -95,7 +95,7 @@ def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
         if merges_branches(sizes.model_type, techniques, parallel_residual=sizes.mergeable):
             each = 1
         blocks += [each] * count
-    # The bytes of all chunks of the loss together are those of one.
+    # The bytes of all chunks of the loss together do not depend on the number of chunks.
     tiles_mlp = memory.mlp_tile_tokens is not None
     return StepShape(sizes, tuple(blocks), num_groups, tiles_mlp, head_chunks=(sizes.tokens,))
 

@@ -195,6 +195,8 @@ def step_time(
     # On XLA a recomputation runs to its end.
     stops_early = device.kind != "neuron"
     tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
+    # Gathers and reductions of a layer overlap with its matmuls in part: the exposed part was fitted over steps with
+    # T = 2 whose limit is the GPU.
     tensor_s = tensor_bytes / (link * rates.link) * rates.exposed
     # The experts wait for their rows, and the next layer for theirs.
     expert_link = _link_of(device, ranks)
@@ -223,9 +225,10 @@ def step_time(
     terms["copies to and from the host"] += used.host["weights"] / copy_rate
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
     # Only the forward hides the copies of states that are updated in it.
+    # A third of the model's FLOPs: backward has twice the matmuls of forward.
     forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
     on_device_s = update_bytes(model, layout, accumulation_steps) / (device.memory_bytes_per_s * rates.update)
-    # Copies of activations and weights have the link first; the rest of the computation hides those of states.
+    # Copies of activations and weights have the link first; the rest of the computation hides copies of states.
     free = max(0.0, 1 - copies_s / compute_s)
     terms["optimizer"] = on_device_s + state_copies_s(
         model, layout, used, copy_rate, compute_s=accumulation_steps * compute_s * free, forward_s=forward_s * free
@@ -237,6 +240,8 @@ def step_time(
         if not cuda_graph:
             host_s = accumulation_steps * launches(sizes, memory) * device.launch_s
         terms["waiting for the host"] = rates.step_s + max(0.0, host_s - device_s)
+        # Host and device work at the same time: the step lasts as long as the slower of both, and the host may take
+        # LAUNCH_RANGE times the expected launches. Only what exceeds the expected step is uncertain.
         uncertain_s += max(0.0, LAUNCH_RANGE * host_s - max(host_s, device_s))
     return StepTime(terms, uncertain_s)
 
@@ -287,7 +292,10 @@ def _compute_terms(
 
 def _link_of(device: Device, ranks: int) -> float:
     """Return the bytes per second that a rank sends in a group of ``ranks`` consecutive ranks."""
-    return device.host_link_bytes_per_s if ranks > device.ranks_per_host else device.link_bytes_per_s
+    # A ring passes through every rank: one slow hop between two hosts sets the rate of all of them.
+    if ranks > device.ranks_per_host:
+        return device.host_link_bytes_per_s
+    return device.link_bytes_per_s
 
 
 def _data_parallel_s(
@@ -307,7 +315,7 @@ def _data_parallel_s(
     # Hybrid sharding has several groups of shards.
     instances = max(1, ranks // tensor_ranks // layout.data_parallel_size)
     sent = data_parallel_bytes(model, layout, accumulation_steps, instances=instances)
-    # The instances of hybrid sharding are runs of consecutive ranks, such as those of a host.
+    # The instances of hybrid sharding are runs of consecutive ranks, such as a host's ranks.
     link = across_link = _link_of(device, ranks)
     if instances > 1 and tensor_ranks * layout.data_parallel_size <= device.ranks_per_host:
         link = device.link_bytes_per_s

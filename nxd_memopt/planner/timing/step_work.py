@@ -34,8 +34,10 @@ def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
 
 
 def _active_width(sizes: RankSizes) -> int:
-    """Return the MLP's columns that a token passes on this rank: those of its k experts and of the shared one."""
-    return sizes.width if sizes.moe is None else sizes.moe.top_k * sizes.moe.width + sizes.moe.shared_width
+    """Return the MLP's columns that a token passes on this rank: its k experts and the shared one."""
+    if sizes.moe is None:
+        return sizes.width
+    return sizes.moe.top_k * sizes.moe.width + sizes.moe.shared_width
 
 
 def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -132,6 +134,8 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
 
 def _attended_pairs(sizes: RankSizes, index: int) -> float:
     """Return the pairs of a query and a key that it sees, of one sequence: S^2 / 2 without a window."""
+    # The first w queries see 1 to w keys, w^2 / 2 together, and the other S - w queries see w keys each:
+    # w^2 / 2 + (S - w) w = S w - w^2 / 2, which is S^2 / 2 with w = S.
     length = sizes.sequence_length
     window = sizes.window(index) or length
     return length * window - window**2 / 2
@@ -191,6 +195,8 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
     elements = model.num_parameters / layout.shards
     resident = elements * (1 - layout.optimizer_offload_fraction)
     size = layout.optimizer_bytes
+    # 4 reads and 3 writes of AdamW, of the states on the device; the norm's read and clipping's read and write, of all
+    # gradients.
     moved = 7 * size * resident + 3 * size * elements
     if not layout.master_weights:
         return moved
@@ -208,7 +214,7 @@ def update_bytes(model: RankModel, layout: StateLayout, accumulation_steps: int)
 def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
     """Return what a rank sends to the other tensor-parallel ranks in a micro-batch's forward and backward.
 
-    The collectives are those of ``planner/timing/collectives.py``.
+    ``planner/timing/collectives.py`` counts the collectives.
 
     Args:
         sizes: sizes of the rank's tensors.
@@ -226,7 +232,7 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early
 def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig, *, stops_early: bool = True) -> float:
     """Return what a rank sends to the other expert-parallel ranks in a micro-batch's forward and backward.
 
-    The collectives are those of ``planner/timing/collectives.py``; arguments as ``tensor_parallel_bytes``.
+    ``planner/timing/collectives.py`` counts the collectives; arguments as ``tensor_parallel_bytes``.
     """
     # Groups of one rank send nothing.
     if sizes.moe is None or sizes.moe.expert_ranks == 1:
@@ -261,7 +267,7 @@ def data_parallel_bytes(
     An all-reduce of all gradients once a step, overlapped with the last backward if ``overlaps_reduction``
     is set. zero1: a reduce-scatter of the gradients and an all-gather of the updated weights, zero2 the same
     with a reduce-scatter in each micro-batch. zero3 gathers the weights of the layers in forward and, unless
-    they are kept, in backward, and those of embedding, final norm and head once. The gradients of experts
+    they are kept, in backward, and the weights of embedding, final norm and head once. The gradients of experts
     are reduced over the ranks that have the same ones.
 
     Args:
@@ -283,7 +289,7 @@ def data_parallel_bytes(
     # Gradients are scattered and updated weights gathered, once a step.
     if layout.sharding == "zero1":
         return DataParallelBytes(after=gradients + weights)
-    # The all-reduce of a rank's shards over the instances.
+    # The all-reduce of a rank's shards over n instances: over a ring each element is sent 2 (n - 1) / n times.
     across = 2 * (instances - 1) / instances * model.num_parameters / layout.shards
     if layout.sharding == "zero2":
         return DataParallelBytes(

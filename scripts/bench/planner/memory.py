@@ -21,22 +21,18 @@ several ranks, figures are the maximum over the ranks. Errors are planned / meas
 negative one of ``reserved`` promises too little memory. The time of a step that may wait for the host's
 launches has a column of its own: it depends on the host's processor and load, and the plan gives a range
 (``waiting_part``: its width, as a part of the expected time). ``formulas`` is
-the last commit of the planner, ``rates`` says whose other rates the planned time has: published ones, or
-those of ``--rates``.
+the last commit of the planner; ``rates`` says that the planned time has published rates.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -48,7 +44,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, Device, device_named
+from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, device_named
 from nxd_memopt.planner.search.plan import Plan, evaluate
 from nxd_memopt.planner.search.problem import Problem
 from nxd_memopt.profiling.calibration import launch_seconds
@@ -65,6 +61,7 @@ from nxd_memopt.training.state import Training
 from scripts.bench.harness.gpu_race import first_line
 from scripts.bench.harness.record import BENCHMARKS, append, bench_parser, environment, last_commit
 from scripts.bench.planner.cells import DEVICE, Cell, drawn, named, part_of, plan_of
+from scripts.bench.planner.errors import Row, errors, recorded, summary, totals
 from scripts.bench.planner.limited_steps import FRACTIONS, FRACTIONS_OF_OFFLOAD, QUICK_S, clean, least_reserved
 
 CSV = BENCHMARKS / "planned_memory.csv"
@@ -72,9 +69,6 @@ SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, an
 LEFT_BYTES = 48 << 20
 """Most that the cells before may leave allocated, which counts as this cell's: the bound of ``allocated_error``."""
 TIMED_S = 3.0
-WAITING_PART = 0.0
-"""A step that by plan may take longer than expected, by more than this part of its time, is limited by the host."""
-Row = dict[str, Any]
 
 
 def steps_of(plan: Plan, *, cuda_graph: bool) -> tuple[int, int]:
@@ -106,14 +100,13 @@ def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
     return found
 
 
-def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
+def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
     """Return the planned and measured columns of a cell; its memory is free again after ``clean``.
 
     Args:
         cell: the step.
         tiny: small sizes.
         limits: measure ``reserved``, which sets the process's limit and removes it.
-        rates: device with measured rates for the planned time; None: the published ones.
 
     Raises:
         ValueError: the cell is not planned, the device does not have one of its techniques, or what the cells
@@ -123,7 +116,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     config = cell.config(tiny=tiny)
     hf_config = load_hf_config(config.model, config.moe)
     problem, plan = planned(config, hf_config)
-    timed_plan = _with_launches(problem, plan) if rates is None else planned(config, hf_config, rates)[1]
+    timed_plan = _with_launches(problem, plan)
     require_executable(config, hf_config)
     backend.reset_peak_memory_stats()
     before = _largest(backend.memory_allocated() or 0)
@@ -157,7 +150,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True, rates: Device | None
     if optimizer.skipped_steps:
         raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
     return _columns(plan, timed_plan) | {
-        "rates": "published" if rates is None else "measured",
+        "rates": "published",
         "moment": plan.memory.moment,
         "before_bytes": before,
         "warm_up_bytes": warm_up_bytes,
@@ -252,18 +245,7 @@ def _columns(plan: Plan, timed: Plan) -> Row:
     }
 
 
-def errors(row: Row) -> Row:
-    """Return the columns planned / measured - 1 in percent, of what was measured."""
-    found: Row = {}
-    for name in ("allocated_bytes", "reserved_bytes", "host_bytes", "step_s"):
-        if row.get(name):
-            found[f"{name.rsplit('_', 1)[0]}_error"] = round(100 * (row[f"planned_{name}"] / row[name] - 1), 3)
-    if row.get("waiting_part", 0.0) > WAITING_PART:
-        found["host_limited_step_error"] = found.pop("step_error")
-    return found
-
-
-def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rates: Device | None = None) -> Row:
+def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True) -> Row:
     """Return the row of a cell, with its failure if it does not run; arguments as ``measure``."""
     row: Row = {
         "cell": cell.name,
@@ -278,7 +260,7 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rat
         "failure": "",
     }
     try:
-        row |= measure(cell, tiny=tiny, limits=limits, rates=rates)
+        row |= measure(cell, tiny=tiny, limits=limits)
     except Exception as error:  # whatever stops one cell must not stop the others
         row["failure"] = first_line(error)
         # The frames of a step that was out of memory have the model and its states (11 GB of them measured
@@ -289,26 +271,6 @@ def measured_row(cell: Cell, about: Row, *, tiny: bool, limits: bool = True, rat
         row |= errors(row)
     clean()
     return row | about
-
-
-def recorded(path: Path, about: Row) -> dict[tuple[str, str], Row]:
-    """Return the rows without a failure that the file has from this commit, by name and seed of the cell."""
-    if not path.exists():
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    own = [row for row in rows if row["commit"] == about["commit"] and not row["failure"]]
-    return {(row["cell"], row["seed"]): _with_numbers(row) for row in own}
-
-
-def _with_numbers(row: Mapping[str, str]) -> Row:
-    """Return a row of a file with the columns that are summed up as numbers, without the empty ones."""
-    found: Row = {}
-    for name, text in row.items():
-        is_number = name.endswith(("_bytes", "_error"))
-        if text or not is_number:
-            found[name] = float(text) if is_number else text
-    return found
 
 
 def obstacle(plan: Plan) -> str | None:
@@ -322,22 +284,16 @@ def obstacle(plan: Plan) -> str | None:
 
 
 def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
-    """Return the cells of ``--cells`` and ``--offload`` by their numbers."""
+    """Return the cells of ``--cells`` by their numbers."""
     ranks = world_size()
     everything = dict(enumerate([*named(ranks), *drawn(args.drawn, args.seed, args.longest_s, ranks)]))
-    chosen = {number: everything[number] for number in part_of(range(len(everything)), args.cells)}
-    if args.offload == "any":
-        return chosen
-    device = device_named(DEVICE)
-    offloads = {number: plan_of(cell, device).memory.host_bytes > 0 for number, cell in chosen.items()}
-    return {number: cell for number, cell in chosen.items() if offloads[number] == (args.offload == "only")}
+    return {number: everything[number] for number in part_of(range(len(everything)), args.cells)}
 
 
 def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
     """Measure, print and append cell by cell, until ``--seconds`` would be exceeded; return all rows of this commit."""
     about = environment() | {"formulas": last_commit("nxd_memopt/planner")}
     done = recorded(args.csv, about) if args.append else {}
-    rates = device_named(args.rates) if args.rates else None
     say(f"{len(cells)} cells, {len(done)} recorded; formulas of {about['formulas']}, {about['device']}")
     begun = time.monotonic()
     rows: list[Row] = list(done.values())
@@ -353,7 +309,7 @@ def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
         if reason is not None:
             say(f"{number} {cell.name}: left out, {reason}")
             continue
-        row = measured_row(cell, about, tiny=args.tiny, rates=rates)
+        row = measured_row(cell, about, tiny=args.tiny)
         rows.append(row)
         say(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)")
         if args.append and parallel_state.is_global_rank_zero():
@@ -379,66 +335,6 @@ def left_out(cell: Cell, left_s: float | None, *, tiny: bool) -> str | None:
         return None  # not planned: the row has the failure
 
 
-def summary(row: Row) -> str:
-    """Return a row in words."""
-    if row["failure"]:
-        return row["failure"]
-    size = row["allocated_bytes"] or row["planned_allocated_bytes"]
-    shown = [f"{size / GIB:.2f} GiB", f"{row['step_s']:.3g} s"]
-    shown += [f"{name} {value:+.2f} %" for name, value in row.items() if name.endswith("_error")]
-    return ", ".join(shown)
-
-
-BOUNDS = {
-    "allocated": (5.0, 48 << 20),
-    "reserved": (math.inf, 0),
-    "host": (2.0, 0),
-    "step": (15.0, 0),
-    "host_limited_step": (math.inf, 0),
-}
-"""Columns -> largest error: a percentage, or a number of bytes if that is more."""
-
-
-def totals(rows: Sequence[Row]) -> list[str]:
-    """Return for each error its median and its ends over all rows, and the cells that are beyond the bounds."""
-    lines: list[str] = []
-    for name, (percent, least_bytes) in BOUNDS.items():
-        error = f"{name}_error"
-        values = [row[error] for row in rows if error in row]
-        if not values:
-            continue
-        median = statistics.median(abs(value) for value in values)
-        drawn_cells = sum(row["seed"] != "" for row in rows if error in row)
-        lines.append(
-            f"{error}: {len(values)} rows, {drawn_cells} of them drawn, median {median:.2f} %, "
-            f"{min(values):+.2f} to {max(values):+.2f} %, {sum(value < 0 for value in values)} below 0"
-        )
-        beyond = [
-            f"{row['cell']} {row[error]:+.2f} %"
-            for row in rows
-            if error in row and is_beyond(name, row[error], row.get(f"{name}_bytes") or 0)
-        ]
-        if beyond:
-            lines.append(f"  beyond {percent:g} % or {least_bytes >> 20} MiB, or below 0: {', '.join(beyond)}")
-    failed = [row["cell"] for row in rows if row["failure"]]
-    if failed:
-        lines.append(f"failed: {', '.join(failed)}")
-    return lines
-
-
-def is_beyond(name: str, error: float, measured_bytes: float) -> bool:
-    """Return whether an error is beyond the bounds of its column, or the margin too small.
-
-    Args:
-        name: a key of ``BOUNDS``.
-        error: in percent.
-        measured_bytes: what was measured, of a column of bytes.
-    """
-    percent, least_bytes = BOUNDS[name]
-    bound = max(percent, 100 * least_bytes / measured_bytes) if least_bytes else percent
-    return abs(error) > bound or (name == "reserved" and error < 0)
-
-
 def show(cells: Mapping[int, Cell]) -> None:
     """Print each cell with its plan on an H200, and how long all of them take."""
     total_s = 0.0
@@ -457,16 +353,9 @@ def show(cells: Mapping[int, Cell]) -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, "planned_memory")
-    parser.add_argument(
-        "--offload",
-        choices=("any", "only", "none"),
-        default="any",
-        help="cells with bytes on the host alone, or the others: GPUs of a host share its memory's bandwidth",
-    )
     parser.add_argument("--cells", default=":", metavar="A:B", help="numbers of the cells, as a slice")
     parser.add_argument("--drawn", type=int, default=32, help="number of drawn cells, after the named ones")
     parser.add_argument("--seed", type=int, default=1, help="draws the drawn cells")
-    parser.add_argument("--rates", metavar="FILE", help="file of nxd-memopt plan --calibrate, for the planned time")
     parser.add_argument("--longest-s", type=float, default=8.0, help="longest planned step of a drawn cell")
     parser.add_argument("--seconds", type=float, help="leave out cells that would end later")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")

@@ -24,7 +24,8 @@ from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
 from scripts.bench.planner.cells import DEVICE, Cell
-from scripts.bench.planner.memory import CSV, WAITING_PART, is_beyond, waits_for_memory
+from scripts.bench.planner.errors import WAITING_PART, is_beyond
+from scripts.bench.planner.memory import CSV, waits_for_memory
 
 _OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
 _OPTIMIZER = ("optimizer_", "store_param_remainders", "overlap_grad_reduce")
@@ -72,16 +73,13 @@ def errors_of(row: Mapping[str, str]) -> dict[str, float]:
     hf_config = load_hf_config(config.model, config.moe)
     ranks = cell.tensor_parallel * cell.data_parallel
     _, plan = planned(config, hf_config, device_named(DEVICE), ranks=ranks)
-    sizes = {
-        "allocated": plan.memory.device_bytes,
-        "reserved": plan.memory.reserved_bytes,
-        "host": plan.memory.host_bytes,
-    }
-    found = {
-        f"{name}_error": 100 * (size / float(row[f"{name}_bytes"]) - 1)
-        for name, size in sizes.items()
-        if float(row[f"{name}_bytes"] or 0)
-    }
+    memory = plan.memory
+    sizes = {"allocated": memory.device_bytes, "reserved": memory.reserved_bytes, "host": memory.host_bytes}
+    found: dict[str, float] = {}
+    for name, size in sizes.items():
+        measured = float(row[f"{name}_bytes"] or 0)
+        if measured:
+            found[f"{name}_error"] = 100 * (size / measured - 1)
     # Rows from before they were left out have what such a step took of the memory that was left.
     if waits_for_memory(config.memory):
         found.pop("allocated_error", None)
