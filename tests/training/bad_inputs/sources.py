@@ -10,7 +10,7 @@ import yaml
 
 from tests.training.bad_inputs.case import BadInput
 from tests.training.runs import LINES, LLAMA, write_config
-from tests.training.test_dataset_shards import repository
+from tests.training.data.test_dataset_shards import repository
 
 
 def _bad_line(line: bytes) -> Callable[[Path], Path]:

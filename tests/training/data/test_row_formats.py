@@ -24,7 +24,7 @@ from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.chats import PAIRS, tokenizer, turns, write_rows
 from tests.training.runs import END
-from tests.training.test_template_parts import ENCODED, TOOL
+from tests.training.data.test_template_parts import ENCODED, TOOL
 
 Rows = list[dict[str, Any]]
 
