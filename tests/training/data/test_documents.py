@@ -28,10 +28,6 @@ def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: in
     return open_split(written, seed=seed)
 
 
-def rows(file: PackedSequences, count: int) -> list[list[int]]:
-    return (file.rows(range(count)) & ID_MASK).tolist()
-
-
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
     path = tmp_path / "d.jsonl"
@@ -49,14 +45,6 @@ def test_stdlib_is_stable_and_split_by_file() -> None:
     assert 0.02 < held_out_fraction < 0.09  # one in 20 of some 800 files, chosen by hash
     assert not {part.index for part in first.train} & {part.index for part in first.held_out}
     assert len(first.text(first.train[0])) > 0
-
-
-def test_files_of_a_directory_and_of_a_pattern_are_one_dataset(tmp_path: Path) -> None:
-    for name, part in (("a.jsonl", LINES[:80]), ("b.jsonl", LINES[80:])):
-        write_jsonl(tmp_path / name, part, "body")
-    for source in (tmp_path, tmp_path / "*.jsonl"):
-        opened = open_documents(DataConfig(dataset=str(source), text_column="body"))
-        assert [opened.texts.read(i) for i in range(len(LINES))] == LINES
 
 
 def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None:
@@ -84,16 +72,6 @@ def test_source_errors(jsonl: Path, changes: dict[str, Any], message: str) -> No
         open_documents(config).texts.read(0)
 
 
-def test_empty_and_damaged_files(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    (tmp_path / "damaged.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
-    (tmp_path / "damaged.parquet").write_bytes(b"not parquet")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
-    for name in ("empty.jsonl", "damaged.jsonl", "damaged.parquet", "latin.txt"):
-        with pytest.raises(ValueError, match=name):
-            open_documents(DataConfig(dataset=str(tmp_path / name)))
-
-
 def test_documents_are_closed_by_end_of_text_and_packed_without_loss(tmp_path: Path) -> None:
     config = DataConfig(seq_length=16, eval_sequences=0)
     file = prepare(tmp_path, config, LINES, 10**6)
@@ -105,13 +83,6 @@ def test_documents_are_closed_by_end_of_text_and_packed_without_loss(tmp_path: P
     assert len(train) - 1 <= (packed == END).sum() <= len(train)  # the last one may be in the dropped rest
 
 
-def test_second_pass_has_the_same_sequences_in_another_order(tmp_path: Path) -> None:
-    file = prepare(tmp_path, DataConfig(seq_length=16, eval_sequences=0), LINES, 10**6)
-    both = rows(file, 2 * len(file))
-    first, second = both[: len(file)], both[len(file) :]
-    assert first != second and sorted(first) == sorted(second)
-
-
 def numbered(directory: Path, count: int) -> PackedSequences:
     """``count`` sequences of two numbers, in windows of 5."""
     directory.mkdir(exist_ok=True)
@@ -120,14 +91,6 @@ def numbered(directory: Path, count: int) -> PackedSequences:
     for start in range(0, count, 5):
         windows.write(Window(rows[start : start + 5], {}, 0, ended=start + 5 >= count))
     return PackedSequences(windows, seed=5, wait=lambda rows: None)
-
-
-def test_the_second_pass_has_random_numbers_of_its_own(tmp_path: Path) -> None:
-    """Not those that order the windows of the file: rows would move in the same way twice."""
-    file = numbered(tmp_path, 40)
-    order = [first // 2 for first, _ in file.rows(range(40, 80)).tolist()]
-    assert sorted(order) == list(range(40))
-    assert order != np.random.default_rng([5, 1]).permutation(40).tolist()
 
 
 def test_a_resumed_run_reads_the_same_rows_of_every_pass(tmp_path: Path) -> None:
@@ -221,18 +184,3 @@ def test_tokenizer_must_fit_the_model() -> None:
         Vocabulary(byte_tokenizer(extra=3), 257, END)
     with pytest.raises(ValueError, match=r"end-of-text token id 300 is outside \[0, vocab_size 257\)"):
         Vocabulary(byte_tokenizer(), 257, 300)
-
-
-def test_token_ids_must_be_in_the_vocabulary() -> None:
-    class Outside:
-        def __len__(self) -> int:
-            return 10
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[1, 2, 12] for _ in texts]}
-
-    with pytest.raises(ValueError, match=r"token id 12 is outside \[0, vocab_size 10\)"):
-        Vocabulary(Outside(), 10, 0).encode(["text"])

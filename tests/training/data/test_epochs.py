@@ -88,18 +88,6 @@ def test_options_that_exclude_each_other(sections: dict[str, Any], says: str) ->
         config_from_mapping({"model": {"tokenizer": "d", "config_overrides": {"model_type": "llama"}}} | sections)
 
 
-def test_the_command_line_does_not_replace_without_a_word(tmp_path: Path) -> None:
-    mixture = {str(tmp_path / "lines.jsonl"): 1.0, "stdlib": 1.0}
-    file = write_config(tmp_path, data={"mixture": mixture})
-    outcome = run_here(file, "--data.dataset", "stdlib")
-    assert outcome.returncode == 2 and "data.dataset and data.mixture are both given" in outcome.stderr
-    outcome = run_here(file, "--trainer.max-epochs", "2")
-    assert outcome.stderr.startswith("error: trainer.max_epochs is 2.0 and data.mixture is {"), outcome.stderr
-    assert outcome.stderr.endswith("set trainer.max_epochs to null, or data.mixture to {}\n"), outcome.stderr
-    outcome = run_here(write_config(tmp_path), "--trainer.max-steps=2", "--trainer.max-epochs", "2")
-    assert outcome.returncode == 2 and "trainer.max_steps and trainer.max_epochs are both given" in outcome.stderr
-
-
 def test_minus_one_is_not_given() -> None:
     """As in NeMo's and Lightning's files, which name both. NeMo ends at the first of two others."""
     nemo = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "tokenizer": "d"}

@@ -66,10 +66,3 @@ def test_the_file_the_row_and_the_reason_are_named(
     tokenize(DataConfig(dataset=dataset, on_bad_rows="skip", **options))
     (line,) = capsys.readouterr().out.splitlines()
     assert f"left out 1 rows of '{dataset}' so far (1 not renderable), the last: {place}, the conversation" in line
-
-
-def test_validation_data_are_named_too(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", GOOD[:3])
-    validation = write_rows(tmp_path / "validation.jsonl", [GOOD[4], BAD])
-    with pytest.raises(ValueError, match=rf"^.*validation.jsonl line 2, {REASON}"):
-        tokenize(DataConfig(dataset=train, validation_dataset=validation, format="messages", seq_length=64))
