@@ -77,7 +77,6 @@ def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     ("sections", "says"),
     [
         ({"trainer": {"max_epochs": 2, "max_steps": 100}}, "trainer.max_steps and trainer.max_epochs are both given"),
-        ({"trainer": {"max_epochs": 0}}, "trainer.max_epochs must be above 0 and finite, got 0"),
         ({"trainer": {"max_epochs": float("inf")}}, "trainer.max_epochs must be above 0 and finite, got inf"),
         ({"trainer": {"max_epochs": 1}, "data": {"mixture": {"a": 1, "b": 2}}}, "mixture end at different steps"),
         ({"data": {"dataset": "stdlib", "mixture": {"a": 1}}}, "data.dataset and data.mixture are both given"),

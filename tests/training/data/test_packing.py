@@ -23,7 +23,6 @@ from nxd_memopt.training.data.packing import (
     NOT_TRAINED,
     BestFit,
     Concatenation,
-    Packer,
     Tokens,
 )
 from nxd_memopt.training.evaluation import _batches
@@ -49,7 +48,7 @@ def documents(lengths: list[int]) -> list[Tokens]:
     return [np.arange(100 * i + 1, 100 * i + 1 + length, dtype=np.int32) for i, length in enumerate(lengths)]
 
 
-def pack(packer: Packer, documents: list[Tokens]) -> list[Tokens]:
+def pack(packer: BestFit | Concatenation, documents: list[Tokens]) -> list[Tokens]:
     """The rows of all documents."""
     return [*(row for document in documents for row in packer.add(document)), *packer.finish()]
 

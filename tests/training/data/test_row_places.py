@@ -14,7 +14,7 @@ from datasets import Dataset
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from nxd_memopt.training.data.tokenize.windows import packed_windows
+from nxd_memopt.training.data.tokenize.windows import PackedWindows
 from tests.training.chats import SHORTENED, tokenizer, turns, write_rows
 from tests.training.runs import END
 
@@ -47,7 +47,7 @@ def tokenize(config: DataConfig) -> None:
     """Tokenize both splits."""
     corpus = open_corpus(config, 0)
     for stream in (corpus.train, corpus.held_out):
-        list(packed_windows(stream, Vocabulary(tokenizer(SHORTENED), 257, END), config, 0))
+        list(PackedWindows(stream, Vocabulary(tokenizer(SHORTENED), 257, END), config, 0).windows(1024))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -168,17 +168,8 @@ def _open_source(
     directory = directory_of(parent, fingerprint)
     with raise_together("reading the prepared data"):
         require_visible(directory)
-    feed = TokenFeed(
-        TokenJob(directory, fingerprint, of_corpus, data, vocabulary, seed, wanted),
-        corpus,
-        foreground_share=foreground_share,
-    )
-    if (directory / "train.jsonl").exists():
-        feed.notes.append(
-            f"tokens: {directory}/*.bin and *.json* are of an earlier version: their sequences, which are the same, "
-            "were written again, and these files can be deleted"
-        )
-    return feed
+    job = TokenJob(directory, fingerprint, of_corpus, data, vocabulary, seed, wanted)
+    return TokenFeed(job, corpus, foreground_share=foreground_share)
 
 
 def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:

@@ -66,7 +66,7 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
     # Imported here: the process in the background first chooses its backend.
     from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
-    from nxd_memopt.training.data.tokenize.windows import packed_windows
+    from nxd_memopt.training.data.tokenize.windows import PackedWindows, window_sequences
 
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
@@ -77,10 +77,9 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
                 continue
             stream = corpus.train if name == "train" else corpus.held_out
             most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
-            windows = packed_windows(
-                stream, job.vocabulary, job.config, job.seed, files.restart(), most=most, workers=workers
-            )
-            for calls, window in enumerate(windows, start=1):
+            size = window_sequences(job.config.seq_length, most)
+            windows = PackedWindows(stream, job.vocabulary, job.config, job.seed, files.restart(), workers)
+            for calls, window in enumerate(windows.windows(size), start=1):
                 if window is not None:
                     files.write(window)
                     if files.has(wanted):

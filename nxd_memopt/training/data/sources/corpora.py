@@ -14,9 +14,15 @@ import numpy as np
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import Tokens
-from nxd_memopt.training.data.sources.documents import Documents, Part, StoredTexts, is_held_out, open_documents
-from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
-from nxd_memopt.training.data.sources.indexed_tokens import is_held_out as is_held_out_tokens
+from nxd_memopt.training.data.sources.documents import (
+    Documents,
+    Part,
+    StoredTexts,
+    is_digest_held_out,
+    open_documents,
+    text_digest,
+)
+from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens, are_held_out
 from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
 from nxd_memopt.training.data.sources.shards import find_shards, is_streamed, require_rows
 
@@ -83,8 +89,12 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     if not is_streamed(config):
         return _open_small(config, seed)
     every, reader = config.split_every, RowReader(config)
+
+    def is_held_out(text: str) -> bool:
+        return is_digest_held_out(text_digest(text), every)
+
     shards = find_shards(config, reader, streamed=True)
-    if not _has_both_splits((is_held_out(text, every) for shard in shards for text, _ in shard.read(0)), every):
+    if not _has_both_splits((is_held_out(text) for shard in shards for text, _ in shard.read(0)), every):
         corpus = _open_small(config, seed)
         note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
@@ -97,8 +107,8 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
     # before the first evaluation.
     return Corpus(
-        WindowedDocuments(shards, seed, lambda text: not is_held_out(text, every), WINDOW_DOCUMENTS),
-        WindowedDocuments(shards, seed, lambda text: is_held_out(text, every), 1),
+        WindowedDocuments(shards, seed, lambda text: not is_held_out(text), WINDOW_DOCUMENTS),
+        WindowedDocuments(shards, seed, is_held_out, 1),
         fingerprint,
         (note,),
         HELD_OUT_SEQUENCES,
@@ -158,14 +168,14 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     tokens = IndexedTokens(Path(config.dataset))
     every = config.split_every
     facts = ["indexed", every, *tokens.identity]
-    sides = (is_held_out_tokens(tokens[index], every) for index in range(len(tokens)))
+    sides = (are_held_out(tokens[index], every) for index in range(len(tokens)))
     are_cut = not _has_both_splits(sides, every)
 
     def part(ids: Tokens, *, held_out: bool) -> Tokens | None:
         if are_cut:
             cut = int((1 - 1 / every) * len(ids))
             return ids[cut:] if held_out else ids[:cut]
-        return ids if is_held_out_tokens(ids, every) == held_out else None
+        return ids if are_held_out(ids, every) == held_out else None
 
     notes = [f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation"]
     if are_cut:

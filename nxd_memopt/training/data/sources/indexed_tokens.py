@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nxd_memopt.training.data.packing import ID_MASK, Tokens
+from nxd_memopt.training.data.sources.documents import is_digest_held_out
 from nxd_memopt.training.data.sources.local_data import file_identity
 
 SUFFIX = ".idx"
@@ -117,6 +118,6 @@ class PermutedTokens:
                 yield ids, [number + 1], None
 
 
-def is_held_out(ids: Tokens, held_out_every: int) -> bool:
+def are_held_out(ids: Tokens, held_out_every: int) -> bool:
     """Return whether a document is held out, by a hash of its token ids."""
-    return held_out_every > 0 and int(hashlib.sha256(ids.tobytes()).hexdigest()[:16], 16) % held_out_every == 0
+    return is_digest_held_out(hashlib.sha256(ids.tobytes()).hexdigest(), held_out_every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -84,25 +85,15 @@ def _parts(conversation: dict[str, Any]) -> Iterator[Part]:
 
 def _marked(conversation: dict[str, Any]) -> dict[str, Any]:
     """Return a conversation of the same form in which each text is a mark of its own."""
-    marked = {**conversation, "messages": [dict(message) for message in conversation["messages"]]}
+    marked = copy.deepcopy(conversation)
     marked.pop("untrained", None)
     # Templates compare the identifiers of calls and results, and some check their lengths.
     identifiers: dict[str, str] = {}
-
-    def identify(entries: dict[str, Any]) -> None:
-        for name in {"id", "tool_call_id"} & entries.keys():
-            value = str(entries[name])
-            entries[name] = identifiers.setdefault(value, str(len(identifiers)).zfill(len(value)))
-
     for message in marked["messages"]:
-        identify(message)
-        if message.get("tool_calls"):
-            message["tool_calls"] = [
-                {name: dict(value) if name == "function" else value for name, value in call.items()}
-                for call in message["tool_calls"]
-            ]
-            for call in message["tool_calls"]:
-                identify(call)
+        for entries in (message, *(message.get("tool_calls") or ())):
+            for name in {"id", "tool_call_id"} & entries.keys():
+                value = str(entries[name])
+                entries[name] = identifiers.setdefault(value, str(len(identifiers)).zfill(len(value)))
     for number, part in enumerate(_parts(marked)):
         *path, name = part.path
         holder = _at(marked, path)
