@@ -87,7 +87,10 @@ def cut(path: Path, count: int) -> None:
     [
         (lambda path: path.with_suffix(".bin").unlink(), r"d\.bin is missing: name the \.idx file"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"MMIDIDX", b"TNTIDX\0")), "is not an index"),
-        (lambda path: path.write_bytes(path.read_bytes()[:17] + b"\x07" + path.read_bytes()[18:]), "dtype code 7"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:17] + b"\x07" + path.read_bytes()[18:]),
+            "with an integer dtype",
+        ),
         (lambda path: cut(path, 8), r"d\.idx has \d+ bytes, its header says"),
         (lambda path: cut(path.with_suffix(".bin"), 2), r"d\.bin has \d+ bytes, .*d\.idx names"),
         (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" + bytes(7)), "do not cover its 200 sequences"),

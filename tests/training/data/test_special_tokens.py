@@ -77,7 +77,7 @@ def test_begin_and_padding_are_the_tokenizers_and_a_line_says_so(tmp_path: Path)
 
 def test_a_tokenizer_without_an_end_takes_the_models(tmp_path: Path) -> None:
     assert decide(tmp_path, tokenizer_eos_token=None).end_of_text == END
-    with pytest.raises(ValueError, match=r"has no end-of-text token and the model has 256 .* or 7 .*: set data"):
+    with pytest.raises(ValueError, match=r"end-of-text token is none and the model's is 256 .* or 7 .*: set data"):
         decide(tmp_path, tokenizer_eos_token=None, eos_token_id=[END, OTHER])
     with pytest.raises(ValueError, match=r"data\.end_of_text '<eos>' is no token of the tokenizer: .*<end>"):
         decide(tmp_path, end="<eos>")

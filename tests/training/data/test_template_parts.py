@@ -200,9 +200,9 @@ def test_answers_that_are_not_to_be_trained_are_not(jinja: str, name: str) -> No
         text, answers = spans(jinja, {"messages": messages})
         assert text == expected(jinja, {"messages": turns}) and answers == ["b<end>"]
     for message, says in (
-        (turns[1] | {name: "no"}, rf'has "no" as {name} of message 2: only true and 1'),
-        (turns[1] | {name: 0.5}, rf"has 0.5 as {name} of message 2"),
-        (turns[1] | {name: 0, "train": True, "weight": False}, "contradict each other"),
+        (turns[1] | {name: "no"}, rf'has {{"{name}": "no"}} in message 2: only true and 1'),
+        (turns[1] | {name: 0.5}, rf'has {{"{name}": 0.5}} in message 2'),
+        (turns[1] | {name: 0, "train": True, "weight": False}, "each entry in the same way"),
         (turns[1] | {name: 0}, "no message of the assistant that is trained"),
         ({"role": "user", "content": "q", name: 1}, "only messages of the assistant are trained"),
     ):

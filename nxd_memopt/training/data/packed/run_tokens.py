@@ -100,7 +100,9 @@ class RunTokens:
     def describe(self, config: DataConfig, steps: int, sequences: int) -> list[str]:
         """Return the start report's lines about sources and sequences, of which ``steps`` steps read ``sequences``."""
         names = self._blend.names
-        lines = [note for feed in self._feeds for note in feed.notes]
+        lines: list[str] = []
+        for feed in self._feeds:
+            lines += feed.notes
         if len(names) > 1:
             shares = ", ".join(f"{share:.2%} of {name}" for name, share in zip(names, self._blend.shares, strict=True))
             lines.append(f"data: the sequences are {shares}")

@@ -70,13 +70,14 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
 
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
-        for name in ("held_out", "train"):
+        for name, stream, most in (
+            ("held_out", corpus.held_out, corpus.held_out_window),
+            ("train", corpus.train, WINDOW_SEQUENCES),
+        ):
             files, wanted = WindowFiles(job.directory, name, job.fingerprint), job.wanted[name]
             files.count = files.written()
             if files.has(wanted):
                 continue
-            stream = corpus.train if name == "train" else corpus.held_out
-            most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
             size = window_sequences(job.config.seq_length, most)
             windows = PackedWindows(stream, job.vocabulary, job.config, job.seed, files.restart(), workers)
             for calls, window in enumerate(windows.windows(size), start=1):
@@ -125,7 +126,7 @@ class TokenProcess:
             # The end of the pipe, if the process has ended without an error.
             with suppress(EOFError):
                 kind, message = self._receiving.recv()
-                raise (OSError if kind == "OSError" else ValueError)(message)
+                raise kind(message)
         if not self._process.is_alive() and self._process.exitcode:
             reason = describe_exit(self._process.exitcode, remedy="close other programs")
             raise ValueError(f"the process that tokenizes ended with {reason}; start the same command to continue")
@@ -160,8 +161,11 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
         if corpus.fingerprint != job.corpus_fingerprint:
             raise ValueError(f"dataset {job.config.dataset!r} has changed since the run started: start it again")
         write_tokens(job, corpus, report)
-    except (ValueError, OSError) as error:
-        sending.send(("OSError" if isinstance(error, OSError) else "ValueError", str(error)))
+    except ValueError as error:
+        sending.send((ValueError, str(error)))
+        raise SystemExit(1) from error
+    except OSError as error:
+        sending.send((OSError, str(error)))
         raise SystemExit(1) from error
 
 

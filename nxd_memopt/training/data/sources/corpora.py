@@ -134,12 +134,14 @@ def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
         held_out: for each document, whether its hash says that it is held out; read as far as needed.
         every: ``data.held_out_every``.
     """
+    if not every:
+        return True
     counts = {False: 0, True: 0}
-    for is_out in held_out if every else ():
+    for is_out in held_out:
         counts[is_out] += 1
         if all(counts.values()) and sum(counts.values()) >= every:
             return True
-    return not every
+    return False
 
 
 def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
@@ -208,7 +210,7 @@ class PermutedDocuments:
 
     def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield the texts from position ``[number of documents before it]`` on."""
-        first = start[0] if start else 0
+        (first,) = start or [0]
         for number in range(first, len(self._order)):
             part = self._parts[self._order[number]]
             yield self._documents.text(part), [number + 1], self._documents.texts.place(part.index)

@@ -207,7 +207,7 @@ def is_large(paths: list[str], small_bytes: int) -> bool:
         # The file system of the hub answers from the listing of the file's directory, which it requests once: a
         # request for each of thousands of files would take minutes.
         size = system.info(name).get("size")
-        total += small_bytes + 1 if size is None else size
-        if total > small_bytes:
+        if size is None:
             return True
-    return False
+        total += size
+    return total > small_bytes
