@@ -210,4 +210,6 @@ def is_large(paths: list[str], small_bytes: int) -> bool:
         if size is None:
             return True
         total += size
-    return total > small_bytes
+        if total > small_bytes:
+            return True
+    return False
