@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config.data import DataConfig
@@ -158,16 +156,6 @@ def test_the_fingerprint_is_of_the_content_wherever_it_is(jsonl: Path, tmp_path:
     changed = open_documents(config)
     assert changed.fingerprint != first
     assert changed.texts.read(0).startswith("document X")
-
-
-def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None:
-    path = tmp_path / "d.parquet"
-    texts = []
-    for text in ("abcd", "efgh"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
-        os.utime(path, ns=(1, 1))
-        texts.append(open_documents(DataConfig(dataset=str(path))).texts.read(0))
-    assert texts == ["abcd", "efgh"]
 
 
 def test_text_shorter_than_a_sequence_names_both_numbers(tmp_path: Path) -> None:

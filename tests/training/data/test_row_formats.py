@@ -126,14 +126,7 @@ def _repository(path: Path, rows: Rows) -> str:
     return str(path / "d")
 
 
-def _text_files(path: Path, rows: Rows) -> str:
-    (path / "d").mkdir()
-    for row in rows:
-        (path / "d" / f"{row['id']:02}.txt").write_bytes(codecs.BOM_UTF8 + row["text"].encode())
-    return str(path / "d")
-
-
-FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository, _text_files]
+FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -142,8 +135,8 @@ FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository, _
 def test_a_row_is_the_same_in_every_file(
     tmp_path: Path, kind: str, write: Callable[[Path, Rows], str], streaming: bool
 ) -> None:
-    if (write is _array and streaming) or (write is _text_files and kind != "text"):
-        pytest.skip("an array is read at once; text files have no conversations")
+    if write is _array and streaming:
+        pytest.skip("an array is read at once")
     rows, right = KINDS[kind]
     config = with_format(DataConfig(dataset=write(tmp_path, rows), streaming=streaming, seq_length=512))
     assert config.format == kind

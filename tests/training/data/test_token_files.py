@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data import packing as packing_module
 from nxd_memopt.training.data.packed import sequences as token_files
+from nxd_memopt.training.data.packed.fingerprint import tokens_fingerprint
 from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.data.tokenize import windows as tokens
@@ -153,36 +154,36 @@ def merging(merges: list[tuple[str, str]]) -> Vocabulary:
     return Vocabulary(tokenizer, len(tokens), 0)
 
 
-def test_one_other_merge_rule_is_another_tokenizer(tmp_path: Path) -> None:
-    """The merge does not occur in any short sample text."""
-    first = write(tmp_path, words=merging([("q", "x"), ("x", "z")]))
-    assert write(tmp_path, words=merging([("q", "x"), ("x", "z")])) == first
-    assert write(tmp_path, words=merging([("x", "z"), ("q", "x")])) != first
+class Slow:
+    """A tokenizer in Python, of which the vocabulary alone is known."""
+
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1 for _ in text] for text in texts]}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.tokens)}
 
 
-def test_a_slow_tokenizer_is_known_by_its_vocabulary(tmp_path: Path) -> None:
-    class Slow:
-        def __init__(self, tokens: list[str]) -> None:
-            self.tokens = tokens
-            self.special_tokens_map: dict[str, str] = {}
+def test_each_tokenizer_has_tokens_of_its_own() -> None:
+    """Another order of two merges, which no short text shows; other words of a slow tokenizer; not the padding."""
 
-        def __len__(self) -> int:
-            return len(self.tokens)
+    def of(words: Vocabulary) -> str:
+        return tokens_fingerprint(CONFIG, "text", words, 0)
 
-        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[1 for _ in text] for text in texts]}
-
-        def get_vocab(self) -> dict[str, int]:
-            return {token: i for i, token in enumerate(self.tokens)}
-
-    first, second = (write(tmp_path, words=Vocabulary(Slow(tokens), 3, 0)) for tokens in (["e", "a"], ["e", "b"]))
-    assert first != second
-
-
-def test_the_padding_that_a_tokenizer_file_requests_is_no_other_tokenizer(tmp_path: Path) -> None:
+    merges = [("q", "x"), ("x", "z")]
+    assert of(merging(merges)) == of(merging(merges)) != of(merging(merges[::-1]))
+    assert of(Vocabulary(Slow(["e", "a"]), 3, 0)) != of(Vocabulary(Slow(["e", "b"]), 3, 0))
     padded = vocabulary()
     padded.tokenizer.backend_tokenizer.enable_padding(length=8)
-    assert write(tmp_path, words=padded) == write(tmp_path)
+    assert of(padded) == of(vocabulary())
 
 
 @pytest.mark.parametrize("damage", ["absent", "shortened", "lengthened", "altered", "altered facts", "foreign"])
