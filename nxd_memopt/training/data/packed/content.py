@@ -62,6 +62,8 @@ def compared_sequences(plan: ResumePlan) -> dict[str, int]:
 
 def content_at(fingerprint: str, windows: Mapping[str, WindowFiles], needed: Mapping[str, int]) -> TokenContent:
     """Return the content up to the end of the windows with the first ``needed`` sequences of each split."""
+    # The hash is known at the ends of windows alone, so the count is rounded up to one. ``rows > facts.rows`` says that
+    # the run needs more rows than the text has, and has begun its second epoch: the end of the text then counts too.
     splits = {}
     for name, rows in needed.items():
         facts = windows[name].facts_at(rows)
@@ -105,6 +107,8 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, windows: Mapping[str, W
             f"tokens differ: restore it, or {WARM_START}, or continue at the first sequence of the other "
             "tokens with --trainer.allow-changes data.dataset"
         )
+    # position(step) = offset + step * global_batch_size: this offset makes it 0 at the step of the checkpoint, whatever
+    # the size of the batch was before.
     offset = -plan.stored.step * plan.config.data.global_batch_size
     note = "data.dataset: the tokens differ from the checkpoint's; they are read from their first sequence on"
     return dataclasses.replace(plan, sequence_offset=offset, notes=[*plan.notes, note])

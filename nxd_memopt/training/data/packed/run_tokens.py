@@ -141,6 +141,8 @@ def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> li
 
 def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> RunTokens:
     """Find the documents on rank 0, and return the packed tokens of the run. Every rank calls."""
+    # The sources share the seconds in which rank 0 tokenizes in the foreground, so that a mixture starts as early as
+    # one source. Equal fingerprints would be two writers of one directory.
     blend = Blend(plan.config.data.sources)
     feeds: dict[str, TokenFeed] = {}
     for name, wanted in zip(blend.names, wanted_sequences(plan, blend.counts), strict=True):
@@ -177,6 +179,8 @@ def _open_source(
 def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:
     """Wait for the tokens of the first evaluation and step; return the plan, compared with the tokens."""
     config = plan.config
+    # Held-out rows first, as they are written first. A resumed run also waits for all rows that its checkpoint has
+    # read: they are compared before any of them is trained on.
     if config.data.eval_sequences:
         tokens.wait("held_out", config.data.eval_sequences)
     steps_done = 0 if plan.stored is None else plan.stored.step

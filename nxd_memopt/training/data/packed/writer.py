@@ -80,6 +80,8 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
                 continue
             size = window_sequences(job.config.seq_length, most)
             windows = PackedWindows(stream, job.vocabulary, job.config, job.seed, files.restart(), workers)
+            # A window that is not complete is lost when this function stops: its documents are read and tokenized
+            # again.
             for calls, window in enumerate(windows.windows(size), start=1):
                 if window is not None:
                     files.write(window)
@@ -108,6 +110,8 @@ class TokenProcess:
     def __init__(self, job: TokenJob) -> None:
         # Not forked: threads of the device and of the tokenizer do not survive a fork.
         context = multiprocessing.get_context("spawn")
+        # The line of progress is in shared memory: it needs no thread that reads, and a run that never asks costs
+        # nothing.
         self._progress: Any = context.Array("c", PROGRESS_BYTES)
         self._receiving, sending = context.Pipe(duplex=False)
         self._process = context.Process(target=_main, args=(job, self._progress, sending), daemon=True, name="tokens")

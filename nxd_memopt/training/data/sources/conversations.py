@@ -103,6 +103,7 @@ def _require_messages(messages: Any) -> None:
 
 def _take_flags(messages: list[dict[str, Any]]) -> list[int]:
     """Remove the entries that say whether a message is trained; return the indices of answers that are not."""
+    # The entries are removed: a template would print some of them, and a row with them and one without would differ.
     untrained = []
     for index, message in enumerate(messages):
         values = {name: message.pop(name) for name in TRAINING_FLAGS if name in message}

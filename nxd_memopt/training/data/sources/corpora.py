@@ -151,6 +151,7 @@ def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
         ValueError: as ``open_corpus``, or both have the same documents.
     """
     complete = replace(config, validation_dataset=None, held_out_every=0, eval_sequences=0)
+    # Equal fingerprints are equal documents: held-out text that is trained on would say nothing about the model.
     trained = open_corpus(complete, seed)
     held_out = open_corpus(replace(complete, dataset=validation), seed)
     if held_out.fingerprint == trained.fingerprint:
@@ -170,6 +171,8 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     tokens = IndexedTokens(Path(config.dataset))
     every = config.split_every
     facts = ["indexed", every, *tokens.identity]
+    # As for texts: by the hash of its ids, or, with few documents, the end of each one. The ids are read here as far as
+    # needed for both sides, and no further.
     sides = (are_held_out(tokens[index], every) for index in range(len(tokens)))
     are_cut = not _has_both_splits(sides, every)
 

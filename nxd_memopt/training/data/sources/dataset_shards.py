@@ -135,6 +135,7 @@ def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed
         files = _saved_files(config.dataset)
         facts = ["saved", _digest([file_identity(path) for path in files])]
         count = min(len(table), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
+    # The bounds depend on the sizes of the files alone, so each host and each start finds the same shards.
     bounds = [len(table) * index // count for index in range(count + 1)]
     shards: list[Shard] = []
     for begin, end in pairwise(bounds):

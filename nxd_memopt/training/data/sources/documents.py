@@ -108,6 +108,7 @@ def open_documents(config: DataConfig) -> Documents:
             "set needs a different one: add others"
         )
     # The text of each document, and nothing else: moved or copied data is the same data.
+    # A small corpus is read completely, so its content is hashed. Of a large one the files are identified instead.
     facts = [str(config.held_out_every), *digests]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return Documents(texts, train, held_out, fingerprint)

@@ -75,6 +75,7 @@ class BadRows:
         # What a message quotes of the file may have no UTF-8 form.
         description = description.encode(errors="replace").decode()
         if self._config.on_bad_rows == "error":
+            # An error by default: text that is left out without a word would change what a model learns.
             raise ValueError(f"{description}: {REMEDY}")
         self.counts[kind] += 1
         if str(self.counts[kind]).strip("0") == "1":

@@ -53,6 +53,7 @@ class SpecialTokens:
     def write_companions(self, tokenizer: Any, directory: Path) -> None:
         """Write the tokenizer and the generation config with the export's ids to ``directory``."""
         tokenizer = copy.deepcopy(tokenizer)
+        # A tokenizer that ends texts with another token than the model was trained with would never stop a generation.
         if tokenizer.eos_token_id not in self.config["eos_token_id"]:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end_of_text)
         padding = self.config.get("pad_token_id")
@@ -90,6 +91,8 @@ def special_tokens(
     stated = _stated_ids(config, hf_config)
     generation = _generation_config(config)
     generating = _ids(generation or {})
+    # Three sources: the tokenizer makes the training text, config.json is what a loaded model has, and the generation
+    # config is what ends an answer at inference.
     own = _ids({name: getattr(tokenizer, name) for name in KINDS})
     end = _end_of_text(own, stated, generating, tokenizer, end_of_text)
 

@@ -113,6 +113,7 @@ def _form(template: ChatTemplate, conversation: dict[str, Any], *, is_marked: bo
     left_out: list[str] = []
     wrong: list[str] = []
     has_calls = any(message.get("tool_calls") for message in conversation["messages"])
+    # At most 12 forms, from the given one on: the first that loses nothing is taken. Without calls there is one form.
     for form in product(CONTENTS, ARGUMENTS) if has_calls else [GIVEN]:
         candidate = _in_form(conversation, form)
         try:
@@ -151,6 +152,8 @@ def _left_out(template: ChatTemplate, conversation: dict[str, Any], text: str, *
         mark = MARKS.search(str(value)) if is_marked else None
         if mark is not None and mark.group() in text:
             continue
+        # The text of the part is not in the rendered text as it is: the template may encode, shorten or count it. It
+        # reads the part if another value changes the text.
         other = _with_text(part, value, OTHER)
         try:
             changed, _ = template.render(_replaced(conversation, part.path, None if other == value else other))

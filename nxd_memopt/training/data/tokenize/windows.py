@@ -221,6 +221,8 @@ class PackedWindows:
         rows = np.empty((size, self._config.seq_length), dtype=np.int32)
         for place, index in enumerate(self._shuffle.permutation(size)):
             rows[place] = self._pending[index].tokens
+        # The state to go on from is that before the first row that is not written. Documents from there on are read and
+        # tokenized again, and the rows that are written already are left out.
         written, self._pending = self._pending[:size], self._pending[size:]
         self._written += size
         # Going on reads the documents again that have rows in later windows.
