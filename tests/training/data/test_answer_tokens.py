@@ -50,12 +50,6 @@ def trimming() -> Tokenizer:
     return made
 
 
-def roberta() -> Tokenizer:
-    made = byte_level()
-    made.post_processor = processors.RobertaProcessing(("<end>", 0), ("<end>", 0), trim_offsets=True)
-    return made
-
-
 def sentencepiece(*, normalized: bool = False) -> Tokenizer:
     """Words that begin with a space, and bytes of characters that the vocabulary does not have."""
     letters = sorted(set("▁USERAINT:123+twospacenoy\n"))
@@ -73,7 +67,6 @@ def sentencepiece(*, normalized: bool = False) -> Tokenizer:
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "bytes": byte_level,
     "trimming": trimming,
-    "roberta": roberta,
     "metaspace": lambda: sentencepiece(),
     "llama_2": lambda: sentencepiece(normalized=True),
 }

@@ -147,14 +147,6 @@ def test_few_documents_that_are_streamed_are_cut_as_without_streaming(tmp_path: 
     assert open_corpus(replace(config, streaming=False), 0).fingerprint == corpus.fingerprint
 
 
-def test_few_conversations_that_are_streamed_are_held_out_whole(tmp_path: Path) -> None:
-    rows = [json.dumps({"prompt": f"question {i}", "completion": "answer"}) for i in range(3)]
-    (tmp_path / "d.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    corpus = open_corpus(streamed(tmp_path / "d.jsonl", format="prompt_completion"), 0)
-    train, held_out = ([text for text, *_ in split.read(None)] for split in (corpus.train, corpus.held_out))
-    assert (len(train), len(held_out)) == (2, 1) and not set(train) & set(held_out)
-
-
 def test_a_large_corpus_is_not_read_before_its_first_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read for the first sequences does not depend on the size of the corpus."""
     monkeypatch.setattr(corpora, "WINDOW_DOCUMENTS", 50)

@@ -18,7 +18,7 @@ from nxd_memopt.training.data.sources.documents import Part, open_documents, spl
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.windows import Window
 from tests.training.packed_tokens import corpus_of, documents, open_split, write
-from tests.training.runs import END, LINES, byte_tokenizer, write_jsonl
+from tests.training.runs import END, LINES, byte_tokenizer
 
 
 def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> PackedSequences:
@@ -123,14 +123,6 @@ def test_split_side_depends_on_the_text_alone() -> None:
     _, later = split_documents(digests([*texts, *(f"new {i}" for i in range(50))]), 10)
     assert [part for part in later if part.index < 100] == held_out and held_out
     assert split_documents(digests(["a"]), 10) == ([Part(0, stop=0.9)], [Part(0, start=0.9)])
-
-
-def test_copies_of_a_document_are_never_on_both_sides(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "twice.jsonl", [*LINES, *reversed(LINES)])
-    opened = open_documents(DataConfig(dataset=path))
-    train, held_out = ({opened.text(part) for part in parts} for parts in (opened.train, opened.held_out))
-    assert train and held_out and not train & held_out
-    assert len(opened.held_out) == 2 * len(held_out)
 
 
 def test_no_split_is_empty() -> None:
