@@ -34,7 +34,6 @@ def values(directory: Path, name: str) -> list[float]:
     [
         pytest.param(2, 1, {}, id="D=2"),
         pytest.param(2, 2, {"parallel": TENSOR_AND_SEQUENCE}, id="T=2"),
-        pytest.param(2, 4, {}, id="D=2 without accumulation", marks=pytest.mark.slow),
         pytest.param(4, 2, ZERO1 | {"parallel": TENSOR_AND_SEQUENCE}, id="T=2, D=2, ZeRO-1", marks=pytest.mark.slow),
         pytest.param(4, 1, {"data_parallel": {"sharding": "zero3"}}, id="D=4, ZeRO-3", marks=pytest.mark.slow),
     ],

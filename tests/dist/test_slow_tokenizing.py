@@ -16,7 +16,7 @@ from tests.training.runs import environment, exact, rows, write_config, write_js
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "tests.training.slow_program"
+PROGRAM = "tests.training.data.slow_program"
 WORDS = ["abc", "xyz", "longer words", "0123456789", "einmal", "and so on"]
 # Windows have 1,024 sequences of 24 tokens: about 200 documents, in 7 calls of the tokenizer. The last step needs the
 # eighth window; each start tokenizes one or two of them before its process does.

@@ -20,6 +20,7 @@ def describe_isolation(model: ParallelCausalLM, config: TrainConfig) -> str:
     """Return one line about attention between documents, for the start report."""
     if not config.data.isolate_documents:
         return "documents: not isolated (data.isolate_documents is false)"
+    # Isolation may select a slower kernel. The report says so, because no other line of a run would show it.
     packed, _ = _implementation(model, config, packed=True)
     plain, _ = _implementation(model, config, packed=False)
     cost = describe_tiles(config.data.seq_length) if packed == "tiled" else _COSTS[packed]

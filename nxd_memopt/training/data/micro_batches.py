@@ -61,6 +61,7 @@ class MicroBatch:
         """
         records = torch.from_numpy(rows.astype(np.int64))
         ids = records & ID_MASK
+        # Ids and flags share one number: a row can never have the flags of another one.
         starts = (records & DOCUMENT_START) != 0
         ignored = (records & NOT_TRAINED) != 0
         # Questions of a conversation are not trained either, but they are tokens.

@@ -55,6 +55,7 @@ def _order(shares: Sequence[float]) -> Tokens:
     order = np.zeros(PERIOD, np.int32)
     if len(shares) == 1:
         return order
+    # Smooth weighted round robin: at each position every source gains its share, and the one that lacks most pays 1.
     missing = np.zeros(len(shares))
     for position in range(PERIOD):
         missing += shares

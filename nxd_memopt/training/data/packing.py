@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,25 +23,6 @@ ID_MASK = PADDING - 1
 # Tokens of the documents that best-fit packing arranges together. More leave less padding (on
 # source code with S = 1024, 0.1 % in windows of this size) and need more memory: 32 MiB.
 WINDOW_TOKENS = 2**22
-
-
-class Packer(Protocol):
-    """Packs documents into rows, and can go on from a recorded state."""
-
-    def add(self, document: Tokens) -> Sequence[Tokens]:
-        """Add a document; return the rows ``[S]`` that it completes."""
-        ...
-
-    def finish(self) -> Sequence[Tokens]:
-        """Return the last rows, after all documents."""
-        ...
-
-    def state(self) -> dict[str, Any] | None:
-        """Return, as JSON values, what the next rows depend on besides the next documents.
-
-        None where going on is only possible from an earlier document.
-        """
-        ...
 
 
 class Concatenation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.training.bad_inputs import chat, configuration, exports, launching, packing, precision, resume, runs, sources
+from tests.training.bad_inputs import chat, configuration, exports, launching, precision, resume, runs, sources
 from tests.training.bad_inputs.case import BadInput
 
 CASES: tuple[BadInput, ...] = (
@@ -10,7 +10,6 @@ CASES: tuple[BadInput, ...] = (
     *configuration.CASES,
     *exports.CASES,
     *launching.CASES,
-    *packing.CASES,
     *precision.CASES,
     *resume.CASES,
     *runs.CASES,

@@ -9,27 +9,8 @@ from typing import Any
 import yaml
 
 from tests.training.bad_inputs.case import BadInput
+from tests.training.data.test_dataset_shards import repository
 from tests.training.runs import LINES, LLAMA, write_config
-from tests.training.test_dataset_shards import repository
-
-
-def _bad_line(line: bytes) -> Callable[[Path], Path]:
-    """The third line of a file is ``line``."""
-
-    def prepare(directory: Path) -> Path:
-        lines = [f'{{"text": "{text}"}}'.encode() for text in LINES]
-        (directory / "d.jsonl").write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
-        return write_config(directory, data={"dataset": str(directory / "d.jsonl")})
-
-    return prepare
-
-
-def _validation(name: str, content: bytes) -> Callable[[Path], Path]:
-    def prepare(directory: Path) -> Path:
-        (directory / name).write_bytes(content)
-        return write_config(directory, data={"validation_dataset": str(directory / name)})
-
-    return prepare
 
 
 def _nemo(**model: Any) -> Callable[[Path], Path]:
@@ -66,15 +47,12 @@ def _repository(kind: str, broken: bytes | None = None, **data: Any) -> Callable
 STREAMED: dict[str, Any] = {"streaming": True}
 CASES: tuple[BadInput, ...] = (
     BadInput("hub_split", _repository("parquet", split="none"), ("repository", "none", "'train', 'test'")),
-    BadInput("hub_streamed_config", _repository("parquet", dataset_config="en", **STREAMED), ("'en'", "'default'")),
     BadInput(
         "hub_streamed_file", _repository("parquet", b"PAR1", **STREAMED), ("train-00001.parquet row 1", "correct")
     ),
     BadInput(
         "hub_streamed_line", _repository("jsonl", b"no\n", **STREAMED), ("train-00001.jsonl row 1", "JSON", "correct")
     ),
-    BadInput("text_not_json", _bad_line(b'{"text": "a'), ("d.jsonl line 3", "not JSON")),
-    BadInput("validation_empty", _validation("v.jsonl", b""), ("v.jsonl", "empty")),
     BadInput("nemo_norm", _nemo(normalization="layernorm1p"), ("model.normalization 'layernorm1p'", "'rmsnorm'")),
     BadInput("nemo_reference", _nemo(kv_channels="${.absent}"), ("model.kv_channels '${.absent}'", "nothing")),
     BadInput("nemo_key_misspelt", _nemo(num_query_group=2), ("num_query_group", "model")),

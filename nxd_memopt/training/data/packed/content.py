@@ -57,26 +57,13 @@ def compared_sequences(plan: ResumePlan) -> dict[str, int]:
     """Return the sequences of each split that ``with_same_tokens`` compares; empty for a new run."""
     if plan.stored is None:
         return {}
-    return {name: split["sequences"] for name, split in stored_tokens(plan.stored)["splits"].items()}
-
-
-def stored_tokens(stored: StoredRun) -> TokenContent:
-    """Return the content of the tokens that a checkpoint records.
-
-    Raises:
-        ValueError: an earlier version wrote it, which packed other sequences.
-    """
-    tokens = stored.shared["tokens"]
-    if tokens.get("version") != CONTENT_VERSION:
-        raise ValueError(
-            f"{stored.directory} was written by an earlier version, which chose held-out documents in another "
-            f"way: continue with that version, or {WARM_START}"
-        )
-    return tokens
+    return {name: split["sequences"] for name, split in plan.stored.shared["tokens"]["splits"].items()}
 
 
 def content_at(fingerprint: str, windows: Mapping[str, WindowFiles], needed: Mapping[str, int]) -> TokenContent:
     """Return the content up to the end of the windows with the first ``needed`` sequences of each split."""
+    # The hash is known at the ends of windows alone, so the count is rounded up to one. ``rows > facts.rows`` says that
+    # the run needs more rows than the text has, and has begun its second epoch: the end of the text then counts too.
     splits = {}
     for name, rows in needed.items():
         facts = windows[name].facts_at(rows)
@@ -120,6 +107,8 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, windows: Mapping[str, W
             f"tokens differ: restore it, or {WARM_START}, or continue at the first sequence of the other "
             "tokens with --trainer.allow-changes data.dataset"
         )
+    # position(step) = offset + step * global_batch_size: this offset makes it 0 at the step of the checkpoint, whatever
+    # the size of the batch was before.
     offset = -plan.stored.step * plan.config.data.global_batch_size
     note = "data.dataset: the tokens differ from the checkpoint's; they are read from their first sequence on"
     return dataclasses.replace(plan, sequence_offset=offset, notes=[*plan.notes, note])
@@ -127,7 +116,7 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, windows: Mapping[str, W
 
 def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
     """Return a line if text or tokenizer are not those of the checkpoint, and lead to its tokens."""
-    tokens = stored_tokens(stored)
+    tokens = stored.shared["tokens"]
     if tokens["fingerprint"] == fingerprint:
         return []
     # Text after the packed sequences may differ: no run has read it yet.
@@ -138,7 +127,7 @@ def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
 def _differing_splits(stored: StoredRun, windows: Mapping[str, WindowFiles]) -> list[str]:
     """Return which of ``train`` and ``held_out`` lack the sequences that the checkpoint counts, in the same order."""
     differing = set()
-    for name, split in stored_tokens(stored)["splits"].items():
+    for name, split in stored.shared["tokens"]["splits"].items():
         if name not in windows:  # another number of sources is another text
             differing.add("train")
         elif not _is_same(split, windows[name]):

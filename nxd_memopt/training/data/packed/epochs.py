@@ -32,6 +32,7 @@ def with_steps_of_epochs(config: TrainConfig, vocabulary: Vocabulary) -> TrainCo
         if is_rank_zero():
             sequences = _prepared_sequences(config, vocabulary)
     sequences = int(share_texts(str(sequences))[0])
+    # Rounded up: the last step may begin one more epoch, and no sequence is trained less often than was asked for.
     steps = math.ceil(epochs * sequences / config.data.global_batch_size)
     return replace(config, trainer=replace(config.trainer, max_steps=steps, max_epochs=None))
 

@@ -113,6 +113,8 @@ class TokenFeed:
             # Never asked for before rank 0 has written it: NFS would remember for a minute that it is absent.
             found = self._written[name]
         answers = [json.loads(text) for text in share_texts(json.dumps([found, self.interrupted(), self._work]))]
+        # All ranks have the same answers, so all of them raise here or none does. A rank that raised alone would leave
+        # the others waiting for it in the next exchange.
         for _, number, _ in answers:
             if number is not None:
                 raise WaitStoppedError(number)
@@ -120,6 +122,8 @@ class TokenFeed:
         if answers[0][0] > self._written[name]:
             self._written_s = self._clock()
         self._written[name], _, self._work = answers[0]
+        # The smallest number: a rank that saw more windows than another one would divide the rows into epochs in
+        # another way.
         windows.count = min(found for found, *_ in answers)
 
     def _advance(self, name: str, rows: int) -> None:
@@ -137,6 +141,7 @@ class TokenFeed:
         elif self._process is None:
             self._process = TokenProcess(self._job)
         else:
+            # Asked for first: if the process has ended by now, its error and its last window are found below.
             has_ended = self._process.has_ended
             self._process.require_running()
             if has_ended and windows.written() == windows.count:

@@ -50,8 +50,7 @@ def _tokenizer_facts(vocabulary: Vocabulary) -> list[Any]:
     # one the vocabulary is known.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        facts.append(hashlib.sha256(backend.to_str().encode()).hexdigest())
+        content = backend.to_str()
     else:
-        vocabulary_text = json.dumps(sorted(tokenizer.get_vocab().items()))
-        facts.append(hashlib.sha256(vocabulary_text.encode()).hexdigest())
-    return facts
+        content = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return [*facts, hashlib.sha256(content.encode()).hexdigest()]

@@ -100,7 +100,9 @@ class RunTokens:
     def describe(self, config: DataConfig, steps: int, sequences: int) -> list[str]:
         """Return the start report's lines about sources and sequences, of which ``steps`` steps read ``sequences``."""
         names = self._blend.names
-        lines = [note for feed in self._feeds for note in feed.notes]
+        lines: list[str] = []
+        for feed in self._feeds:
+            lines += feed.notes
         if len(names) > 1:
             shares = ", ".join(f"{share:.2%} of {name}" for name, share in zip(names, self._blend.shares, strict=True))
             lines.append(f"data: the sequences are {shares}")
@@ -139,6 +141,8 @@ def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> li
 
 def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> RunTokens:
     """Find the documents on rank 0, and return the packed tokens of the run. Every rank calls."""
+    # The sources share the seconds in which rank 0 tokenizes in the foreground, so that a mixture starts as early as
+    # one source. Equal fingerprints would be two writers of one directory.
     blend = Blend(plan.config.data.sources)
     feeds: dict[str, TokenFeed] = {}
     for name, wanted in zip(blend.names, wanted_sequences(plan, blend.counts), strict=True):
@@ -168,22 +172,15 @@ def _open_source(
     directory = directory_of(parent, fingerprint)
     with raise_together("reading the prepared data"):
         require_visible(directory)
-    feed = TokenFeed(
-        TokenJob(directory, fingerprint, of_corpus, data, vocabulary, seed, wanted),
-        corpus,
-        foreground_share=foreground_share,
-    )
-    if (directory / "train.jsonl").exists():
-        feed.notes.append(
-            f"tokens: {directory}/*.bin and *.json* are of an earlier version: their sequences, which are the same, "
-            "were written again, and these files can be deleted"
-        )
-    return feed
+    job = TokenJob(directory, fingerprint, of_corpus, data, vocabulary, seed, wanted)
+    return TokenFeed(job, corpus, foreground_share=foreground_share)
 
 
 def prepare_data(plan: ResumePlan, tokens: RunTokens) -> ResumePlan:
     """Wait for the tokens of the first evaluation and step; return the plan, compared with the tokens."""
     config = plan.config
+    # Held-out rows first, as they are written first. A resumed run also waits for all rows that its checkpoint has
+    # read: they are compared before any of them is trained on.
     if config.data.eval_sequences:
         tokens.wait("held_out", config.data.eval_sequences)
     steps_done = 0 if plan.stored is None else plan.stored.step

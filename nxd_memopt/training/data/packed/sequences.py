@@ -98,6 +98,7 @@ class WindowFiles:
 
     def written(self) -> int:
         """Return the number of windows that exist."""
+        # Windows are counted on from those that are known: a directory of thousands of files is listed once.
         count = self.count or len(list(self._directory.glob(f"{self._name}.*.safetensors")))
         while self.path(count).exists():
             count += 1
@@ -116,6 +117,7 @@ class WindowFiles:
         """Return the facts of the window with which there are ``rows`` sequences, or of the last one."""
         if not self.count:
             return self.last
+        # Each window but the last one of the text has as many rows as the first one.
         number = max(-(-rows // self.facts(0).rows) - 1, 0)
         return self.facts(min(number, self.count - 1))
 
@@ -133,6 +135,7 @@ class WindowFiles:
     def write(self, window: Window) -> None:
         """Write the next window; when this function returns, it is on the disk."""
         facts = self.last.followed_by(window)
+        # The state to go on from is in the same file as the rows: no kill can separate them.
         restart = np.frombuffer(json.dumps(window.restart).encode(), np.uint8)
         content = asdict(facts) | {"crc32": _crc32(window.rows, restart)}
         text = json.dumps(content | {"checksum": checksum_of(content)})
@@ -272,6 +275,8 @@ class MixedSequences:
 
     def _by_source(self, positions: range) -> list[tuple[int, range]]:
         """Return the sources at ``positions``, each with its own sequences there."""
+        # A source has read as many sequences as the positions before say. Its next ones follow in its own order, so no
+        # state of it is recorded.
         before = self._blend.counts(positions.start)
         after = self._blend.counts(positions.stop)
         ranges = [range(start, stop) for start, stop in zip(before, after, strict=True)]

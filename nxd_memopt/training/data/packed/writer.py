@@ -66,21 +66,23 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
     # Imported here: the process in the background first chooses its backend.
     from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
-    from nxd_memopt.training.data.tokenize.windows import packed_windows
+    from nxd_memopt.training.data.tokenize.windows import PackedWindows, window_sequences
 
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
-        for name in ("held_out", "train"):
+        for name, stream, most in (
+            ("held_out", corpus.held_out, corpus.held_out_window),
+            ("train", corpus.train, WINDOW_SEQUENCES),
+        ):
             files, wanted = WindowFiles(job.directory, name, job.fingerprint), job.wanted[name]
             files.count = files.written()
             if files.has(wanted):
                 continue
-            stream = corpus.train if name == "train" else corpus.held_out
-            most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
-            windows = packed_windows(
-                stream, job.vocabulary, job.config, job.seed, files.restart(), most=most, workers=workers
-            )
-            for calls, window in enumerate(windows, start=1):
+            size = window_sequences(job.config.seq_length, most)
+            windows = PackedWindows(stream, job.vocabulary, job.config, job.seed, files.restart(), workers)
+            # A window that is not complete is lost when this function stops: its documents are read and tokenized
+            # again.
+            for calls, window in enumerate(windows.windows(size), start=1):
                 if window is not None:
                     files.write(window)
                     if files.has(wanted):
@@ -108,6 +110,8 @@ class TokenProcess:
     def __init__(self, job: TokenJob) -> None:
         # Not forked: threads of the device and of the tokenizer do not survive a fork.
         context = multiprocessing.get_context("spawn")
+        # The line of progress is in shared memory: it needs no thread that reads, and a run that never asks costs
+        # nothing.
         self._progress: Any = context.Array("c", PROGRESS_BYTES)
         self._receiving, sending = context.Pipe(duplex=False)
         self._process = context.Process(target=_main, args=(job, self._progress, sending), daemon=True, name="tokens")
@@ -126,7 +130,7 @@ class TokenProcess:
             # The end of the pipe, if the process has ended without an error.
             with suppress(EOFError):
                 kind, message = self._receiving.recv()
-                raise (OSError if kind == "OSError" else ValueError)(message)
+                raise kind(message)
         if not self._process.is_alive() and self._process.exitcode:
             reason = describe_exit(self._process.exitcode, remedy="close other programs")
             raise ValueError(f"the process that tokenizes ended with {reason}; start the same command to continue")
@@ -161,8 +165,11 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
         if corpus.fingerprint != job.corpus_fingerprint:
             raise ValueError(f"dataset {job.config.dataset!r} has changed since the run started: start it again")
         write_tokens(job, corpus, report)
-    except (ValueError, OSError) as error:
-        sending.send(("OSError" if isinstance(error, OSError) else "ValueError", str(error)))
+    except ValueError as error:
+        sending.send((ValueError, str(error)))
+        raise SystemExit(1) from error
+    except OSError as error:
+        sending.send((OSError, str(error)))
         raise SystemExit(1) from error
 
 

@@ -103,24 +103,23 @@ def _require_messages(messages: Any) -> None:
 
 def _take_flags(messages: list[dict[str, Any]]) -> list[int]:
     """Remove the entries that say whether a message is trained; return the indices of answers that are not."""
+    # The entries are removed: a template would print some of them, and a row with them and one without would differ.
     untrained = []
     for index, message in enumerate(messages):
         values = {name: message.pop(name) for name in TRAINING_FLAGS if name in message}
-        for name, value in values.items():
-            if not isinstance(value, bool | int | float) or value not in (0, 1):
-                raise ValueError(
-                    f"has {json.dumps(value, default=repr)} as {name} of message {index + 1}: only true and 1, or "
-                    "false and 0, say whether it is trained"
-                )
-        if len({bool(value) for value in values.values()}) > 1:
-            raise ValueError(f"has {' and '.join(values)} in message {index + 1}, which contradict each other")
+        flags = list(values.values())
+        if any(flag not in (0, 1) for flag in flags) or any(flag != flags[0] for flag in flags):
+            raise ValueError(
+                f"has {json.dumps(values, default=repr)} in message {index + 1}: only true and 1, or false and 0, say "
+                "whether it is trained, each entry in the same way"
+            )
         is_answer = message["role"] == "assistant"
-        if any(values.values()) and not is_answer:
+        if any(flags) and not is_answer:
             raise ValueError(
                 f"has {next(iter(values))} in message {index + 1} of the role {message['role']}: only messages of the "
                 "assistant are trained (data.train_on_input trains all)"
             )
-        if values and not any(values.values()) and is_answer:
+        if flags and not any(flags) and is_answer:
             untrained.append(index)
     if all(index in untrained for index, message in enumerate(messages) if message["role"] == "assistant"):
         raise ValueError("has no message of the assistant that is trained")

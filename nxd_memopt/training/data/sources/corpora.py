@@ -14,9 +14,15 @@ import numpy as np
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packing import Tokens
-from nxd_memopt.training.data.sources.documents import Documents, Part, StoredTexts, is_held_out, open_documents
-from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
-from nxd_memopt.training.data.sources.indexed_tokens import is_held_out as is_held_out_tokens
+from nxd_memopt.training.data.sources.documents import (
+    Documents,
+    Part,
+    StoredTexts,
+    is_digest_held_out,
+    open_documents,
+    text_digest,
+)
+from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens, are_held_out
 from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
 from nxd_memopt.training.data.sources.shards import find_shards, is_streamed, require_rows
 
@@ -83,8 +89,12 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     if not is_streamed(config):
         return _open_small(config, seed)
     every, reader = config.split_every, RowReader(config)
+
+    def is_held_out(text: str) -> bool:
+        return is_digest_held_out(text_digest(text), every)
+
     shards = find_shards(config, reader, streamed=True)
-    if not _has_both_splits((is_held_out(text, every) for shard in shards for text, _ in shard.read(0)), every):
+    if not _has_both_splits((is_held_out(text) for shard in shards for text, _ in shard.read(0)), every):
         corpus = _open_small(config, seed)
         note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
@@ -97,8 +107,8 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
     # before the first evaluation.
     return Corpus(
-        WindowedDocuments(shards, seed, lambda text: not is_held_out(text, every), WINDOW_DOCUMENTS),
-        WindowedDocuments(shards, seed, lambda text: is_held_out(text, every), 1),
+        WindowedDocuments(shards, seed, lambda text: not is_held_out(text), WINDOW_DOCUMENTS),
+        WindowedDocuments(shards, seed, is_held_out, 1),
         fingerprint,
         (note,),
         HELD_OUT_SEQUENCES,
@@ -124,12 +134,14 @@ def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
         held_out: for each document, whether its hash says that it is held out; read as far as needed.
         every: ``data.held_out_every``.
     """
+    if not every:
+        return True
     counts = {False: 0, True: 0}
-    for is_out in held_out if every else ():
+    for is_out in held_out:
         counts[is_out] += 1
         if all(counts.values()) and sum(counts.values()) >= every:
             return True
-    return not every
+    return False
 
 
 def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
@@ -139,6 +151,7 @@ def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
         ValueError: as ``open_corpus``, or both have the same documents.
     """
     complete = replace(config, validation_dataset=None, held_out_every=0, eval_sequences=0)
+    # Equal fingerprints are equal documents: held-out text that is trained on would say nothing about the model.
     trained = open_corpus(complete, seed)
     held_out = open_corpus(replace(complete, dataset=validation), seed)
     if held_out.fingerprint == trained.fingerprint:
@@ -158,14 +171,16 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     tokens = IndexedTokens(Path(config.dataset))
     every = config.split_every
     facts = ["indexed", every, *tokens.identity]
-    sides = (is_held_out_tokens(tokens[index], every) for index in range(len(tokens)))
+    # As for texts: by the hash of its ids, or, with few documents, the end of each one. The ids are read here as far as
+    # needed for both sides, and no further.
+    sides = (are_held_out(tokens[index], every) for index in range(len(tokens)))
     are_cut = not _has_both_splits(sides, every)
 
     def part(ids: Tokens, *, held_out: bool) -> Tokens | None:
         if are_cut:
             cut = int((1 - 1 / every) * len(ids))
             return ids[cut:] if held_out else ids[:cut]
-        return ids if is_held_out_tokens(ids, every) == held_out else None
+        return ids if are_held_out(ids, every) == held_out else None
 
     notes = [f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation"]
     if are_cut:
@@ -198,7 +213,7 @@ class PermutedDocuments:
 
     def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield the texts from position ``[number of documents before it]`` on."""
-        first = start[0] if start else 0
+        (first,) = start or [0]
         for number in range(first, len(self._order)):
             part = self._parts[self._order[number]]
             yield self._documents.text(part), [number + 1], self._documents.texts.place(part.index)

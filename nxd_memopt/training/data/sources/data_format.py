@@ -27,6 +27,7 @@ def with_format(config: DataConfig) -> DataConfig:
         ValueError: the rows have the columns of another format, or of none, or the sources of a
             mixture have different formats.
     """
+    # Rank 0 reads and the others take its answer: each rank with its own view of a file could read another format.
     found = ""
     with raise_together("reading the columns of the data"):
         if is_rank_zero():
@@ -89,6 +90,7 @@ def _columns_of_file(path: Path) -> list[set[str]]:
             import pyarrow.parquet
 
             return [set(pyarrow.parquet.read_schema(path).names)]
+        # A file with one JSON value is small enough to be read at once; of JSON lines the first ones are read.
         if not has_json_lines(path):
             content = json.loads(path.read_bytes().decode("utf-8-sig"))
             values = content[:FIRST_ROWS] if isinstance(content, list) else [content]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -14,93 +15,12 @@ from typing import Any
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.local_data import file_identity, is_saved, readable, repository_files
-from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
+from nxd_memopt.training.data.sources.rows import RowReader, RowShard, Shard
 
 # Bytes of a saved dataset in one shard, as of files of JSON lines.
 SAVED_BYTES = 2**26
 SPLIT = r"\w+(\.\w+)*"
 """Name of a split, not a part of one."""
-
-
-class TableShard:
-    """Rows of a ``datasets.Dataset``, which is on this host's disk; positions are numbers of rows.
-
-    Args:
-        table: all rows.
-        name: name of the dataset, for messages.
-        begin: first row of the shard.
-        end: end of its rows.
-        identity: what distinguishes its content from that of others, as JSON values.
-        reader: reads the document of a row.
-    """
-
-    def __init__(self, table: Any, name: str, begin: int, end: int, identity: list[Any], reader: RowReader) -> None:
-        self.identity = identity
-        self._table = table
-        self._name = name
-        self._begin = begin
-        self._end = end
-        self._reader = reader
-
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the documents of the rows from ``start`` on, each with the number of rows up to it."""
-        for index in range(self._begin + start, self._end):
-            position = index + 1 - self._begin
-            text = self._reader.read(partial(self._table.__getitem__, index), Place(self, position))
-            if text is not None:
-                yield text, position
-
-    def place_of(self, position: int) -> str:
-        """Return the dataset and the number of a row of it, from 1."""
-        return f"{self._name!r} row {self._begin + position}"
-
-
-class StreamShard:
-    """Rows that the ``datasets`` library downloads; positions are numbers of rows.
-
-    Args:
-        open_rows: yields the rows from a number of rows on.
-        name: the file or the shard, for messages.
-        identity: what distinguishes its content from that of others, as JSON values.
-        reader: reads the document of a row.
-    """
-
-    def __init__(
-        self, open_rows: Callable[[int], Iterator[Any]], name: str, identity: list[Any], reader: RowReader
-    ) -> None:
-        self.identity = identity
-        self._open_rows = open_rows
-        self._name = name
-        self._reader = reader
-        self._reading: tuple[int, Iterator[Any]] | None = None
-
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the documents of the rows from ``start`` on, each with the number of rows up to it."""
-        rows, number = self._rows_from(start), start
-        while True:
-            with readable(self.place_of(number + 1)):
-                row = next(rows, None)
-            if row is None:
-                return
-            number += 1
-            # The caller stops at the end of a window of documents and calls again for the next one.
-            # Without this iterator the shard would be downloaded again up to this row.
-            self._reading = (number, rows)
-            text = self._reader.read(lambda row=row: row, Place(self, number))
-            if text is not None:
-                yield text, number
-
-    def place_of(self, position: int) -> str:
-        """Return the file and the number of a row of the shard, from 1."""
-        return f"{self._name} row {position}"
-
-    def _rows_from(self, start: int) -> Iterator[Any]:
-        """Return an iterator over the rows from ``start`` on: that of the last ``read`` if it stopped there."""
-        reading, self._reading = self._reading, None
-        if reading is not None and reading[0] == start:
-            return reading[1]
-        with readable(self.place_of(start + 1)):
-            return self._open_rows(start)
 
 
 def streams_dataset(config: DataConfig, small_bytes: int) -> bool:
@@ -177,33 +97,51 @@ def _stream_shards(config: DataConfig, stream: Any, files: list[str], reader: Ro
         )
     # The content is not read before training. The address of a file of the hub contains the commit.
     facts = _digest([_identity(path) for path in files])
-
-    def rows(index: int, start: int) -> Iterator[Any]:
-        return iter(stream.shard(num_shards=count, index=index, contiguous=True).skip(start))
-
     shards: list[Shard] = []
     for index in range(count):
         # Each file is a shard, except in archives.
         name = files[index] if len(files) == count else f"{config.dataset} shard {index + 1} of {count}"
         identity = ["datasets", facts, index, count, reader.identity]
-        shards.append(StreamShard(partial(rows, index), name, identity, reader))
+        shards.append(RowShard(partial(_stream_rows, stream, index, name), name, identity, reader))
     return shards
+
+
+def _stream_rows(stream: Any, index: int, name: str, start: int) -> Iterator[Callable[[], Any]]:
+    """Yield what loads each row of a shard of a stream from a number of rows on."""
+    with readable(f"{name} row {start + 1}"):
+        rows = iter(stream.shard(num_shards=stream.num_shards, index=index, contiguous=True).skip(start))
+    for number in itertools.count(start + 1):
+        # The row is downloaded here, and not where it is loaded: a network that fails is no bad row.
+        with readable(f"{name} row {number}"):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield lambda row=row: row
+
+
+def _table_rows(table: Any, begin: int, end: int, start: int) -> Iterator[Callable[[], Any]]:
+    """Yield what loads each row of a range of a table from a number of rows on."""
+    for index in range(begin + start, end):
+        yield partial(table.__getitem__, index)
 
 
 def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed: bool) -> list[Shard]:
     """Return ranges of the rows of a table, or all of them as one shard unless they are streamed."""
     # Other columns are not decoded.
     chosen = table.select_columns([name for name in reader.columns if name in table.column_names])
-    if not streamed:
-        return [TableShard(chosen, config.dataset, 0, len(table), [], reader)]
-    files = _saved_files(config.dataset)
-    facts = _digest([file_identity(path) for path in files])
-    count = min(len(table), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
+    facts: list[Any] = []
+    count = 1
+    if streamed:
+        files = _saved_files(config.dataset)
+        facts = ["saved", _digest([file_identity(path) for path in files])]
+        count = min(len(table), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
+    # The bounds depend on the sizes of the files alone, so each host and each start finds the same shards.
     bounds = [len(table) * index // count for index in range(count + 1)]
     shards: list[Shard] = []
     for begin, end in pairwise(bounds):
-        identity = ["saved", facts, begin, end, reader.identity]
-        shards.append(TableShard(chosen, config.dataset, begin, end, identity, reader))
+        rows = partial(_table_rows, chosen, begin, end)
+        identity = [*facts, begin, end, reader.identity]
+        shards.append(RowShard(rows, repr(config.dataset), identity, reader, first=begin))
     return shards
 
 
@@ -262,16 +200,14 @@ def is_large(paths: list[str], small_bytes: int) -> bool:
     """Return whether files have more than ``small_bytes``, or a size that the file system does not know."""
     from fsspec.core import url_to_fs
 
-    sizes: dict[str, int | None] = {}
     total = 0
     for path in paths:
         if "::" in path:  # within an archive
             return True
         system, name = url_to_fs(path)
-        if name not in sizes:
-            # A directory at a time: a request for each file would take minutes for thousands of them.
-            sizes |= {entry["name"]: entry.get("size") for entry in system.ls(name.rpartition("/")[0], detail=True)}
-        size = sizes.get(name)
+        # The file system of the hub answers from the listing of the file's directory, which it requests once: a
+        # request for each of thousands of files would take minutes.
+        size = system.info(name).get("size")
         if size is None:
             return True
         total += size

@@ -6,7 +6,6 @@ import hashlib
 import tempfile
 from array import array
 from dataclasses import dataclass
-from typing import Protocol
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
@@ -24,14 +23,6 @@ class Part:
     stop: float = 1.0
 
 
-class Texts(Protocol):
-    """Texts that are read by their numbers."""
-
-    def read(self, index: int) -> str: ...
-
-    def place(self, index: int) -> Place: ...
-
-
 @dataclass(frozen=True)
 class Documents:
     """Training and held-out documents, read one at a time.
@@ -43,7 +34,7 @@ class Documents:
         fingerprint: hash that changes if the documents or the split change.
     """
 
-    texts: Texts
+    texts: StoredTexts
     train: list[Part]
     held_out: list[Part]
     fingerprint: str
@@ -117,6 +108,7 @@ def open_documents(config: DataConfig) -> Documents:
             "set needs a different one: add others"
         )
     # The text of each document, and nothing else: moved or copied data is the same data.
+    # A small corpus is read completely, so its content is hashed. Of a large one the files are identified instead.
     facts = [str(config.held_out_every), *digests]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return Documents(texts, train, held_out, fingerprint)
@@ -135,28 +127,23 @@ def split_documents(digests: list[str], held_out_every: int, *, can_cut: bool = 
         held_out_every: about one document in this many is held out; 0 for none.
         can_cut: whether a part of a document is a document.
     """
+    is_out = [is_digest_held_out(digest, held_out_every) for digest in digests]
+    # With few documents, by hash all may be in one split.
+    is_one_sided = held_out_every > 0 and len(set(is_out)) == 1
+    if can_cut and (is_one_sided or len(digests) < held_out_every):
+        cut = 1 - 1 / held_out_every
+        indices = range(len(digests))
+        return [Part(index, stop=cut) for index in indices], [Part(index, start=cut) for index in indices]
+    if is_one_sided:
+        smallest = min(digests)
+        is_out = [digest == smallest for digest in digests]
     train: list[Part] = []
     held_out: list[Part] = []
-    for index, digest in enumerate(digests):
-        if _is_held_out(digest, held_out_every):
+    for index, is_held_out in enumerate(is_out):
+        if is_held_out:
             held_out.append(Part(index))
         else:
             train.append(Part(index))
-    if not held_out_every:
-        return train, held_out
-    # With few documents, by hash all may be in one split. Each document is cut instead: the last
-    # 1/held_out_every of its characters are held out.
-    if not can_cut:
-        if train and held_out:
-            return train, held_out
-        chosen = min(digests)
-        train = [Part(index) for index, digest in enumerate(digests) if digest != chosen]
-        held_out = [Part(index) for index, digest in enumerate(digests) if digest == chosen]
-        return train, held_out
-    if len(digests) < held_out_every or not train or not held_out:
-        cut = 1 - 1 / held_out_every
-        train = [Part(index, stop=cut) for index in range(len(digests))]
-        held_out = [Part(index, start=cut) for index in range(len(digests))]
     return train, held_out
 
 
@@ -165,10 +152,6 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-def is_held_out(text: str, held_out_every: int) -> bool:
-    """Return whether a document of a corpus that is read in shards is held out."""
-    return _is_held_out(text_digest(text), held_out_every)
-
-
-def _is_held_out(digest: str, held_out_every: int) -> bool:
+def is_digest_held_out(digest: str, held_out_every: int) -> bool:
+    """Return whether a document with this SHA-256 is held out: about one in ``held_out_every``, none for 0."""
     return held_out_every > 0 and int(digest[:16], 16) % held_out_every == 0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nxd_memopt.training.data.packing import ID_MASK, Tokens
+from nxd_memopt.training.data.sources.documents import is_digest_held_out
 from nxd_memopt.training.data.sources.local_data import file_identity
 
 SUFFIX = ".idx"
@@ -44,13 +45,10 @@ class IndexedTokens:
         size = path.stat().st_size
         with path.open("rb") as file:
             header = file.read(HEADER.size)
-        if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise ValueError(f"{path} is not an index of Megatron-LM: {REMEDY}")
-        _, version, code, sequences, bounds = HEADER.unpack(header)
-        if version != VERSION or code not in DTYPES:
+        magic, version, code, sequences, bounds = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+        if (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
             raise ValueError(
-                f"{path} has version {version} and dtype code {code}, not version {VERSION} and an integer dtype: "
-                f"{REMEDY}"
+                f"{path} is not an index of Megatron-LM of version {VERSION} with an integer dtype: {REMEDY}"
             )
         # Each sequence may have a mode (int8) behind everything else, for images.
         expected = HEADER.size + 12 * sequences + 8 * bounds
@@ -83,12 +81,12 @@ class IndexedTokens:
         Raises:
             ValueError: an id is negative, or too large for any vocabulary.
         """
-        parts = []
+        parts = [np.empty(0, np.int64)]
         for sequence in range(int(self._bounds[index]), int(self._bounds[index + 1])):
             length, place = int(self._lengths[sequence]), int(self._places[sequence])
             if length:
                 parts.append(np.fromfile(self._bin, self._dtype, length, offset=place).astype(np.int64))
-        ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        ids = np.concatenate(parts)
         if len(ids) and not (ids.min() >= 0 and ids.max() <= ID_MASK):
             raise ValueError(f"{self._bin} has token id {ids.min()} or {ids.max()} in document {index}: write it again")
         return ids.astype(np.int32)
@@ -111,12 +109,13 @@ class PermutedTokens:
     def read(self, start: list[int] | None) -> Iterator[tuple[Tokens, list[int], None]]:
         """Yield the documents from position ``[documents of both splits before it]`` on."""
         order = np.random.default_rng([self._seed, 0]).permutation(len(self._tokens))
-        for number in range(start[0] if start else 0, len(order)):
+        (first,) = start or [0]
+        for number in range(first, len(order)):
             ids = self._part(self._tokens[int(order[number])])
             if ids is not None:
                 yield ids, [number + 1], None
 
 
-def is_held_out(ids: Tokens, held_out_every: int) -> bool:
+def are_held_out(ids: Tokens, held_out_every: int) -> bool:
     """Return whether a document is held out, by a hash of its token ids."""
-    return held_out_every > 0 and int(hashlib.sha256(ids.tobytes()).hexdigest()[:16], 16) % held_out_every == 0
+    return is_digest_held_out(hashlib.sha256(ids.tobytes()).hexdigest(), held_out_every)

@@ -28,19 +28,12 @@ def local_files(name: str) -> list[Path]:
     Raises:
         ValueError: there is no such file, or the files are not of one known kind.
     """
-    try:
-        return _find_files(name)
-    except ValueError as error:
-        raise ValueError(f"dataset {name!r} cannot be read: {error}") from error
-
-
-def _find_files(name: str) -> list[Path]:
-    path = Path(name)
+    path, wrong = Path(name), f"dataset {name!r} cannot be read: "
     if is_saved(name) or is_repository(path):
         return []
     if (path / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in path.glob("*/state.json"))
-        raise ValueError(f"it was saved with the splits {splits}: name the directory of one of them")
+        raise ValueError(f"{wrong}it was saved with the splits {splits}: name the directory of one of them")
     if path.is_file():
         files = [path]
     elif path.is_dir():
@@ -56,12 +49,12 @@ def _find_files(name: str) -> list[Path]:
     is_local = is_path or "*" in name or name.startswith(".")
     if is_local and not files:
         where = "" if path.is_absolute() else f"; a relative path is looked for in {Path.cwd()}"
-        raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)}){where}")
+        raise ValueError(f"{wrong}no such file, or no file of a known kind ({', '.join(BUILDERS)}){where}")
     # Files of one builder make one dataset with one set of columns. A suffix that is not known
     # stands for itself and is named in the message.
     kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
     if len(kinds) > 1 or (kinds and kinds[0] not in BUILDERS.values()):
-        raise ValueError(f"files of kind {kinds} cannot be read as one dataset: known are {', '.join(BUILDERS)}")
+        raise ValueError(f"{wrong}its files are of kind {kinds}, and not of one of {', '.join(BUILDERS)}")
     return files
 
 

@@ -75,6 +75,7 @@ class BadRows:
         # What a message quotes of the file may have no UTF-8 form.
         description = description.encode(errors="replace").decode()
         if self._config.on_bad_rows == "error":
+            # An error by default: text that is left out without a word would change what a model learns.
             raise ValueError(f"{description}: {REMEDY}")
         self.counts[kind] += 1
         if str(self.counts[kind]).strip("0") == "1":
@@ -162,3 +163,47 @@ class RowReader:
             column = f"column {self._config.text_column!r} ({self._option})"
             raise BadRowError(kind, f"has {type_of(text)} in {column}, not text")
         return text
+
+
+class RowShard:
+    """Rows that are read in order; positions are numbers of rows.
+
+    Args:
+        open_rows: yields, from a number of rows on, what loads each row.
+        name: the file or the dataset, for messages.
+        identity: what distinguishes its content from that of others, as JSON values.
+        reader: reads the document of a row.
+        first: number of rows before the shard, for messages.
+    """
+
+    def __init__(
+        self,
+        open_rows: Callable[[int], Iterator[Callable[[], Any]]],
+        name: str,
+        identity: list[Any],
+        reader: RowReader,
+        *,
+        first: int = 0,
+    ) -> None:
+        self.identity = identity
+        self._open_rows = open_rows
+        self._name = name
+        self._reader = reader
+        self._first = first
+        self._reading: tuple[int, Iterator[Callable[[], Any]]] | None = None
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the documents of the rows from ``start`` on, each with the number of rows up to it."""
+        # The caller stops at the end of a window of documents and calls again for the next one. Without the
+        # iterator of the last call, a file would be downloaded or decoded again up to this row.
+        reading, self._reading = self._reading, None
+        rows = reading[1] if reading is not None and reading[0] == start else self._open_rows(start)
+        for position, load in enumerate(rows, start=start + 1):
+            self._reading = (position, rows)
+            text = self._reader.read(load, Place(self, position))
+            if text is not None:
+                yield text, position
+
+    def place_of(self, position: int) -> str:
+        """Return the name and the number of a row, from 1."""
+        return f"{self._name} row {self._first + position}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.dataset_shards import find_dataset_shards, streams_dataset
 from nxd_memopt.training.data.sources.local_data import BUILDERS, file_identity, is_saved, local_files
-from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
+from nxd_memopt.training.data.sources.rows import Place, RowReader, RowShard, Shard
 
 # Corpora up to this size are read, checked and hashed before training: 1 to 3 s.
 SMALL_BYTES = 2**26
@@ -81,17 +81,22 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
         require_rows(config, "text files")
         return [TextFile(path, reader, is_cut=streamed)]
     if kind == "parquet":
-        return [ParquetFile(path, reader)]
+        return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader)]
     if not has_json_lines(path):
         if streamed:
             raise ValueError(
                 f"{path} is one JSON value, not a JSON object in each line, and is too large to be read at once: "
                 "write it as JSON lines, or set data.streaming to false"
             )
-        return [JsonArray(path, reader)]
+        return [_file_of_rows(path, partial(_array_rows, path), reader)]
     size = path.stat().st_size
     length = LINES_BYTES if streamed else max(size, 1)
     return [JsonLines(path, start, start + length, reader) for start in range(0, size, length)]
+
+
+def _file_of_rows(path: Path, open_rows: Callable[[int], Iterator[Callable[[], Any]]], reader: RowReader) -> Shard:
+    """Return the rows of a file as one shard."""
+    return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader)
 
 
 def require_rows(config: DataConfig, found: str) -> None:
@@ -186,65 +191,38 @@ def _json_line(data: bytes) -> Any:
     return json.loads(data.decode())
 
 
-@dataclass(frozen=True)
-class NumberedRows:
-    """A file of rows; positions are their numbers."""
-
-    path: Path
-    reader: RowReader
-
-    @property
-    def identity(self) -> list[Any]:
-        return [*file_identity(self.path), self.reader.identity]
-
-    def place_of(self, position: int) -> str:
-        return f"{self.path} row {position}"
+def _array_rows(path: Path, start: int) -> Iterator[Callable[[], Any]]:
+    """Yield what loads each element of a file's JSON array, or its one value, from a number of elements on."""
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): correct the file, or copy it again") from None
+    for row in (values if isinstance(values, list) else [values])[start:]:
+        yield lambda row=row: row
 
 
-class JsonArray(NumberedRows):
-    """The elements of a file's JSON array, or its one value; positions are their numbers."""
+def _parquet_rows(path: Path, reader: RowReader, start: int) -> Iterator[Callable[[], Any]]:
+    """Yield what loads each row of a Parquet file from a number of rows on, one row group at a time."""
+    import pyarrow.parquet
 
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the texts of the elements."""
-        try:
-            values = json.loads(self.path.read_bytes().decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path} is not JSON ({error}): correct the file, or copy it again") from None
-        rows = values if isinstance(values, list) else [values]
-        for number, row in enumerate(rows[start:], start=start + 1):
-            text = self.reader.read(lambda row=row: row, Place(self, number))
-            if text is not None:
-                yield text, number
-
-
-class ParquetFile(NumberedRows):
-    """The rows of a Parquet file; positions are their numbers."""
-
-    def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the documents of the rows, one row group at a time."""
-        import pyarrow.parquet
-
-        try:
-            file = pyarrow.parquet.ParquetFile(self.path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path} is not a complete Parquet file: {error}: copy or write it again") from None
-        with file:
-            names = file.schema_arrow.names
-            self.reader.require_columns(str(self.path), names)
-            columns = [name for name in self.reader.columns if name in names]
-            number = 0
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                if number + count <= start:
-                    number += count
-                    continue
-                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
-                    for index in range(batch.num_rows):
-                        number += 1
-                        if number > start:
-                            text = self.reader.read(partial(_batch_row, batch, index), Place(self, number))
-                            if text is not None:
-                                yield text, number
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a complete Parquet file: {error}: copy or write it again") from None
+    with file:
+        names = file.schema_arrow.names
+        reader.require_columns(str(path), names)
+        columns = [name for name in reader.columns if name in names]
+        number = 0
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if number + count <= start:
+                number += count
+                continue
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                for index in range(max(start - number, 0), batch.num_rows):
+                    yield partial(_batch_row, batch, index)
+                number += batch.num_rows
 
 
 def _batch_row(batch: Any, index: int) -> dict[str, Any]:

@@ -206,6 +206,8 @@ def rendered_spans(tokenizer: Any, conversation: dict[str, Any]) -> tuple[str, l
     answers = [index for index, message in enumerate(conversation["messages"]) if message["role"] == "assistant"]
     untrained = conversation.get("untrained", [])
     text, spans = template.render(conversation, marks=template.marks_answers)
+    # Marks have an order and no names. A template that marks a part of a message, or two, gives no way to know the
+    # range of one message.
     if template.marks_answers:
         if untrained and len(spans) != len(answers):
             raise TemplateError(
@@ -226,6 +228,7 @@ def _answer(template: ChatTemplate, conversation: dict[str, Any], index: int, te
     remedy = "name a template with {% generation %} marks in data.chat_template"
     if index == 0:
         raise TemplateError(f"it begins with the assistant, and the chat template marks no answers: {remedy}")
+    # The prompt for an answer belongs to the question: at inference, the model is given it and does not have to say it.
     question, _ = template.render(conversation, index, prompt=True)
     answered, _ = template.render(conversation, index + 1)
     for part in (question, answered):

@@ -36,6 +36,7 @@ class DocumentEncoder:
         documents = [self._if_long(document) for document in documents]
         # Empty documents are left out: each would add nothing but an end-of-text token.
         texts = [text for text in documents if isinstance(text, str) and text.strip()]
+        # One call for all texts: a fast tokenizer encodes them in parallel.
         ids = iter(self._vocabulary.encode(texts) if texts else [])
         encoded: list[Encoded] = []
         for document in documents:

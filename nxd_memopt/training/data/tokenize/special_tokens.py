@@ -53,6 +53,7 @@ class SpecialTokens:
     def write_companions(self, tokenizer: Any, directory: Path) -> None:
         """Write the tokenizer and the generation config with the export's ids to ``directory``."""
         tokenizer = copy.deepcopy(tokenizer)
+        # A tokenizer that ends texts with another token than the model was trained with would never stop a generation.
         if tokenizer.eos_token_id not in self.config["eos_token_id"]:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end_of_text)
         padding = self.config.get("pad_token_id")
@@ -90,6 +91,8 @@ def special_tokens(
     stated = _stated_ids(config, hf_config)
     generation = _generation_config(config)
     generating = _ids(generation or {})
+    # Three sources: the tokenizer makes the training text, config.json is what a loaded model has, and the generation
+    # config is what ends an answer at inference.
     own = _ids({name: getattr(tokenizer, name) for name in KINDS})
     end = _end_of_text(own, stated, generating, tokenizer, end_of_text)
 
@@ -156,26 +159,19 @@ def _end_of_text(own: Ids, stated: Ids, generating: Ids, tokenizer: Any, option:
         return _token_id(tokenizer, option)
     config_ids, generation_ids = stated.get("eos_token_id", []), generating.get("eos_token_id", [])
     others = [*config_ids, *(token for token in generation_ids if token not in config_ids)]
-    if "eos_token_id" in own:
-        end = own["eos_token_id"][0]
-        if others and end not in others:
-            raise ValueError(
-                f"the tokenizer's end-of-text token is {end} {tokenizer.eos_token!r} and the model's is "
-                f"{_named(tokenizer, others)}: set {OPTION} to the one that documents shall end with"
-            )
-        return end
-    if not others:
+    candidates = own.get("eos_token_id") or config_ids or generation_ids
+    if not candidates:
         raise ValueError(
             f"neither the tokenizer {tokenizer.name_or_path!r} nor the model has an eos_token to end documents "
             f"with: set {OPTION} to a token or its id"
         )
-    candidates = config_ids or generation_ids
-    if len(candidates) > 1:
+    end = candidates[0]
+    if len(candidates) > 1 or (others and end not in others):
         raise ValueError(
-            f"the tokenizer has no end-of-text token and the model has {_named(tokenizer, candidates)}: set "
-            f"{OPTION} to the one that documents shall end with"
+            f"the tokenizer's end-of-text token is {_named(tokenizer, own.get('eos_token_id', [])) or 'none'} and the "
+            f"model's is {_named(tokenizer, others)}: set {OPTION} to the one that documents shall end with"
         )
-    return candidates[0]
+    return end
 
 
 def _token_id(tokenizer: Any, option: str | int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -84,25 +85,15 @@ def _parts(conversation: dict[str, Any]) -> Iterator[Part]:
 
 def _marked(conversation: dict[str, Any]) -> dict[str, Any]:
     """Return a conversation of the same form in which each text is a mark of its own."""
-    marked = {**conversation, "messages": [dict(message) for message in conversation["messages"]]}
+    marked = copy.deepcopy(conversation)
     marked.pop("untrained", None)
     # Templates compare the identifiers of calls and results, and some check their lengths.
     identifiers: dict[str, str] = {}
-
-    def identify(entries: dict[str, Any]) -> None:
-        for name in {"id", "tool_call_id"} & entries.keys():
-            value = str(entries[name])
-            entries[name] = identifiers.setdefault(value, str(len(identifiers)).zfill(len(value)))
-
     for message in marked["messages"]:
-        identify(message)
-        if message.get("tool_calls"):
-            message["tool_calls"] = [
-                {name: dict(value) if name == "function" else value for name, value in call.items()}
-                for call in message["tool_calls"]
-            ]
-            for call in message["tool_calls"]:
-                identify(call)
+        for entries in (message, *(message.get("tool_calls") or ())):
+            for name in {"id", "tool_call_id"} & entries.keys():
+                value = str(entries[name])
+                entries[name] = identifiers.setdefault(value, str(len(identifiers)).zfill(len(value)))
     for number, part in enumerate(_parts(marked)):
         *path, name = part.path
         holder = _at(marked, path)
@@ -122,6 +113,7 @@ def _form(template: ChatTemplate, conversation: dict[str, Any], *, is_marked: bo
     left_out: list[str] = []
     wrong: list[str] = []
     has_calls = any(message.get("tool_calls") for message in conversation["messages"])
+    # At most 12 forms, from the given one on: the first that loses nothing is taken. Without calls there is one form.
     for form in product(CONTENTS, ARGUMENTS) if has_calls else [GIVEN]:
         candidate = _in_form(conversation, form)
         try:
@@ -160,6 +152,8 @@ def _left_out(template: ChatTemplate, conversation: dict[str, Any], text: str, *
         mark = MARKS.search(str(value)) if is_marked else None
         if mark is not None and mark.group() in text:
             continue
+        # The text of the part is not in the rendered text as it is: the template may encode, shorten or count it. It
+        # reads the part if another value changes the text.
         other = _with_text(part, value, OTHER)
         try:
             changed, _ = template.render(_replaced(conversation, part.path, None if other == value else other))

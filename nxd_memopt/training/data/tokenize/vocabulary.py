@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nxd_memopt.training.data.tokenize.special_tokens import SpecialTokens
 
@@ -126,15 +126,5 @@ def bytes_without_token(tokenizer: Any) -> list[int]:
     if fast.model.unk_token is not None or fast.model.byte_fallback:
         return []
     known = set(tokenizer.get_vocab())
-    return [byte for byte, symbol in _byte_symbols().items() if symbol not in known and byte not in _NOT_IN_TEXT]
-
-
-def _byte_symbols() -> dict[int, str]:
-    """Return the character that stands for each byte in the vocabulary of byte-level tokenizers."""
-    # Printable characters of Latin-1 stand for themselves, the other bytes for the characters from
-    # U+0100 on, in order (GPT-2's table). ``alphabet`` has the same characters, without the order.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    assert set(symbols.values()) == set(pre_tokenizers.ByteLevel.alphabet())
-    return dict(sorted(symbols.items()))
+    missing = {byte for byte, symbol in bytes_to_unicode().items() if symbol not in known}
+    return sorted(missing - _NOT_IN_TEXT)

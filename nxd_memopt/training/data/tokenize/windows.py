@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.packing import BestFit, Concatenation, Packer, Tokens
-from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
+from nxd_memopt.training.data.packing import BestFit, Concatenation, Tokens
+from nxd_memopt.training.data.sources.corpora import Document, DocumentStream, Position
 from nxd_memopt.training.data.sources.rows import BadRows, Place
 from nxd_memopt.training.data.tokenize.chat import Encoded
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.workers import WORKER_CHARACTERS, TokenWorkers
+
+Origin = tuple[Position, Place | None]
+"""Position in the stream after a document, and the place of its row, if it has one."""
 
 SPLITS: tuple[str, ...] = ("train", "held_out")
 # Tokens of a window of long sequences: the first window exists after some seconds.
@@ -32,7 +35,7 @@ class Window:
 
     Args:
         rows: ``[<= window_sequences(S), S]`` with the flags of ``packing``; the last window may be empty.
-        restart: state from which ``packed_windows`` yields the next windows, as JSON values.
+        restart: state from which ``PackedWindows`` yields the next windows, as JSON values.
         documents: documents that were read for these rows and all before them.
         ended: whether there is no further window.
         outcomes: of them, how many conversations were cut, dropped or skipped.
@@ -43,18 +46,6 @@ class Window:
     documents: int
     ended: bool
     outcomes: Mapping[str, int] = field(default_factory=dict)
-
-
-class _Origin(NamedTuple):
-    """Where a document is in its stream, and in the data.
-
-    Args:
-        position: place in the stream after it.
-        place: its row, if it has one.
-    """
-
-    position: Position
-    place: Place | None
 
 
 class _Row(NamedTuple):
@@ -97,21 +88,11 @@ def window_sequences(seq_length: int, most: int) -> int:
     return min(most, max(MIN_WINDOW_SEQUENCES, WINDOW_TOKENS // seq_length))
 
 
-def packed_windows(
-    stream: DocumentStream,
-    vocabulary: Vocabulary,
-    config: DataConfig,
-    seed: int,
-    restart: Mapping[str, Any] | None = None,
-    *,
-    most: int = WINDOW_SEQUENCES,
-    workers: TokenWorkers | None = None,
-) -> Iterator[Window | None]:
-    """Yield the windows of a split in the order of training.
+class PackedWindows:
+    """The windows of a split in the order of training: documents become rows, and rows become shuffled windows.
 
     The windows after ``restart`` are those that follow it without an interruption, and do not depend
-    on who tokenizes. None is yielded after each call of the tokenizer that completes no window, so
-    that the caller can stop there.
+    on who tokenizes.
 
     Args:
         stream: documents of the split.
@@ -119,19 +100,8 @@ def packed_windows(
         config: S, the packing and the names in messages.
         seed: seed of the order of sequences.
         restart: ``Window.restart`` of the last window that was written.
-        most: sequences of a window at most.
         workers: processes that tokenize; None for this one alone.
-
-    Raises:
-        ValueError: the documents have no complete sequence, or a conversation cannot be rendered and
-            ``data.on_bad_rows`` is ``error``.
     """
-    packing = _Packing(stream, vocabulary, config, seed, restart, workers)
-    return packing.windows(window_sequences(config.seq_length, most))
-
-
-class _Packing:
-    """State of ``packed_windows``: documents become rows, rows become shuffled windows."""
 
     def __init__(
         self,
@@ -139,8 +109,8 @@ class _Packing:
         vocabulary: Vocabulary,
         config: DataConfig,
         seed: int,
-        restart: Mapping[str, Any] | None,
-        workers: TokenWorkers | None,
+        restart: Mapping[str, Any] | None = None,
+        workers: TokenWorkers | None = None,
     ) -> None:
         self._stream = stream
         self._workers = workers
@@ -166,11 +136,18 @@ class _Packing:
         self._tokens = 0
 
     def windows(self, size: int) -> Iterator[Window | None]:
-        """Yield windows of ``size`` sequences, as ``packed_windows``."""
+        """Yield windows of ``size`` sequences, and None after each call of the tokenizer that completes no window.
+
+        The caller can stop at None.
+
+        Raises:
+            ValueError: the documents have no complete sequence, or a conversation cannot be rendered and
+                ``data.on_bad_rows`` is ``error``.
+        """
         for origins, encoded in self._encoded():
             self._add(origins, encoded)
-            # A window is complete when a further row exists: the last one of the text says that it
-            # is the last, whatever the calls of the tokenizer are.
+            # A window is yielded when a further row exists. The last window of the text is then known to
+            # be the last one, whatever the calls of the tokenizer are.
             if len(self._pending) <= size:
                 yield None
             while len(self._pending) > size:
@@ -182,9 +159,9 @@ class _Packing:
             raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
         yield self._window(len(self._pending), ended=True)
 
-    def _encoded(self) -> Iterator[tuple[list[_Origin], list[Encoded]]]:
+    def _encoded(self) -> Iterator[tuple[list[Origin], list[Encoded]]]:
         """Yield the tokens of the documents of each call, with their origins."""
-        waiting: deque[list[_Origin]] = deque()
+        waiting: deque[list[Origin]] = deque()
 
         def documents() -> Iterator[list[Document]]:
             for texts, origins in self._calls():
@@ -195,14 +172,14 @@ class _Packing:
         for tokens in encoded:
             yield waiting.popleft(), tokens
 
-    def _calls(self) -> Iterator[tuple[list[Document], list[_Origin]]]:
+    def _calls(self) -> Iterator[tuple[list[Document], list[Origin]]]:
         """Yield the documents of each call of the tokenizer, with their origins."""
         texts: list[Document] = []
-        origins: list[_Origin] = []
+        origins: list[Origin] = []
         size = 0
         for document, position, place in self._stream.read(self._start):
             texts.append(document)
-            origins.append(_Origin(position, place))
+            origins.append((position, place))
             size += len(document)
             most = WORKER_CHARACTERS if self._workers and not self._workers.is_alone else CALL_CHARACTERS
             if len(texts) == DOCUMENTS_PER_CALL or size >= most:
@@ -211,13 +188,13 @@ class _Packing:
         if texts:
             yield texts, origins
 
-    def _add(self, origins: list[_Origin], encoded: list[Encoded]) -> None:
+    def _add(self, origins: list[Origin], encoded: list[Encoded]) -> None:
         """Pack the tokens of documents."""
-        for (tokens, outcome, problem), origin in zip(encoded, origins, strict=True):
+        for (tokens, outcome, problem), (position, place) in zip(encoded, origins, strict=True):
             self._documents += 1
             self._tokens += len(tokens)
             if problem:
-                self._bad_rows.leave_out("not renderable", f"{origin.place}, {problem}")
+                self._bad_rows.leave_out("not renderable", f"{place}, {problem}")
             if outcome != "complete":
                 self._outcomes[outcome] += 1
             if not len(tokens):
@@ -228,7 +205,7 @@ class _Packing:
             state = self._packer.state() if self._produced > self._point.produced else None
             if state is not None:
                 outcomes = dict(self._outcomes)
-                self._point = _Point(self._produced, origin.position, self._documents, state, outcomes)
+                self._point = _Point(self._produced, position, self._documents, state, outcomes)
 
     def _take(self, rows: Sequence[Tokens]) -> None:
         """Add rows that are not written yet to those of the next windows."""
@@ -244,6 +221,8 @@ class _Packing:
         rows = np.empty((size, self._config.seq_length), dtype=np.int32)
         for place, index in enumerate(self._shuffle.permutation(size)):
             rows[place] = self._pending[index].tokens
+        # The state to go on from is that before the first row that is not written. Documents from there on are read and
+        # tokenized again, and the rows that are written already are left out.
         written, self._pending = self._pending[:size], self._pending[size:]
         self._written += size
         # Going on reads the documents again that have rows in later windows.
@@ -259,7 +238,9 @@ class _Packing:
         return Window(rows, restart, written[-1].documents, ended, written[-1].outcomes)
 
 
-def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:
+def _packer(
+    config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None
+) -> BestFit | Concatenation:
     """Return the packer of ``data.packing``."""
     if config.packing == "best_fit":
         return BestFit(config.seq_length, padding_id=vocabulary.end_of_text, seed=seed, state=state)

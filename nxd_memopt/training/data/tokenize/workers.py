@@ -88,6 +88,8 @@ class TokenWorkers:
                 if self.is_alone:
                     yield self._encoder.encode(documents)
                     continue
+                # Results are taken from the front, in the order of the calls. The queue is bounded, so a fast reader
+                # holds no text of a whole corpus in memory.
                 waiting.append(self._submit(documents))
                 if len(waiting) >= CALLS_PER_WORKER * self._count:
                     yield waiting.popleft().result()
@@ -124,6 +126,7 @@ _encoder: DocumentEncoder
 def _start(encoder: DocumentEncoder) -> None:
     """Prepare a process for ``_encode``."""
     # A process of a pool keeps what its tasks share in its module: the tokenizer has megabytes.
+    # A task could carry the encoder instead, at the price of serializing it again for each call of 0.5 s.
     global _encoder
     _encoder = encoder
     use_one_tokenizer_thread()

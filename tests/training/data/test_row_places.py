@@ -14,7 +14,7 @@ from datasets import Dataset
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from nxd_memopt.training.data.tokenize.windows import packed_windows
+from nxd_memopt.training.data.tokenize.windows import PackedWindows
 from tests.training.chats import SHORTENED, tokenizer, turns, write_rows
 from tests.training.runs import END
 
@@ -47,7 +47,7 @@ def tokenize(config: DataConfig) -> None:
     """Tokenize both splits."""
     corpus = open_corpus(config, 0)
     for stream in (corpus.train, corpus.held_out):
-        list(packed_windows(stream, Vocabulary(tokenizer(SHORTENED), 257, END), config, 0))
+        list(PackedWindows(stream, Vocabulary(tokenizer(SHORTENED), 257, END), config, 0).windows(1024))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -66,10 +66,3 @@ def test_the_file_the_row_and_the_reason_are_named(
     tokenize(DataConfig(dataset=dataset, on_bad_rows="skip", **options))
     (line,) = capsys.readouterr().out.splitlines()
     assert f"left out 1 rows of '{dataset}' so far (1 not renderable), the last: {place}, the conversation" in line
-
-
-def test_validation_data_are_named_too(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", GOOD[:3])
-    validation = write_rows(tmp_path / "validation.jsonl", [GOOD[4], BAD])
-    with pytest.raises(ValueError, match=rf"^.*validation.jsonl line 2, {REASON}"):
-        tokenize(DataConfig(dataset=train, validation_dataset=validation, format="messages", seq_length=64))

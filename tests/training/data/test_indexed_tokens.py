@@ -14,7 +14,7 @@ from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.indexed_tokens import IndexedTokens
 from tests.training.packed_tokens import rows_of, vocabulary, write
-from tests.training.runs import END, LINES, run_here, write_config
+from tests.training.runs import END, LINES
 
 DOCUMENTS = [[*line.encode()] for line in LINES]
 
@@ -35,7 +35,7 @@ def write_indexed(path: Path, documents: list[list[list[int]]], dtype: Any = np.
     return path.with_suffix(".idx")
 
 
-@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4), (np.int64, 5)])
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
 def test_documents_are_read_with_all_of_their_sequences(tmp_path: Path, dtype: Any, code: int) -> None:
     documents = [[[1, 2, 3], [4]], [[5, 60000 if dtype != np.int32 else 70000]], [], [[7], [8], [9, 10]]]
     tokens = IndexedTokens(write_indexed(tmp_path / "d", documents, dtype, code))
@@ -78,13 +78,6 @@ def test_documents_end_with_the_end_of_text_once(tmp_path: Path) -> None:
         vocabulary().terminated(np.array([1, 300], np.int32))
 
 
-def test_a_run_trains_on_them(tmp_path: Path) -> None:
-    path = write_indexed(tmp_path / "d", [[document] for document in DOCUMENTS])
-    outcome = run_here(write_config(tmp_path, data={"dataset": str(path)}, trainer={"max_steps": 2, "export": False}))
-    assert outcome.returncode == 0, outcome.stderr
-    assert "200 documents of token ids" in outcome.stdout
-
-
 def cut(path: Path, count: int) -> None:
     path.write_bytes(path.read_bytes()[:-count])
 
@@ -93,9 +86,11 @@ def cut(path: Path, count: int) -> None:
     ("damage", "message"),
     [
         (lambda path: path.with_suffix(".bin").unlink(), r"d\.bin is missing: name the \.idx file"),
-        (lambda path: path.write_bytes(b"MMIDIDX"), r"d\.idx is not an index of Megatron-LM"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"MMIDIDX", b"TNTIDX\0")), "is not an index"),
-        (lambda path: path.write_bytes(path.read_bytes()[:17] + b"\x07" + path.read_bytes()[18:]), "dtype code 7"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:17] + b"\x07" + path.read_bytes()[18:]),
+            "with an integer dtype",
+        ),
         (lambda path: cut(path, 8), r"d\.idx has \d+ bytes, its header says"),
         (lambda path: cut(path.with_suffix(".bin"), 2), r"d\.bin has \d+ bytes, .*d\.idx names"),
         (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" + bytes(7)), "do not cover its 200 sequences"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -166,12 +165,3 @@ def test_a_process_that_has_ended_too_early_is_an_error(tmp_path: Path, monkeypa
     feed._process = ended
     with pytest.raises(ValueError, match="tokenizing has ended with 0 sequences of train text, and 10 are needed"):
         feed.wait("train", 10)
-
-
-def test_the_end_of_the_pipe_of_a_process_without_an_error_is_none() -> None:
-    process: Any = object.__new__(TokenProcess)
-    process._receiving, sending = multiprocessing.Pipe(duplex=False)
-    process._process = SimpleNamespace(is_alive=lambda: False, exitcode=0)
-    sending.close()
-    process.require_running()
-    assert process.has_ended

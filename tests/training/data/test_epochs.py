@@ -77,7 +77,6 @@ def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     ("sections", "says"),
     [
         ({"trainer": {"max_epochs": 2, "max_steps": 100}}, "trainer.max_steps and trainer.max_epochs are both given"),
-        ({"trainer": {"max_epochs": 0}}, "trainer.max_epochs must be above 0 and finite, got 0"),
         ({"trainer": {"max_epochs": float("inf")}}, "trainer.max_epochs must be above 0 and finite, got inf"),
         ({"trainer": {"max_epochs": 1}, "data": {"mixture": {"a": 1, "b": 2}}}, "mixture end at different steps"),
         ({"data": {"dataset": "stdlib", "mixture": {"a": 1}}}, "data.dataset and data.mixture are both given"),
@@ -86,18 +85,6 @@ def test_a_length_that_is_not_known_is_an_error(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config_from_mapping({"model": {"tokenizer": "d", "config_overrides": {"model_type": "llama"}}} | sections)
-
-
-def test_the_command_line_does_not_replace_without_a_word(tmp_path: Path) -> None:
-    mixture = {str(tmp_path / "lines.jsonl"): 1.0, "stdlib": 1.0}
-    file = write_config(tmp_path, data={"mixture": mixture})
-    outcome = run_here(file, "--data.dataset", "stdlib")
-    assert outcome.returncode == 2 and "data.dataset and data.mixture are both given" in outcome.stderr
-    outcome = run_here(file, "--trainer.max-epochs", "2")
-    assert outcome.stderr.startswith("error: trainer.max_epochs is 2.0 and data.mixture is {"), outcome.stderr
-    assert outcome.stderr.endswith("set trainer.max_epochs to null, or data.mixture to {}\n"), outcome.stderr
-    outcome = run_here(write_config(tmp_path), "--trainer.max-steps=2", "--trainer.max-epochs", "2")
-    assert outcome.returncode == 2 and "trainer.max_steps and trainer.max_epochs are both given" in outcome.stderr
 
 
 def test_minus_one_is_not_given() -> None:

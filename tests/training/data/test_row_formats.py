@@ -23,8 +23,8 @@ from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from tests.training.chats import PAIRS, tokenizer, turns, write_rows
+from tests.training.data.test_template_parts import ENCODED, TOOL
 from tests.training.runs import END
-from tests.training.test_template_parts import ENCODED, TOOL
 
 Rows = list[dict[str, Any]]
 
@@ -126,14 +126,7 @@ def _repository(path: Path, rows: Rows) -> str:
     return str(path / "d")
 
 
-def _text_files(path: Path, rows: Rows) -> str:
-    (path / "d").mkdir()
-    for row in rows:
-        (path / "d" / f"{row['id']:02}.txt").write_bytes(codecs.BOM_UTF8 + row["text"].encode())
-    return str(path / "d")
-
-
-FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository, _text_files]
+FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -142,8 +135,8 @@ FILES = [_lines, _marked_lines, _array, _parquet, _views, _saved, _repository, _
 def test_a_row_is_the_same_in_every_file(
     tmp_path: Path, kind: str, write: Callable[[Path, Rows], str], streaming: bool
 ) -> None:
-    if (write is _array and streaming) or (write is _text_files and kind != "text"):
-        pytest.skip("an array is read at once; text files have no conversations")
+    if write is _array and streaming:
+        pytest.skip("an array is read at once")
     rows, right = KINDS[kind]
     config = with_format(DataConfig(dataset=write(tmp_path, rows), streaming=streaming, seq_length=512))
     assert config.format == kind
@@ -165,7 +158,26 @@ def test_a_row_is_the_same_in_every_file(
     assert [(each.tokens & ID_MASK).tolist() for each in encoded] == [expected[text] for text in texts]
 
 
-def test_a_value_that_json_does_not_have_is_named() -> None:
-    message = {"role": "assistant", "content": "a", "at": datetime.date(2026, 1, 2)}
-    with pytest.raises(ValueError, match="has a date, which JSON does not have: write it as text"):
-        conversation_text({"messages": [message]}, "messages")
+def of_assistant(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": "a"}, "a text in column 'messages'"),
+        ({"messages": []}, "no message of the role assistant"),
+        ({"messages": [{"from": "gpt", "value": "a"}]}, r"role of message 1: .*'from'"),
+        (of_assistant(content=None), "null as content of message 2"),
+        (of_assistant(content=[{"text": "a"}]), "a list as content of message 2"),
+        (of_assistant(content=" "), "empty message 2 of the assistant"),
+        (of_assistant(content="a", tool_calls="f"), "a text as tool_calls of message 2"),
+        (of_assistant(tool_calls=[{"function": {"name": "f", "arguments": 1}}]), "tool call in message 2"),
+        (of_assistant(content="a", at=datetime.date(2026, 1, 2)), "has a date, which JSON does not have"),
+        (turns("q", "a") | {"tools": "f"}, "'tools', not a list of objects"),
+        ({"prompt": [], "completion": "a"}, "a list in column 'prompt'"),
+    ],
+)
+def test_a_row_without_a_conversation_is_named(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        conversation_text(row, "prompt_completion" if "prompt" in row else "messages")

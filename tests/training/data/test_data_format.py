@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.sources.data_format import with_format
-from tests.training.chats import PAIRS, turns, write_chat_config, write_rows
-from tests.training.runs import rows, run_here
+from tests.training.chats import PAIRS, turns, write_rows
 
 MESSAGES = [turns(*pair) | {"id": n} for n, pair in enumerate(PAIRS)]
 PROMPTS = [{"prompt": ask, "completion": say} for ask, say in PAIRS]
@@ -56,17 +52,11 @@ def test_the_columns_tell_the_format(
         ({"train_on_input": True}, TEXTS, "data.train_on_input True is for conversations, and data.format is 'text'"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
 def test_another_format_is_one_error_with_the_value(
-    tmp_path: Path, options: dict[str, Any], given: list[dict[str, Any]], says: str, kind: str
+    tmp_path: Path, options: dict[str, Any], given: list[dict[str, Any]], says: str
 ) -> None:
-    path = tmp_path / f"d.{kind}"
-    if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), path)
-    else:
-        path.write_text(json.dumps(given) if kind == "json" else "\n".join(map(json.dumps, given)), encoding="utf-8")
     with pytest.raises(ValueError, match=says):
-        with_format(DataConfig(dataset=str(path), **options))
+        with_format(DataConfig(dataset=write_rows(tmp_path / "d.jsonl", given), **options))
 
 
 def test_the_sources_of_a_mixture_have_one_format(tmp_path: Path) -> None:
@@ -74,22 +64,3 @@ def test_the_sources_of_a_mixture_have_one_format(tmp_path: Path) -> None:
     assert with_format(DataConfig(mixture={names[0]: 1})).format == "messages"
     with pytest.raises(ValueError, match=r"different formats, .*'messages'.*'prompt_completion'"):
         with_format(DataConfig(mixture=dict.fromkeys(names, 1)))
-
-
-def test_a_run_without_the_option_is_the_run_with_it(tmp_path: Path) -> None:
-    losses = []
-    for name in ("prompt_completion", "auto"):
-        data = {"dataset": write_rows(tmp_path / "d.jsonl", PROMPTS), "format": name}
-        config = write_chat_config(
-            tmp_path, data=data, trainer={"max_steps": 2, "output_dir": str(tmp_path / name), "export": False}
-        )
-        outcome = run_here(config)
-        assert outcome.returncode == 0, outcome.stderr
-        assert ("are read as prompt_completion\n" in outcome.stdout) == (name == "auto")
-        losses.append([row["loss"] for row in rows(tmp_path / name)])
-    assert losses[0] == losses[1]
-    assert "format: prompt_completion" in (tmp_path / "auto" / "config.yaml").read_text(encoding="utf-8")
-    # The resumed run compares what was recognized.
-    more = ("--trainer.max-steps", "3", "--optimizer.decay-steps", "2")
-    outcome = run_here(config, *more, "--data.format", "prompt_completion")
-    assert outcome.returncode == 0 and "resuming after step 2" in outcome.stdout, outcome.stderr

@@ -64,9 +64,3 @@ def test_the_split_that_differs_is_named() -> None:
     assert _differing_splits(stored, both | {"held_out.0": other}) == ["held_out"]
     assert _differing_splits(stored, both | {"train.0": other}) == ["train"]
     assert _differing_splits(stored, {"held_out.0": WINDOWS}) == ["train"]
-
-
-def test_tokens_of_an_earlier_version_are_refused() -> None:
-    stored: Any = SimpleNamespace(shared={"tokens": {"fingerprint": "f", "splits": {}}}, directory="step")
-    with pytest.raises(ValueError, match="step was written by an earlier version"):
-        _differing_splits(stored, with_rows(WINDOWS))

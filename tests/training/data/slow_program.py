@@ -1,6 +1,6 @@
 """Runs the training program with a tokenizer that is slow, in every process that tokenizes; counts its calls.
 
-``python -m tests.training.slow_program SECONDS CALLS --config FILE``: each call of the tokenizer takes ``SECONDS``
+``python -m tests.training.data.slow_program SECONDS CALLS --config FILE``: each call of the tokenizer takes ``SECONDS``
 more, and adds a line to the file ``CALLS``: the process that made it, and the number of texts.
 """
 

@@ -17,7 +17,7 @@ from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.tokenize import workers as token_workers
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.workers import TokenWorkers
-from tests.training.numbering import NumberingEncoder
+from tests.training.data.numbering import NumberingEncoder
 from tests.training.packed_tokens import vocabulary
 
 COUNT = 2
@@ -87,7 +87,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     program = (
         "import time\n"
         "from nxd_memopt.training.data.tokenize.workers import TokenWorkers\n"
-        "from tests.training.numbering import NumberingEncoder\n"
+        "from tests.training.data.numbering import NumberingEncoder\n"
         "if __name__ == '__main__':\n"
         "    workers = TokenWorkers(NumberingEncoder(), 2)\n"
         "    workers._alone_until_s = 0.0\n"

@@ -62,12 +62,6 @@ def metaspace() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def unigram() -> PreTrainedTokenizerFast:
-    trainer = trainers.UnigramTrainer(vocab_size=500, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"])
-    parts = {"normalizer": normalizers.NFKC(), "pre_tokenizer": pre_tokenizers.Metaspace()}
-    return trained(models.Unigram(), trainer, **parts)
-
-
 def wordpiece() -> PreTrainedTokenizerFast:
     trainer = trainers.WordPieceTrainer(vocab_size=500, show_progress=False, special_tokens=SPECIAL)
     ends = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
@@ -84,7 +78,7 @@ def added() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("build", [byte_level, lambda: byte_level(LLAMA3_WORDS), metaspace, unigram, wordpiece, added])
+@pytest.mark.parametrize("build", [byte_level, lambda: byte_level(LLAMA3_WORDS), metaspace, wordpiece, added])
 def test_pieces_have_the_tokens_of_the_whole_text(
     build: Callable[[], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:

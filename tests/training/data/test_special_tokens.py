@@ -34,12 +34,6 @@ def decide(tmp_path: Path, *, generation: Any = None, end: int | str = "auto", *
     return special_tokens(model, load_hf_config(model), tokenizer, end)
 
 
-def test_agreement_says_nothing(tmp_path: Path) -> None:
-    tokens = decide(tmp_path, generation={"eos_token_id": END, "top_p": 0.9})
-    assert (tokens.end_of_text, tokens.config, tokens.notes) == (END, {"eos_token_id": [END]}, [])
-    assert tokens.generation == {"eos_token_id": END, "top_p": 0.9}
-
-
 def test_lists_of_chat_models_are_kept(tmp_path: Path) -> None:
     tokens = decide(tmp_path, eos_token_id=OTHER, generation={"eos_token_id": [OTHER, END]})
     assert (tokens.end_of_text, tokens.config["eos_token_id"]) == (END, [OTHER, END])
@@ -83,7 +77,7 @@ def test_begin_and_padding_are_the_tokenizers_and_a_line_says_so(tmp_path: Path)
 
 def test_a_tokenizer_without_an_end_takes_the_models(tmp_path: Path) -> None:
     assert decide(tmp_path, tokenizer_eos_token=None).end_of_text == END
-    with pytest.raises(ValueError, match=r"has no end-of-text token and the model has 256 .* or 7 .*: set data"):
+    with pytest.raises(ValueError, match=r"end-of-text token is none and the model's is 256 .* or 7 .*: set data"):
         decide(tmp_path, tokenizer_eos_token=None, eos_token_id=[END, OTHER])
     with pytest.raises(ValueError, match=r"data\.end_of_text '<eos>' is no token of the tokenizer: .*<end>"):
         decide(tmp_path, end="<eos>")
@@ -130,20 +124,3 @@ def test_bytes_that_the_tokenizer_drops_are_a_line() -> None:
     assert partial("é")["input_ids"] == [] and bytes_without_token(partial) == [0xA9, 0xC3, 0xD1]
     (note,) = Vocabulary(partial, 300, 299).notes
     assert "no token for 3 of the 243 bytes" in note and "0xA9, 0xC3, 0xD1" in note
-
-
-def test_ids_with_gaps_are_compared_by_the_largest() -> None:
-    class WithGap:
-        """Two tokens, and an id of 9."""
-
-        def __len__(self) -> int:
-            return 2
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0, "b": 9}
-
-        def get_added_vocab(self) -> dict[str, int]:
-            return {}
-
-    with pytest.raises(ValueError, match="needs 10 rows, more than the model's vocab_size 4"):
-        Vocabulary(WithGap(), 4, 0)

@@ -33,13 +33,13 @@ TEXTS = ("1 + 2", "3 + 1", "  two  spaces  ", " 3 é€𝄞 3", "yes\n", "\n 3  
 BYTES = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 
 
-def byte_level(*, prefix: bool = False, merged: bool = True) -> Tokenizer:
-    """Tokens with a space before them: by merges, or as words of the vocabulary alone."""
+def byte_level() -> Tokenizer:
+    """Tokens with a space before them."""
     pairs = [("Ġ", "3"), ("Ġ", "+"), ("Ġ", "Ġ"), (":", "Ġ"), ("Ġ", "t")]
     symbols = [*sorted(BYTES), *("".join(pair) for pair in pairs)]
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs if merged else [], ignore_merges=not merged))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not merged)
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return made
 
 
@@ -50,26 +50,7 @@ def trimming() -> Tokenizer:
     return made
 
 
-def trimming_prefix() -> Tokenizer:
-    made = byte_level(prefix=True)
-    made.post_processor = processors.ByteLevel(trim_offsets=True, add_prefix_space=True)
-    return made
-
-
-def roberta() -> Tokenizer:
-    made = byte_level()
-    made.post_processor = processors.RobertaProcessing(("<end>", 0), ("<end>", 0), trim_offsets=True)
-    return made
-
-
-def in_sequence() -> Tokenizer:
-    made = byte_level()
-    template = processors.TemplateProcessing(single="a $A", special_tokens=[("a", made.token_to_id("a"))])
-    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
-    return made
-
-
-def sentencepiece(scheme: str, *, normalized: bool = False) -> Tokenizer:
+def sentencepiece(*, normalized: bool = False) -> Tokenizer:
     """Words that begin with a space, and bytes of characters that the vocabulary does not have."""
     letters = sorted(set("▁USERAINT:123+twospacenoy\n"))
     pairs = [("▁", "3"), ("▁", "▁"), ("▁", "+"), (":", "▁")]
@@ -79,21 +60,15 @@ def sentencepiece(scheme: str, *, normalized: bool = False) -> Tokenizer:
     if normalized:
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return made
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "bytes": byte_level,
     "trimming": trimming,
-    "trimming_prefix": trimming_prefix,
-    "ignore_merges": lambda: byte_level(merged=False),
-    "roberta": roberta,
-    "sequence": in_sequence,
-    "metaspace_first": lambda: sentencepiece("first"),
-    "metaspace_never": lambda: sentencepiece("never"),
-    "metaspace_always": lambda: sentencepiece("always"),
-    "llama_2": lambda: sentencepiece("", normalized=True),
+    "metaspace": lambda: sentencepiece(),
+    "llama_2": lambda: sentencepiece(normalized=True),
 }
 
 

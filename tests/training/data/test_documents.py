@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config.data import DataConfig
@@ -20,16 +18,12 @@ from nxd_memopt.training.data.sources.documents import Part, open_documents, spl
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.windows import Window
 from tests.training.packed_tokens import corpus_of, documents, open_split, write
-from tests.training.runs import END, LINES, byte_tokenizer, write_jsonl
+from tests.training.runs import END, LINES, byte_tokenizer
 
 
 def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> PackedSequences:
     written = write(directory, config, corpus_of(documents(texts), seed), sequences=sequences, seed=seed)
     return open_split(written, seed=seed)
-
-
-def rows(file: PackedSequences, count: int) -> list[list[int]]:
-    return (file.rows(range(count)) & ID_MASK).tolist()
 
 
 @pytest.fixture
@@ -51,14 +45,6 @@ def test_stdlib_is_stable_and_split_by_file() -> None:
     assert len(first.text(first.train[0])) > 0
 
 
-def test_files_of_a_directory_and_of_a_pattern_are_one_dataset(tmp_path: Path) -> None:
-    for name, part in (("a.jsonl", LINES[:80]), ("b.jsonl", LINES[80:])):
-        write_jsonl(tmp_path / name, part, "body")
-    for source in (tmp_path, tmp_path / "*.jsonl"):
-        opened = open_documents(DataConfig(dataset=str(source), text_column="body"))
-        assert [opened.texts.read(i) for i in range(len(LINES))] == LINES
-
-
 def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("\n".join(LINES), encoding="utf-8")
     opened = open_documents(DataConfig(dataset=str(tmp_path / "d.txt"), held_out_every=10))
@@ -72,26 +58,14 @@ def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None
     [
         ({"dataset": "absent/file.jsonl"}, f"'absent/file.jsonl' cannot be read: no such file.* in {Path.cwd()}$"),
         ({"dataset": "absent/files"}, f"name local files, which are looked for in {Path.cwd()}$"),
-        ({"dataset": "/absent/file.jsonl"}, r"no such file, or .*\.parquet\)$"),
         ({"dataset": "./absent"}, "no such file"),
         ({"text_column": "text"}, r"line 1 has no 'text' .*: its columns are \['id', 'body'\]"),
-        ({"text_column": "id"}, "line 1 has a number in column 'id'"),
     ],
 )
 def test_source_errors(jsonl: Path, changes: dict[str, Any], message: str) -> None:
     config = DataConfig(**{"dataset": str(jsonl), "text_column": "body", **changes})
     with pytest.raises(ValueError, match=message):
         open_documents(config).texts.read(0)
-
-
-def test_empty_and_damaged_files(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    (tmp_path / "damaged.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
-    (tmp_path / "damaged.parquet").write_bytes(b"not parquet")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
-    for name in ("empty.jsonl", "damaged.jsonl", "damaged.parquet", "latin.txt"):
-        with pytest.raises(ValueError, match=name):
-            open_documents(DataConfig(dataset=str(tmp_path / name)))
 
 
 def test_documents_are_closed_by_end_of_text_and_packed_without_loss(tmp_path: Path) -> None:
@@ -105,13 +79,6 @@ def test_documents_are_closed_by_end_of_text_and_packed_without_loss(tmp_path: P
     assert len(train) - 1 <= (packed == END).sum() <= len(train)  # the last one may be in the dropped rest
 
 
-def test_second_pass_has_the_same_sequences_in_another_order(tmp_path: Path) -> None:
-    file = prepare(tmp_path, DataConfig(seq_length=16, eval_sequences=0), LINES, 10**6)
-    both = rows(file, 2 * len(file))
-    first, second = both[: len(file)], both[len(file) :]
-    assert first != second and sorted(first) == sorted(second)
-
-
 def numbered(directory: Path, count: int) -> PackedSequences:
     """``count`` sequences of two numbers, in windows of 5."""
     directory.mkdir(exist_ok=True)
@@ -120,14 +87,6 @@ def numbered(directory: Path, count: int) -> PackedSequences:
     for start in range(0, count, 5):
         windows.write(Window(rows[start : start + 5], {}, 0, ended=start + 5 >= count))
     return PackedSequences(windows, seed=5, wait=lambda rows: None)
-
-
-def test_the_second_pass_has_random_numbers_of_its_own(tmp_path: Path) -> None:
-    """Not those that order the windows of the file: rows would move in the same way twice."""
-    file = numbered(tmp_path, 40)
-    order = [first // 2 for first, _ in file.rows(range(40, 80)).tolist()]
-    assert sorted(order) == list(range(40))
-    assert order != np.random.default_rng([5, 1]).permutation(40).tolist()
 
 
 def test_a_resumed_run_reads_the_same_rows_of_every_pass(tmp_path: Path) -> None:
@@ -166,14 +125,6 @@ def test_split_side_depends_on_the_text_alone() -> None:
     assert split_documents(digests(["a"]), 10) == ([Part(0, stop=0.9)], [Part(0, start=0.9)])
 
 
-def test_copies_of_a_document_are_never_on_both_sides(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "twice.jsonl", [*LINES, *reversed(LINES)])
-    opened = open_documents(DataConfig(dataset=path))
-    train, held_out = ({opened.text(part) for part in parts} for parts in (opened.train, opened.held_out))
-    assert train and held_out and not train & held_out
-    assert len(opened.held_out) == 2 * len(held_out)
-
-
 def test_no_split_is_empty() -> None:
     for count in range(2, 60):
         for every in (2, 3, 20):
@@ -199,16 +150,6 @@ def test_the_fingerprint_is_of_the_content_wherever_it_is(jsonl: Path, tmp_path:
     assert changed.texts.read(0).startswith("document X")
 
 
-def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None:
-    path = tmp_path / "d.parquet"
-    texts = []
-    for text in ("abcd", "efgh"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
-        os.utime(path, ns=(1, 1))
-        texts.append(open_documents(DataConfig(dataset=str(path))).texts.read(0))
-    assert texts == ["abcd", "efgh"]
-
-
 def test_text_shorter_than_a_sequence_names_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"have 5 tokens, fewer than data.seq_length 64"):
         prepare(tmp_path, DataConfig(seq_length=64, eval_sequences=0), ["", "hello"], 1)
@@ -221,18 +162,3 @@ def test_tokenizer_must_fit_the_model() -> None:
         Vocabulary(byte_tokenizer(extra=3), 257, END)
     with pytest.raises(ValueError, match=r"end-of-text token id 300 is outside \[0, vocab_size 257\)"):
         Vocabulary(byte_tokenizer(), 257, 300)
-
-
-def test_token_ids_must_be_in_the_vocabulary() -> None:
-    class Outside:
-        def __len__(self) -> int:
-            return 10
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[1, 2, 12] for _ in texts]}
-
-    with pytest.raises(ValueError, match=r"token id 12 is outside \[0, vocab_size 10\)"):
-        Vocabulary(Outside(), 10, 0).encode(["text"])

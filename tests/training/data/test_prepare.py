@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.data.tokenize import windows as tokens
 from nxd_memopt.training.data.tokenize import workers as token_workers
 from nxd_memopt.training.data.tokenize.windows import Window
-from tests.training.chats import TURNS
 from tests.training.runs import exact, run_here, write_config
 
 
@@ -78,27 +75,13 @@ def tokens_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.glob("tokens/*/*.*") if path.suffix != ".lock"}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"streaming": True},
-        pytest.param({"packing": "best_fit"}, marks=pytest.mark.slow),
-        pytest.param({"format": "prompt_completion"}, marks=pytest.mark.slow),
-    ],
-)
 def test_the_number_of_workers_changes_no_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the tokens and their restart state; and a preparation goes on with another number."""
     monkeypatch.setattr(token_workers, "FOREGROUND_S", 0.0)
     monkeypatch.setattr(token_workers, "WORKER_CHARACTERS", 200)  # calls of other documents than of one process
-    if "format" in data:
-        pairs = [{"prompt": f"question {i}", "completion": "x" * (i % 13 + 1)} for i in range(200)]
-        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-        (tmp_path / "turns.jinja").write_text(TURNS, encoding="utf-8")
-        data |= {"dataset": str(tmp_path / "pairs.jsonl"), "chat_template": str(tmp_path / "turns.jinja")}
-        data |= {"seq_length": 64}
-    config = str(write_config(tmp_path, data=data))
+    config = str(write_config(tmp_path, data={"packing": "best_fit"}))
     started: list[int] = []
     leave = token_workers.TokenWorkers.__exit__
     monkeypatch.setattr(
@@ -122,10 +105,3 @@ def test_a_number_of_workers_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--workers: must be at least 1, got '{value}'"):
             main(["--config", config, f"--workers={value}"])
     assert not (tmp_path / "run").exists()
-
-
-def test_the_help_lists_the_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0 and "--workers N" in shown and "--data.seq-length" in shown

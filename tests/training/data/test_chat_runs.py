@@ -28,7 +28,7 @@ from tests.training.chats import (
 from tests.training.runs import run_here, summary
 
 
-def loss_of_transformers(export: Path, texts: list[str], *, train_on_input: bool = False) -> float:
+def loss_of_transformers(export: Path, texts: list[str]) -> float:
     """The mean loss of the assistant's tokens, by transformers: one conversation at a time, its own masks."""
     model, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     words.chat_template = MARKED
@@ -38,29 +38,25 @@ def loss_of_transformers(export: Path, texts: list[str], *, train_on_input: bool
             json.loads(text)["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
         )
         trained = found["assistant_masks"].bool()
-        labels = found["input_ids"].masked_fill(~trained & (not train_on_input), -100)
+        labels = found["input_ids"].masked_fill(~trained, -100)
         with torch.no_grad():
             logits = model(found["input_ids"]).logits
         losses.append(F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")[labels[0, 1:] != -100])
     return torch.cat(losses).mean().item()
 
 
-@pytest.mark.parametrize(
-    ("template", "train_on_input"),
-    [(TURNS, False), (TURNS, True), pytest.param(MARKED, False, marks=pytest.mark.slow)],
-)
-def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path, template: str, train_on_input: bool) -> None:
+def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path) -> None:
     config = write_chat_config(
         tmp_path,
-        template,
-        data={"train_on_input": train_on_input, "micro_batch_size": 2},
+        TURNS,
+        data={"micro_batch_size": 2},
         trainer={"max_steps": 3, "export": "verify"},
     )
     outcome = run_here(config)
     assert outcome.returncode == 0, outcome.stderr
     texts = open_documents(parse_config(["--config", str(config)]).data)
     held_out = [texts.text(part) for part in texts.held_out]
-    expected = loss_of_transformers(tmp_path / "run" / "export", held_out, train_on_input=train_on_input)
+    expected = loss_of_transformers(tmp_path / "run" / "export", held_out)
     found = summary(tmp_path / "run")
     assert 3 < len(held_out) < 20 and len({len(text) for text in held_out}) > 1
     assert found["held_out_loss_after"] == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
@@ -86,11 +82,6 @@ def test_a_run_shows_what_it_trains_and_exports_its_template(tmp_path: Path) -> 
     assert "would not stop" not in before
 
 
-def test_answers_that_do_not_end_with_the_end_of_text(tmp_path: Path) -> None:
-    outcome = run_here(write_chat_config(tmp_path, TURNS.replace("eos_token", "'.'"), trainer={"max_steps": 2}))
-    assert outcome.returncode == 0 and "the export would not stop after an answer" in outcome.stdout
-
-
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
 
@@ -110,10 +101,7 @@ def test_all_columns_of_a_row_reach_the_template(tmp_path: Path) -> None:
     assert [json.loads(conversation_text(row, "messages")) for row in table] == [calls, turns("q", "a")]  # pyright: ignore
 
 
-def test_a_template_that_loses_answers_ends_the_run(tmp_path: Path) -> None:
-    outcome = run_here(write_chat_config(tmp_path, SHORTENED))
-    assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
-    assert re.search(r"chats.jsonl line \d+, .* the answer in message 2 is not found", outcome.stderr)
+def test_a_run_leaves_out_what_the_template_loses(tmp_path: Path) -> None:
     bad = [turns("q", "long answer", "more", "end") for _ in range(3)]
     good = [turns(*pair) for pair in PAIRS]
     outcome = run_here(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import datasets
@@ -13,7 +12,6 @@ import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.conversations import type_of
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.documents import open_documents
 
@@ -82,15 +80,6 @@ def test_a_row_that_both_splits_read_counts_once(tmp_path: Path, capsys: pytest.
     assert "left out 1 rows" in line
 
 
-def test_the_other_rows_stay_in_their_splits(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", BAD_LINES["broken"][0])
-    write_lines(tmp_path / "b.jsonl", b'{"text": "good"}')
-    opened = [open_documents(DataConfig(dataset=str(tmp_path / f"{name}.jsonl"), on_bad_rows="skip")) for name in "ab"]
-    held_out = [{each.text(part) for part in each.held_out} for each in opened]
-    assert held_out[0] == held_out[1] - {"good"} and held_out[0]
-    assert opened[0].fingerprint != opened[1].fingerprint
-
-
 def test_lines_of_several_files_and_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n')
     (tmp_path / "b.jsonl").write_bytes(b"\n")
@@ -98,11 +87,6 @@ def test_lines_of_several_files_and_a_byte_order_mark(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["a", "c"]
     with pytest.raises(ValueError, match=rf"{tmp_path}/c.jsonl line 2 is not JSON"):
         texts(tmp_path, "error")
-
-
-def test_json_files_of_one_array_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2), encoding="utf-8")
-    assert texts(tmp_path / "a.json", "error") == ["a", "b"]
 
 
 def not_utf8() -> pyarrow.Array:
@@ -144,13 +128,3 @@ def test_text_files_that_are_not_utf8(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["gut äöü\n"]
     with pytest.raises(ValueError, match=rf"{tmp_path}/b.txt is not UTF-8"):
         texts(tmp_path, "error")
-
-
-def test_a_dataset_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"x\ny\n")
-    with pytest.raises(ValueError, match=r"skip leaves no row: 2 of the 2 rows .*2 not JSON"):
-        texts(tmp_path / "a.jsonl")
-
-
-def test_types_that_json_has_not_are_named() -> None:
-    assert [type_of(each) for each in (None, True, b"", date(2026, 1, 2))] == ["null", "a boolean", "a bytes", "a date"]
