@@ -45,10 +45,8 @@ def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> Pretra
     width = moe.moe_shared_expert_intermediate_size
     if width is None or not has_experts(hf_config):
         return hf_config
-    gate = moe.moe_shared_expert_gate
-    if gate is None:
-        _, gate = shared_expert(hf_config)
-    return with_shared_expert(hf_config, width, gate=gate)
+    _, has_gate = shared_expert(hf_config)
+    return with_shared_expert(hf_config, width, gate=has_gate)
 
 
 def _own_hf_config(config: ModelConfig) -> PretrainedConfig:

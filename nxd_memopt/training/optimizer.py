@@ -188,8 +188,8 @@ class MasterWeightOptimizer:
             self._require_finite_weights(self.loss_scaler)
 
     def _set_learning_rate(self, lr: float) -> None:
-        for options, group in zip(self._sharded.param_groups, self._groups, strict=True):
-            options["lr"] = lr * group.lr_multiplier
+        for group in self._sharded.param_groups:
+            group["lr"] = lr
 
     def _require_finite_weights(self, scaler: LossScaler) -> None:
         """Raise ``ValueError`` on every rank if a weight of any rank is NaN or infinite.

@@ -150,14 +150,13 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
 
 def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Return one line for each choice that was made for this model and device, with its reason."""
-    # A conflict ends in its remedy, which "auto" does not need.
     conflict = cuda_graph_conflict(config, model.config)
     if uses_cuda_graph(config, model.config):
         graph = "on"
     elif conflict is None:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
-        graph = f"off ({conflict.rpartition('; set ')[0]})"
+        graph = f"off ({conflict})"
     precision = str(config.trainer.precision)
     lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
     if config.trainer.allow_tf32:

@@ -72,11 +72,10 @@ NOT_OF_THE_STEP = {
     "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
     "long_conversations end_of_text packing global_batch_size held_out_every eval_sequences on_bad_rows streaming",
     "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps weight_decay "
-    "no_decay do_layer_norm_weight_decay lr_multipliers betas eps clip_grad initial_loss_scale",
+    "no_decay do_layer_norm_weight_decay betas eps clip_grad initial_loss_scale",
     "trainer": "output_dir resume_from allow_changes max_steps max_epochs seed val_check_interval "
     "save_interval async_save keep_checkpoints log_every_n_steps export "
     "enable_cuda_graph allow_tf32 distributed_timeout_minutes wandb_project",
-    "launch": "neuron_cc_flags compile_cache_dir",
 }
 
 

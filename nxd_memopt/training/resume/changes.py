@@ -56,8 +56,6 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     # The sources of a mixture may move, like a single one, but not change their shares.
     options["data"]["dataset"] = " + ".join(config.data.sources)
     options["data"]["mixture"] = list(config.data.mixture.values())
-    # As one value: a mapping would be recorded entry by entry.
-    options["optimizer"]["lr_multipliers"] = sorted(config.optimizer.lr_multipliers.items())
     options["architecture"] = architecture(hf_config)
     return options
 
