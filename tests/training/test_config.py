@@ -92,9 +92,8 @@ def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
     arguments = ["--model.config-overrides.rope-theta", "1e6", "--model.config-overrides.tie-word-embeddings", "false"]
     changed = parse_config(["--config", typed, *arguments]).model.config_overrides
     assert changed == {"model_type": "llama", "rope_theta": 1e6, "tie_word_embeddings": False}
-    mixture = parse_config(
-        ["--config", file, "--data.mixture.~/a-b.txt", "1", "--data.mixture.c.jsonl", "3"]
-    ).data.mixture
+    shares = ["--data.mixture.~/a-b.txt", "1", "--data.mixture.c.jsonl", "3"]
+    mixture = parse_config(["--config", file, *shares]).data.mixture
     assert mixture == {str(Path("~/a-b.txt").expanduser()): 1.0, "c.jsonl": 3.0}
 
 
@@ -187,7 +186,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ),
         (
             {"trainer": {"enable_cuda_graph": True}, "data_parallel": {"sharding": "zero3"}},
-            "enable_cuda_graph is true and data_parallel.sharding is zero3: .* or enable_cuda_graph to false",
+            "enable_cuda_graph is true and data_parallel.sharding is zero3: .*; change one of the two",
         ),
         ({"trainer": {"wandb_project": ""}}, "trainer.wandb_project is empty"),
         ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
@@ -228,7 +227,7 @@ def test_errors_name_relation_values_and_remedy(sections: dict[str, object], mes
         (["--model.config-overrides.rope-theta", "[1"], "not valid YAML"),
         (["--model.config-overrides.rope-theta"], "rope-theta has no value"),
         (["--data.dataset", "a", "--data.mixture.b", "1"], "data.dataset and data.mixture are both given"),
-        (["--parallel.tensor-model-parallel-size", "0"], "must be at least 1, got 0"),
+        (["--model.pretrained", "d", "--parallel.tensor-model-parallel-size", "0"], "must be at least 1, got 0"),
         ([], "model.pretrained is not set"),
     ],
 )
