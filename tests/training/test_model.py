@@ -69,14 +69,6 @@ def test_the_start_report_says_why_there_is_no_graph() -> None:
     assert "residual + norm: on in 4 of 4" in lines
 
 
-def test_the_start_report_has_the_reason_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    dropping = {**LLAMA, "attention_dropout": 0.1}
-    config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=dropping))
-    lines = describe_step(build_model(config, load_hf_config(config.model)), config)
-    assert "CUDA graph: off (a CUDA graph needs dropout 0, got {'attention_dropout': 0.1})" in lines
-
-
 def test_objects_of_the_setup_are_collected_again_after_training() -> None:
     before = gc.get_freeze_count()
     with pytest.raises(KeyError), gc_frozen():

@@ -172,7 +172,7 @@ def masters(directory: Path) -> dict[str, torch.Tensor]:
         ({}, True),
         ({"no_decay": ["embed_tokens"]}, False),
         ({"no_decay": ["embed_tokens"]}, True),
-        ({"no_decay": ["q_proj"], "lr_multipliers": {"layers.0": 0.5}}, False),
+        ({"no_decay": ["q_proj"]}, False),
     ],
 )
 def test_updates_in_forward_of_any_group(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
