@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from nxd_memopt.checkpoint import load_config
 from nxd_memopt.training.config.parsing import recipe_path
 from tests.dist.test_training import run, succeed
+from tests.training.config.test_moe_options import QWEN3
 from tests.training.runs import (
     LINES,
     LLAMA,
@@ -27,7 +28,6 @@ from tests.training.runs import (
     write_config,
     write_jsonl,
 )
-from tests.training.test_moe_options import QWEN3
 
 # Equal micro-batches: the losses of sequences do not depend on the split.
 BALANCED = {

@@ -71,7 +71,6 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
             {"model": {"config_overrides": LLAMA | {"tie_word_embeddings": True}}}, id="tied", marks=pytest.mark.slow
         ),
         pytest.param({"trainer": {"precision": "bf16-true"}}, id="bf16"),
-        pytest.param({"memory": {"recompute_granularity": "full"}}, id="recompute", marks=pytest.mark.slow),
         pytest.param(
             {"memory": {"recompute_granularity": "full", "mlp_tile_tokens": 12}}, id="tiles", marks=pytest.mark.slow
         ),
@@ -80,7 +79,6 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
             id="head_groups",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"memory": {"fused_linear_cross_entropy": False}}, id="logits", marks=pytest.mark.slow),
         pytest.param({"lora": {"lora_rank": 2}}, id="lora"),
         pytest.param({"model": {"config_overrides": MIXTRAL}}, id="experts", marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from nxd_memopt.config import ParallelConfig, from_mapping
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
 from tests.reference import assert_says, error_message
 
@@ -99,13 +99,6 @@ def test_is_frozen():
 def test_refusals(what):
     options, facts = REFUSALS[what]
     assert_says(error_message(lambda: MoEConfig(**{"num_moe_experts": 8, **options})), *facts)
-
-
-def test_a_yaml_section_is_read_strictly():
-    section = {"num_moe_experts": 4, "moe_layer_freq": [1, 0]}
-    assert from_mapping(MoEConfig, section, section="model").moe_layer_freq == (1, 0)
-    message = error_message(lambda: from_mapping(MoEConfig, {"moe_router_top_k": 2}, section="model"))
-    assert_says(message, "moe_router_top_k", "did you mean 'moe_router_topk'")
 
 
 @pytest.mark.parametrize(

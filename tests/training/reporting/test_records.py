@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxd_memopt.training.reporting.reporter import Reporter, Rows
-from tests.training.test_config import build
+from tests.training.config.test_config import build
 
 ROWS = [{"step": step, "loss": 1.5} for step in (1, 2, 3)]
 TEXT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
