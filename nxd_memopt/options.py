@@ -113,7 +113,7 @@ def check_options(options: Any, section: str = "") -> None:
         # The planner makes many configurations, most of whose options have their defaults.
         if value is field.default:
             continue
-        name = f"{section}.{field.name}" if section else field.name
+        name = f"{section}.{field.name}".removeprefix(".")
         value = fit(name, value, hints[field.name])
         object.__setattr__(options, field.name, value)
         declared = declaration(field)
@@ -150,8 +150,9 @@ def fit(name: str, value: Any, hint: Any) -> Any:
     literals = [each for each in accepted if typing.get_origin(each) is typing.Literal]
     if literals and set(accepted) <= {*literals, types.NoneType}:
         choices = [choice for each in literals for choice in typing.get_args(each)]
-        is_optional = types.NoneType in accepted
-        require_one_of(name, value, (None, *choices) if is_optional else tuple(choices))
+        if types.NoneType in accepted:
+            choices.insert(0, None)
+        require_one_of(name, value, tuple(choices))
         return value
     # The first type that fits is taken, in the order in which the union lists them.
     for alternative in accepted:

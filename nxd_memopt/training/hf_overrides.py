@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from nxd_memopt.checkpoint.huggingface.hf_config import config_errors
+from nxd_memopt.options import nearest
 
 OWN_OPTIONS = ("num_query_groups",)
 """Options that this library's models read and that are no fields of transformers' configurations."""
@@ -111,9 +111,8 @@ def require_known_names(model_type: str, overrides: Mapping[str, Any]) -> None:
     for name in overrides:
         if name in known:
             continue
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        remedy = f"did you mean {close[0]!r}?" if close else f"leave it out, or name an option of {cls.__name__}"
-        raise ValueError(f"unknown key {name!r} in model.config_overrides, model_type {model_type!r}: {remedy}")
+        remedy = nearest(name, known) or f": leave it out, or name an option of {cls.__name__}"
+        raise ValueError(f"unknown key {name!r} in model.config_overrides, model_type {model_type!r}{remedy}")
 
 
 def _construct(model_type: str, values: dict[str, Any]) -> PretrainedConfig:

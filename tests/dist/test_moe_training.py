@@ -77,7 +77,6 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
     assert [each.value for each in board.Scalars("train/z_loss")] == pytest.approx([row["z_loss"] for row in steps])
     buckets = [each.histogram_value.bucket for each in board.Histograms("moe/tokens_per_expert_layer_0")]
     assert buckets == [row["tokens_per_expert"][0] for row in steps]
-    assert (reference / "expert_load.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -261,4 +260,3 @@ def test_the_recipe_upcycles_a_dense_model_on_two_ranks(dense: Path, tmp_path: P
     assert result["held_out_loss_before"] == pytest.approx(summary(dense)["held_out_loss_after"], abs=0.05)
     assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
     assert all(sum(layer) == 4 * 24 * 2 for row in steps for layer in row["tokens_per_expert"])
-    assert (tmp_path / "run" / "expert_load.png").is_file()

@@ -175,7 +175,7 @@ def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     with _collected(problems):
         _require_one_of_two(sections, sections)
     if problems:
-        raise ValueError(problems[0] if len(problems) == 1 else _listed(problems))
+        raise ValueError(_listed(problems))
     return sections | {"auto_memory": is_auto}
 
 
@@ -235,7 +235,9 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _listed(problems: list[str]) -> str:
-    """Return several problems in one line."""
+    """Return one problem as it is, several in one line."""
+    if len(problems) == 1:
+        return problems[0]
     return f"{len(problems)} problems: " + "; ".join(f"({i}) {text}" for i, text in enumerate(problems, start=1))
 
 

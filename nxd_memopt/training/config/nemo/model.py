@@ -142,18 +142,14 @@ DEFAULTS: dict[str, Any] = {
 SAME = {"bias": ("bias", "has_bias")}
 # Sections and options of NeMo's trainer and its other parts, and what this program has instead.
 NOT_SUPPORTED = {
-    "": {
-        "defaults": "Hydra's lists of files: write all options into this file",
-        "hydra": "Hydra's own options: leave them out",
-        "run": "the launcher's options: see nxd-memopt launch",
-        "exp_manager": "see trainer.output_dir, save_interval and keep_checkpoints",
-        "name": "see trainer.output_dir",
-        "restore_from_path": "see model.pretrained and model.warm_start",
-    },
-    "trainer": {
-        "limit_val_batches": "see data.eval_sequences",
-        "max_time": "a signal stops a run and saves it",
-    },
+    "defaults": "Hydra's lists of files: write all options into this file",
+    "hydra": "Hydra's own options: leave them out",
+    "run": "the launcher's options: see nxd-memopt launch",
+    "exp_manager": "see trainer.output_dir, save_interval and keep_checkpoints",
+    "name": "see trainer.output_dir",
+    "restore_from_path": "see model.pretrained and model.warm_start",
+    "trainer.limit_val_batches": "see data.eval_sequences",
+    "trainer.max_time": "a signal stops a run and saves it",
 }
 # Options next to ``model``: checkpoints here are complete before an older one is removed.
 TOP_WITHOUT_EFFECT = ("enable_recovery_time_instrumentation", "enable_checkpoint_removal_protection")
@@ -243,19 +239,14 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return ``values`` without NeMo's sections and options that have no counterpart, which become problems."""
     remaining = dict(values)
-    for section, names in NOT_SUPPORTED.items():
-        options = remaining if not section else remaining.get(section)
-        if not isinstance(options, Mapping):
-            continue
-        for name, remedy in names.items():
-            # null is NeMo's default.
-            if options.get(name) is not None:
-                problems.append(f"{f'{section}.' if section else ''}{name} is not supported: {remedy}")
-        left = {name: value for name, value in options.items() if name not in names}
-        if section:
-            remaining[section] = left
-        else:
-            remaining = left
+    if isinstance(values.get("trainer"), Mapping):
+        remaining["trainer"] = dict(values["trainer"])
+    for place, remedy in NOT_SUPPORTED.items():
+        section, _, name = place.rpartition(".")
+        options = remaining.get(section, {}) if section else remaining
+        # null is NeMo's default.
+        if isinstance(options, dict) and options.pop(name, None) is not None:
+            problems.append(f"{place} is not supported: {remedy}")
     return remaining
 
 
@@ -347,11 +338,12 @@ def resolved(
         problems.append(f"{place} {value!r} is computed by {computed[1]!r}, which is not supported: write its value")
         return None
     match = _REFERENCE.fullmatch(value)
-    section = place.rpartition(".")[0]
-    name = "" if match is None else (f"{section}.{match[2]}" if match[1] else match[2])
-    found: Any = values
-    for key in name.split(".") if name else [""]:
-        found = found.get(key, MISSING) if isinstance(found, Mapping) else MISSING
+    found: Any = MISSING
+    if match is not None:
+        name = match[2]
+        if match[1]:
+            name = f"{place.rpartition('.')[0]}.{name}"
+        found = _value_at(values, name)
     if found is MISSING or isinstance(found, Mapping | list):
         problems.append(f"{place} {value!r} refers to nothing in this file: write its value")
         return None
@@ -359,3 +351,13 @@ def resolved(
         problems.append(f"{place} {value!r} refers to itself: write its value")
         return None
     return resolved(found, values, place, problems, followed={*followed, value})
+
+
+def _value_at(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a dotted name, or ``MISSING``."""
+    found: Any = values
+    for key in name.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return MISSING
+        found = found[key]
+    return found
