@@ -135,10 +135,9 @@ def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
 
 def _require_sizes(hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` for a model without layers, or a width that the heads do not divide."""
-    if hf_config.num_hidden_layers < 1:
-        raise ValueError(
-            f"num_hidden_layers must be at least 1, got {hf_config.num_hidden_layers}: set it in {OVERRIDES}"
-        )
+    layers = hf_config.num_hidden_layers
+    if layers < 1:
+        raise ValueError(f"num_hidden_layers must be at least 1, got {layers}: set it in {OVERRIDES}")
     if not option(hf_config, "head_dim"):
         remedy = f"choose another num_attention_heads in {OVERRIDES}, or set head_dim"
         heads = hf_config.num_attention_heads
