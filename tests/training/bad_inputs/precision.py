@@ -8,15 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.bad_inputs.case import BadInput
-from tests.training.runs import LLAMA, run_here, write_config
-
-
-def _half_done(directory: Path) -> Path:
-    """The configuration of an fp32 run that has done 2 of its 8 steps."""
-    config = write_config(directory, optimizer={"decay_steps": 8}, trainer={"export": False})
-    outcome = run_here(config, "--trainer.max-steps", "2")
-    assert outcome.returncode == 0, outcome.stderr
-    return config
+from tests.training.runs import LLAMA, write_config
 
 
 def _large_weight(directory: Path) -> Path:
@@ -32,10 +24,4 @@ def _large_weight(directory: Path) -> Path:
 
 CASES: tuple[BadInput, ...] = (
     BadInput("weight_beyond_fp16", _large_weight, ("layers.1.mlp.up_proj.weight", "65504", "bf16-mixed")),
-    BadInput(
-        "resume_with_another_precision",
-        _half_done,
-        ("trainer.precision was '32-true' and is '16-mixed'", "restore it"),
-        ("--trainer.precision", "16-mixed"),
-    ),
 )
