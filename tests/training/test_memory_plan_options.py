@@ -114,6 +114,13 @@ def peaks(plan: Plan) -> tuple[Any, ...]:
     return plan.memory.device, plan.memory.host, plan.memory.forward_backward_bytes
 
 
+def test_every_option_of_layout_and_memory_is_planned():
+    sections = ("parallel", "memory", "data_parallel")
+    known = {f"{name}.{field.name}" for name in sections for field in dataclasses.fields(SECTIONS[name])}
+    elsewhere = {"parallel.use_cpu_initialization", "parallel.expert_model_parallel_size"}
+    assert known <= PLANNED.keys() | REFUSED.keys() | elsewhere
+
+
 # Further values of options that are numbers, or words.
 FURTHER = [
     ("trainer.precision", {"precision": "32-true"}, {"precision": "bf16-true"}),

@@ -123,6 +123,16 @@ def test_another_learning_rate_when_asked(whole: list[float], tmp_path: Path) ->
     succeed(run_here(config, *options))
 
 
+@pytest.mark.slow
+def test_other_hyperparameters_of_adam_take_effect(whole: list[float], tmp_path: Path) -> None:
+    """The states come from the checkpoint, and its hyperparameters with them."""
+    config = begin(tmp_path)
+    changed = ("--optimizer.betas", "0.5", "0.6", "--trainer.allow-changes", "optimizer.betas")
+    succeed(run_here(config, *changed, "--trainer.max-steps", "6"))
+    found = losses(tmp_path / "run")
+    assert found[:5] == whole[:5] and abs(found[5] - whole[5]) > 1e-4
+
+
 def test_norms_do_not_decay_after_a_resume() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
     optimizer = MasterWeightOptimizer(parameters, OptimizerConfig(weight_decay=0.5, eps=1e-6))
