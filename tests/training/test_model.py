@@ -45,7 +45,7 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: "needs a device")
     assert not uses(config(LLAMA))
-    with pytest.raises(ValueError, match=r"enable_cuda_graph is true, but a CUDA graph needs a device; set .* false"):
+    with pytest.raises(ValueError, match=r"enable_cuda_graph is true, but a CUDA graph needs a device; set .* auto"):
         uses(config(LLAMA, True))
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)

@@ -56,7 +56,7 @@ def _option_named(name: str) -> tuple[str, str, str]:
             for section, cls in SECTIONS.items()
             for field in dataclasses.fields(cls)
         ]
-        remedy = nearest(name.replace("_", "-"), known) or ": write --SECTION.OPTION VALUE"
+        remedy = nearest(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
         raise ValueError(f"unknown option {name}{remedy}")
     # The names of a model's configuration have underscores, paths of a mixture what they have.
     if option == "config_overrides":

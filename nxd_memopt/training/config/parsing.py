@@ -161,7 +161,7 @@ def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     values = translate(values, problems)
     _check_names(values, SECTIONS, "the configuration", problems)
     # A section without options is None in YAML.
-    given = {name: section or {} for name, section in values.items() if name in SECTIONS}
+    given = {name: section for name, section in values.items() if name in SECTIONS and section is not None}
     is_auto = given.get("memory") == "auto"
     if is_auto:
         del given["memory"]
@@ -169,9 +169,9 @@ def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, options in sections.items():
         types = field_types(SECTIONS[name])
         _check_names(options, types, name, problems)
-        for option in types.keys() & options.keys():
+        for option, value in options.items():
             with _collected(problems):
-                options[option] = fit(f"{name}.{option}", options[option], types[option])
+                options[option] = fit(f"{name}.{option}", value, types.get(option, Any))
     with _collected(problems):
         _require_one_of_two(sections, sections)
     if problems:

@@ -96,9 +96,9 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
             rule = Declaration(Resume.WHEN_ASKED)
         if old != after[name]:
             judge(changes, name, rule, (old, after[name]), allowed)
-    # An option that was removed since might have changed the results.
+    # An option that was removed since might have changed the results; unset ones have not.
     for name, value in stored.items():
-        if name not in after and not name.startswith((ARCHITECTURE, OVERRIDES)):
+        if value and name not in after and not name.startswith((ARCHITECTURE, OVERRIDES)):
             changes.notes.append(f"{name} was {value!r}: this version has no such option")
     for name, values in _architecture_differences(stored, after).items():
         option = name.removeprefix(OVERRIDES)

@@ -219,7 +219,7 @@ def test_errors_name_relation_values_and_remedy(sections: dict[str, object], mes
         (["--recipe"], "--recipe: expected one argument"),
         (["--recipe", "lama"], "there is no recipe 'lama'"),
         (["--recipe", "smollm2", "--config", "c.yaml"], "pass one"),
-        (["--trainer.max-stepz", "3"], "did you mean '--trainer.max-steps'?"),
+        (["--trainer.max-stepz", "3"], "did you mean --trainer.max-steps?"),
         (["--trainer.max-steps", "x"], "--trainer.max-steps must be int, got 'x'"),
         (["--trainer.max-steps"], "--trainer.max-steps has the values []: write --trainer.max-steps VALUE"),
         (["--trainer.max-steps", "3", "4"], "--trainer.max-steps has the values ['3', '4']"),
