@@ -12,8 +12,6 @@ from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.reporting.reporter import Reporter
 from tests.training.runs import rows
 
-UNREADABLE = torch.zeros((), device="meta")  # .item() raises
-
 
 def step(number: int, loss: float | torch.Tensor = 1.0, grad_norm: float = 2.0) -> StepResult:
     loss = loss if isinstance(loss, torch.Tensor) else torch.tensor(loss)
