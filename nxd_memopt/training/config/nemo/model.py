@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_memopt.training.config.nemo import gpt_neox as nemo_gpt_neox
@@ -76,57 +77,37 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "ub_tp_comm_overlap": (False,),
     "fsdp": (False,),
 }
-# Choices of kernels, buffers and logs: the computed values do not depend on them.
-# ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
-WITHOUT_EFFECT = frozenset(
-    [
-        "mcore_gpt",
-        "pre_process",
-        "post_process",
-        "persist_layer_norm",
-        "make_vocab_size_divisible_by",
-        "apply_query_key_layer_scaling",
-        "megatron_amp_O2",
-        "grad_allreduce_chunk_size_mb",
-        "grad_div_ar_fusion",
-        "gradient_accumulation_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_add_fusion",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "get_attention_mask_from_fusion",
-        "apply_rope_fusion",
-        "onnx_safe",
-        "apex_transformer_log_level",
-        "gradient_as_bucket_view",
-        "sync_batch_comm",
-        "overlap_p2p_comm",
-        "batch_p2p_comm",
-        "transformer_engine",
-        "use_flash_attention",
-        "fp8_margin",
-        "fp8_interval",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "reduce_amax",
-        "tp_comm_atomic_ag",
-        "tp_comm_atomic_rs",
-        "log_parameter_norm",
-        "log_gradient_norm",
-        "nsys_profile",
-        "output_dir",
-        "config_path",
-        "disable_layer_norm_checkpointing",
-        "cross_entropy_loss_fusion",
-        "gc_interval",
-        "deterministic_mode",
-        "ub_tp_comm_overlap_cfg",
-        "fp8_wgrad",
-        "fsdp_sharding_strategy",
-        "fsdp_grad_reduce_dtype",
-        "fsdp_sharded_checkpoint",
-        "sharp",
-    ]
+# Patterns of choices of kernels, buffers and logs: the computed values do not depend on them, or on the options of
+# fp8 and FSDP, which ``ONLY`` keeps off. ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
+WITHOUT_EFFECT = (
+    "*_fusion",
+    "*_p2p_comm",
+    "apex_transformer_log_level",
+    "apply_query_key_layer_scaling",
+    "config_path",
+    "deterministic_mode",
+    "disable_layer_norm_checkpointing",
+    "fp8_*",
+    "fsdp_*",
+    "gc_interval",
+    "grad_allreduce_chunk_size_mb",
+    "gradient_as_bucket_view",
+    "log_*_norm",
+    "make_vocab_size_divisible_by",
+    "mcore_gpt",
+    "megatron_amp_O2",
+    "nsys_profile",
+    "onnx_safe",
+    "output_dir",
+    "persist_layer_norm",
+    "p*_process",
+    "reduce_amax",
+    "sharp",
+    "sync_batch_comm",
+    "tp_comm_atomic_*",
+    "transformer_engine",
+    "ub_tp_comm_overlap_cfg",
+    "use_flash_attention",
 )
 # NeMo's values of options that its files may leave out, which is an error where they are not supported, and for the
 # dropouts, because 0 is more likely meant.
@@ -169,7 +150,7 @@ def knows(name: str) -> bool:
         "zero_use_master_weight",
         "mcore_customization_config",
     )
-    return name in SIZES or name in ONLY or name in WITHOUT_EFFECT or name in special
+    return name in SIZES or name in ONLY or name in special or any(fnmatchcase(name, each) for each in WITHOUT_EFFECT)
 
 
 def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
