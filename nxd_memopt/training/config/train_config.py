@@ -216,9 +216,7 @@ class TrainConfig:
         require_compatible(self)
         conflict = conflict_with_graphs(self)
         if self.trainer.enable_cuda_graph is True and conflict is not None:
-            raise ValueError(
-                f"trainer.enable_cuda_graph is true and {conflict}; change it, or enable_cuda_graph to false"
-            )
+            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}; change one of the two")
         # Sequence parallelism gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
