@@ -63,7 +63,7 @@ EXCLUDED = (
         (False,),
         SHARDING,
         ("none", "zero1", "zero2"),
-        "the stage does not shard parameters",
+        "only zero3 shards parameters",
     ),
     Excluded(OFFLOADED_WEIGHTS, (True,), SHARDING, ("zero3",), "gathered weights exist for one layer at a time"),
     Excluded(

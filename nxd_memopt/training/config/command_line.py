@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +48,10 @@ def _option_named(name: str) -> tuple[str, str, str]:
     section, _, rest = name.removeprefix("--").partition(".")
     option, _, key = rest.partition(".")
     section, option = section.replace("-", "_"), option.replace("-", "_")
-    types = field_types(SECTIONS[section]) if section in SECTIONS else {}
-    hint = types.get(option, types.get(option.removeprefix("no_")))
+    hints: dict[str, Any] = {}
+    if section in SECTIONS:
+        hints = field_types(SECTIONS[section])
+    hint = hints.get(option, hints.get(option.removeprefix("no_")))
     is_mapping = typing.get_origin(hint) is dict
     if not name.startswith("--") or hint is None or (key and not is_mapping):
         known = [
@@ -76,7 +79,10 @@ def _value(name: str, words: list[str], hint: Any) -> Any:
     """Return the value of an option of type ``hint``."""
     kinds = alternatives(hint)
     entries = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
-    if entries and words != ["null"]:
+    # None is Python's word for null, which runs of earlier versions may have in their scripts.
+    if words in (["null"], ["None"]) and types.NoneType in kinds:
+        return None
+    if entries:
         # Also with commas: --optimizer.betas 0.9,0.95
         parts = " ".join(word.replace(",", " ") for word in words).split()
         return tuple(_value(name, [part], entries[0]) for part in parts)
@@ -85,8 +91,8 @@ def _value(name: str, words: list[str], hint: Any) -> Any:
     if len(words) != 1:
         raise ValueError(f"{name} has the values {words}: write {name} VALUE")
     text = words[0]
-    # Of texts, a word of YAML is what it says, but for null and the numbers that the option takes too.
-    if str in kinds and int not in kinds and text != "null":
+    # Of texts, a word of YAML is what it says, but for the numbers that the option takes too.
+    if str in kinds and int not in kinds:
         return text
     try:
         return fit(name, parse_yaml(text), hint)
