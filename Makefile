@@ -48,7 +48,7 @@ check: setup ## lint, format, types, import levels, size limits
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/check_splits.py
 	$(PYTHON) scripts/file_tree.py > /dev/null
-	$(PYTHON) -m scripts.option_reference
+	$(PYTHON) -m nxd_memopt.training --help > /dev/null
 	$(PYTHON) -m scripts.bench.report
 	$(PYTHON) -m scripts.bench.numerics_page
 

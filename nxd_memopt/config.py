@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
-from nxd_memopt.options import Resume, check_options, nearest, option, require_one_of
+from nxd_memopt.options import Resume, check_options, option, require_one_of
 
 COMPILE = (None, "layer")
 HIDDEN_ACTS = (
@@ -25,9 +23,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp", "moe")
 AttentionBackend = Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"]
 ATTENTION_BACKENDS = get_args(AttentionBackend)
-
-
-ConfigT = TypeVar("ConfigT")
 
 
 def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str = "") -> int:
@@ -62,28 +57,6 @@ def require_positive_integer(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str) -> ConfigT:
-    """Build the dataclass ``cls`` from a mapping such as a YAML section.
-
-    Args:
-        cls: dataclass to build.
-        values: field names and values.
-        section: name of the section, for messages.
-
-    Raises:
-        ValueError: a key is not a field of ``cls``; the message has the nearest field name.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{section} must be a mapping of option names to values, got {type(values).__name__}")
-    # An unknown key would be a TypeError of the constructor, without a suggestion.
-    known = tuple(field.name for field in dataclasses.fields(cls))  # pyright: ignore[reportArgumentType]
-    for key in values:
-        if key not in known:
-            remedy = nearest(key, known) or f": known are {list(known)}"
-            raise ValueError(f"unknown key {key!r} in {section}{remedy}")
-    return cls(**values)
 
 
 @dataclass(frozen=True)

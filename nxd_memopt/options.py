@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -111,12 +113,12 @@ def check_options(options: Any, section: str = "") -> None:
         # The planner makes many configurations, most of whose options have their defaults.
         if value is field.default:
             continue
-        name = f"{section}.{field.name}" if section else field.name
+        name = f"{section}.{field.name}".removeprefix(".")
         value = fit(name, value, hints[field.name])
         object.__setattr__(options, field.name, value)
         declared = declaration(field)
-        if declared.is_path:
-            require_named(name, value)
+        if declared.is_path and value is not None:
+            object.__setattr__(options, field.name, expanded(name, value))
         if isinstance(value, int | float) and not isinstance(value, bool):
             _require_in_range(name, value, declared)
 
@@ -143,19 +145,20 @@ def fit(name: str, value: Any, hint: Any) -> Any:
     Raises:
         ValueError: the value is of another type, or not one of the literals.
     """
-    alternatives = _alternatives(hint)
+    accepted = alternatives(hint)
     # Of words only, a wrong one gets the nearest as a suggestion.
-    literals = [each for each in alternatives if typing.get_origin(each) is typing.Literal]
-    if literals and set(alternatives) <= {*literals, types.NoneType}:
+    literals = [each for each in accepted if typing.get_origin(each) is typing.Literal]
+    if literals and set(accepted) <= {*literals, types.NoneType}:
         choices = [choice for each in literals for choice in typing.get_args(each)]
-        is_optional = types.NoneType in alternatives
-        require_one_of(name, value, (None, *choices) if is_optional else tuple(choices))
+        if types.NoneType in accepted:
+            choices.insert(0, None)
+        require_one_of(name, value, tuple(choices))
         return value
     # The first type that fits is taken, in the order in which the union lists them.
-    for alternative in alternatives:
+    for alternative in accepted:
         with contextlib.suppress(TypeError):
             return _fit_one(name, value, alternative)
-    kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
+    kinds = [typing.get_origin(alternative) or alternative for alternative in accepted]
     remedies = [_REMEDIES[kind] for kind in kinds if kind in _REMEDIES]
     remedy = f": write {' or '.join(remedies)}" if remedies else ""
     raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
@@ -172,7 +175,7 @@ _REMEDIES: dict[Any, str] = {
 }
 
 
-def _alternatives(hint: Any) -> list[Any]:
+def alternatives(hint: Any) -> list[Any]:
     """Return the types of a union, or the type alone."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return list(typing.get_args(hint))
@@ -202,9 +205,9 @@ def _type_name(hint: Any) -> str:
     """Return a type as an error message shows it."""
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))
-    alternatives = _alternatives(hint)
-    if len(alternatives) > 1:
-        return " or ".join(_type_name(each) for each in alternatives)
+    accepted = alternatives(hint)
+    if len(accepted) > 1:
+        return " or ".join(_type_name(each) for each in accepted)
     if isinstance(hint, type):
         return "null" if hint is types.NoneType else hint.__name__
     return str(hint).replace("typing.", "")
@@ -225,6 +228,23 @@ def require_named(name: str, value: str | None) -> None:
         raise ValueError(f"{name} is empty: name a file or directory, or leave it out")
     if value is not None and "\0" in value:
         raise ValueError(f"{name} {value!r} has a zero byte, which no path can have: remove it")
+
+
+def expanded(name: str, path: str) -> str:
+    """Return ``path`` with the home directory for a leading ``~``, which no shell expands in a YAML file.
+
+    Raises:
+        ValueError: the path is empty, the home directory is unknown, or the path has an environment variable.
+    """
+    require_named(name, path)
+    # It would name a directory "$HOME" in the working directory.
+    if re.search(r"\$\{?[A-Za-z_]", path):
+        raise ValueError(f"{name} {path!r} has an environment variable, which is not replaced: write its value")
+    # expanduser leaves other names as they are, such as patterns, names on the hub and unknown users.
+    result = os.path.expanduser(path)  # noqa: PTH111
+    if result.startswith("~"):
+        raise ValueError(f"{name} {path!r} names the home directory of an unknown user: write the path")
+    return result
 
 
 def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -52,7 +52,7 @@ def ends(process_id: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_program_that_saves_is_waited_for(number: signal.Signals) -> None:
     parent, _ = start(SAVES)
     parent.send_signal(number)

@@ -13,7 +13,6 @@ from nxd_memopt.command_line import INSTANCES
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.trainium import (
     TRN1_2XLARGE_GROUP_SIZES,
-    cache_note,
     functionalization,
     isolation_note,
     neuron_cc_flags,
@@ -109,7 +108,9 @@ class Platform:
                 "a tensor-parallel group within a chip (recipe llama3_8b_trn2)"
             )
         if self.compiles:
-            notes += [note for note in (cache_note(run), isolation_note(run)) if note is not None]
+            note = isolation_note(run)
+            if note is not None:
+                notes.append(note)
         return notes
 
 

@@ -7,9 +7,7 @@ a device here.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from nxd_memopt.launch.variables import Run, Variable
 from nxd_memopt.planner.search.problem import NKI_MULTIPLE
@@ -26,7 +24,7 @@ EXEC_TIMEOUT_S = 600
 TORCH_XLA = "torch-neuronx 2.9, torch-xla"
 UNTIL_231 = "Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning"
 TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
-NODE_RANK = "{node_rank}"
+MODEL_TYPE = "--model-type=transformer"
 
 
 def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Variable]:
@@ -49,7 +47,6 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
         functionalization(),
         Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
-        *_compile_cache(run, flags),
         Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
         _stochastic_rounding(run.config),
         Variable(
@@ -80,7 +77,6 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
         *_if_present(run, "NEURON_RT_VIRTUAL_CORE_SIZE", lnc, "the older name of the same"),
         *_if_present(run, "NEURON_RT_NUM_CORES", str(run.processes), "logical cores on this host, one per process"),
         Variable("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "1", fallback, versions=TORCH_NEURON),
-        *_neff_cache(run),
         _stochastic_rounding(run.config),
         *_runtime(run),
     ]
@@ -122,7 +118,7 @@ def _stochastic_rounding(config: TrainConfig) -> Variable:
 
 
 def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
-    """Return the configuration's compiler flags, then the environment's; ``-O1`` with recompute.
+    """Return the flags for the compiler: of the model's type, then the environment's; ``-O1`` with recompute.
 
     Args:
         config: configuration of the run.
@@ -138,78 +134,16 @@ def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
             recompute_error,
             with_optimization_level,
         )
-    flags = f"{shlex.join(config.launch.neuron_cc_flags)} {environment_flags}".strip()
+    flags = f"{MODEL_TYPE} {environment_flags}".strip()
     if config.memory.recompute_granularity is None and not config.auto_memory:
         return flags
-    # The compiler takes the last level, so -O1 in front is a default: a level in the
-    # configuration or in the environment still wins, and recompute_error rejects others.
+    # The compiler takes the last level, so -O1 in front is a default: a level in the environment
+    # still wins, and recompute_error rejects others.
     flags = f"-O1 {flags}"
     error = recompute_error(flags)
     if error is not None:
-        raise ValueError(f"{error} (launch.neuron_cc_flags, then the environment's NEURON_CC_FLAGS, and the last wins)")
+        raise ValueError(f"{error} (the environment's NEURON_CC_FLAGS)")
     return with_optimization_level(flags, optimization_level(flags))
-
-
-def _compile_cache(run: Run, flags: str) -> list[Variable]:
-    """Return the variable of trn1's compilation cache, if the configuration names a directory.
-
-    Raises:
-        ValueError: the flags have a ``--cache_dir`` too, which would take precedence.
-    """
-    directory = run.config.launch.compile_cache_dir
-    if directory is None:
-        return []
-    # torch-neuronx prefers --cache_dir of the flags to the variable. Both spellings are found:
-    # --cache_dir=PATH and --cache_dir PATH.
-    if any(word.split("=")[0] == "--cache_dir" for word in shlex.split(flags)):
-        raise ValueError(
-            f"launch.compile_cache_dir is {directory!r}, and the compiler's flags have a "
-            f"--cache_dir ({flags}), which takes precedence: name the cache once"
-        )
-    reason = "compiled graphs are kept here; the default is /var/tmp/neuron-compile-cache of each host"
-    return [Variable("NEURON_COMPILE_CACHE_URL", cache_location(run), reason, "fixed", "torch-neuronx 1.13 to 2.9")]
-
-
-def _neff_cache(run: Run) -> list[Variable]:
-    """Return the variable of TorchNeuron's compilation cache, if the configuration names one.
-
-    Raises:
-        ValueError: the configuration names a URL.
-    """
-    directory = run.config.launch.compile_cache_dir
-    if directory is None:
-        return []
-    # trn1's cache accepts s3:// URLs. TorchNeuron would take the URL as a relative path.
-    if "://" in directory:
-        raise ValueError(f"launch.compile_cache_dir is {directory!r}, but TorchNeuron's cache is a directory: name one")
-    reason = "compiled operations and graphs are kept here"
-    return [Variable("TORCH_NEURONX_NEFF_CACHE_DIR", cache_location(run), reason, "fixed", TORCH_NEURON)]
-
-
-def cache_location(run: Run) -> str:
-    """Return ``launch.compile_cache_dir`` on this host: an absolute path, or an unchanged URL."""
-    location = str(run.config.launch.compile_cache_dir).replace(NODE_RANK, str(run.hosts.rank))
-    if "://" in location:
-        return location
-    # No shell expands ~ in a variable, and a relative path would follow a rank's working
-    # directory.
-    return str(Path(location).expanduser().absolute())
-
-
-def cache_note(run: Run) -> str | None:
-    """Return a warning if several trn1 hosts may share one cache directory, or None."""
-    directory = run.config.launch.compile_cache_dir
-    if directory is None or run.hosts.count == 1:
-        return None
-    # A path with the rank's placeholder differs between hosts, and a URL (s3://) is not on a file
-    # system whose locks could fail.
-    if NODE_RANK in directory or "://" in directory:
-        return None
-    return (
-        f"launch.compile_cache_dir {directory} is the same path on {run.hosts.count} hosts: on "
-        "NFS, EFS or FSx the cache's file locks do not hold and compilation may fail; put "
-        f"{NODE_RANK} into it for a directory per host"
-    )
 
 
 def isolation_note(run: Run) -> str | None:

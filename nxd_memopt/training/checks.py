@@ -32,15 +32,12 @@ from nxd_memopt.training.data.isolation import require_attention
 from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.parameter_groups import parameter_groups, trained_parameters
-from nxd_memopt.training.reporting.reporter import EVALUATION, METRICS, require_readable_records
+from nxd_memopt.training.reporting.reporter import require_readable_records
 from nxd_memopt.training.runtime.distributed import is_rank_zero
-from nxd_memopt.training.stopping import LAST_SAVE
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OVERRIDES = "model.config_overrides"
 # Entries of an output directory besides the lock and the export, which have checks of their own.
 DIRECTORIES = ("tokens", "checkpoints", "tensorboard")
-FILES = (METRICS, EVALUATION, "summary.json", LAST_SAVE)
 ELSEWHERE = "rename it or choose another trainer.output_dir"
 
 
@@ -102,8 +99,8 @@ def require_usable_output(config: TrainConfig) -> None:
     """Check the entries of the output directory that the run will write to. Every rank calls, under the lock.
 
     Raises:
-        ValueError: on every rank, if a file is where the run keeps a directory, or the reverse, if
-            a directory is not writable, or if the records of earlier steps cannot be continued.
+        ValueError: on every rank, if a file is where the run keeps a directory, if a directory is
+            not writable, or if the records of earlier steps cannot be continued.
     """
     # Otherwise found late: the first checkpoint is written up to 10 minutes after the start.
     directory = Path(config.trainer.output_dir)
@@ -112,9 +109,6 @@ def require_usable_output(config: TrainConfig) -> None:
             for path in [directory / name for name in DIRECTORIES]:
                 if path.is_symlink() or path.exists():
                     _require_directory(path)
-            for path in [directory / name for name in FILES]:
-                if path.is_dir():
-                    raise ValueError(f"{path} is a directory, and a run writes a file of this name: {ELSEWHERE}")
             require_readable_records(directory)
 
 
@@ -140,14 +134,13 @@ def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
 
 
 def _require_sizes(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` for a size below 1, or one that the heads do not divide."""
-    for name in SIZES:
-        value = getattr(hf_config, name)
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}: set it in {OVERRIDES}")
-    heads = hf_config.num_attention_heads
+    """Raise ``ValueError`` for a model without layers, or a width that the heads do not divide."""
+    layers = hf_config.num_hidden_layers
+    if layers < 1:
+        raise ValueError(f"num_hidden_layers must be at least 1, got {layers}: set it in {OVERRIDES}")
     if not option(hf_config, "head_dim"):
         remedy = f"choose another num_attention_heads in {OVERRIDES}, or set head_dim"
+        heads = hf_config.num_attention_heads
         require_divisible("hidden_size", hf_config.hidden_size, "num_attention_heads", heads, remedy)
 
 
@@ -182,8 +175,6 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             f"moe.{unknown[0]} {unknown[1]!r} is unknown to transformers' {transformers_type(hf_config)}, and "
             "trainer.export is true: set it to false, or leave the option out"
         )
-    if options["moe"].moe_per_layer_logging:
-        require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

@@ -29,7 +29,7 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     trainer = config.trainer
     conflict = cuda_graph_conflict(config, hf_config)
     if trainer.enable_cuda_graph is True and conflict is not None:
-        raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
+        raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}; set enable_cuda_graph to auto")
     if trainer.compile and has_experts(hf_config):
         raise ValueError(
             f"trainer.compile {trainer.compile} compiles layers of static shapes, and an expert's rows depend on the "
@@ -102,26 +102,24 @@ def shard_ranks(config: TrainConfig) -> int:
 
 
 def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
-    """Return why a training step of this model cannot be a CUDA graph and how to change it, or None."""
+    """Return why a training step of this model cannot be a CUDA graph or None."""
     refusal = backend.capture_refusal()
     if refusal is not None:
-        return f"a CUDA graph {refusal}; set enable_cuda_graph to false"
+        return f"a CUDA graph {refusal}"
     return cuda_graph_option_conflict(config, hf_config)
 
 
 def cuda_graph_option_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
-    """Return which option or layer keeps a step from being a CUDA graph on any device and how to change it, or None."""
+    """Return which option or layer keeps a step from being a CUDA graph on any device or None."""
     # A graph returns one loss, and reads the numbers of rows of experts once, when it is captured.
     if has_experts(hf_config):
-        return (
-            f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts; set enable_cuda_graph to false"
-        )
+        return f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts"
     # Checked here for a remedy that names options of the configuration; GraphedLoss itself
     # refuses to capture a forward that draws random numbers.
     values = {name: option(hf_config, name) for name in DROPOUTS}
     dropout = {name: value for name, value in values.items() if value}
     if dropout:
-        return f"a CUDA graph needs dropout 0, got {dropout}; set them to 0 in model.config_overrides"
+        return f"a CUDA graph needs dropout 0, got {dropout} (options of model.config_overrides)"
     return conflict_with_graphs(config)
 
 

@@ -73,13 +73,17 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
     """
     disable_progress_bar()
     rows = _held_out_rows(training, config)
+    if rows is None:
+        return None
     dtype = getattr(torch, config.dtype)
-    device = backend.device if fits_device(directory) else torch.device("cpu")
+    device = torch.device("cpu")
+    if fits_device(directory):
+        device = backend.device
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
     # This rank evaluates the sequences of all data-parallel ranks, as the only one of 1 replica.
     batches = _batches(rows, config, 0, 1, device)
     total = _total_loss(lambda batch: _transformers_loss(model, batch), batches)
-    return total.item() if batches else None
+    return total.item()
 
 
 def fits_device(directory: Path) -> bool:
@@ -131,7 +135,9 @@ def _batches(
 def _transformers_loss(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the loss of ``batch`` by a transformers model, 0-dim."""
     # In evaluation too, a model that outputs its routers' logits adds its balancing loss.
-    options: dict[str, Any] = {"output_router_logits": False} if has_experts(model.config) else {}
+    options: dict[str, Any] = {}
+    if has_experts(model.config):
+        options["output_router_logits"] = False
     if batch.documents is not None:
         options["attention_mask"] = _masks(model, batch.documents)
         options["position_ids"] = batch.documents.positions()

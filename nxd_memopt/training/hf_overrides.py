@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from nxd_memopt.checkpoint.huggingface.hf_config import config_errors
+from nxd_memopt.options import nearest
 
 OWN_OPTIONS = ("num_query_groups",)
 """Options that this library's models read and that are no fields of transformers' configurations."""
 
-# Older names that transformers still converts when a configuration is constructed.
-OLDER_NAMES = {
-    "llama": ("rope_theta", "rope_scaling", "torch_dtype"),
-    "mistral": ("rope_theta", "rope_scaling", "torch_dtype"),
-    "mixtral": ("rope_theta", "rope_scaling", "torch_dtype"),
-    "qwen2": ("rope_theta", "rope_scaling", "torch_dtype"),
-    "qwen3": ("rope_theta", "rope_scaling", "torch_dtype"),
+# Older names that transformers still converts when a configuration is constructed: of all models, and of one.
+OLDER_NAMES = ("rope_scaling", "torch_dtype")
+OLDER_NAMES_OF = {
+    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
     # head_dim is no field of Qwen2MoeConfig and Qwen3MoeConfig, which both read it.
-    "qwen2_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
-    "qwen3_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
-    "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),
+    "qwen2_moe": ("rope_theta", "head_dim"),
+    "qwen3_moe": ("rope_theta", "head_dim"),
 }
 LENGTH = "original_max_position_embeddings"
 # Older names for entries of rope_parameters, which transformers ignores next to rope_parameters.
@@ -107,13 +103,13 @@ def require_known_names(model_type: str, overrides: Mapping[str, Any]) -> None:
     """
     cls = CONFIG_MAPPING[model_type]
     fields = [field.name for field in dataclasses.fields(cls)]
-    known = ["model_type", *fields, *cls.attribute_map, *OLDER_NAMES.get(model_type, ()), *OWN_OPTIONS]
+    older = (*OLDER_NAMES, *OLDER_NAMES_OF.get(model_type, ("rope_theta",)))
+    known = ["model_type", *fields, *cls.attribute_map, *older, *OWN_OPTIONS]
     for name in overrides:
         if name in known:
             continue
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        remedy = f"did you mean {close[0]!r}?" if close else f"leave it out, or name an option of {cls.__name__}"
-        raise ValueError(f"unknown key {name!r} in model.config_overrides, model_type {model_type!r}: {remedy}")
+        remedy = nearest(name, known) or f": leave it out, or name an option of {cls.__name__}"
+        raise ValueError(f"unknown key {name!r} in model.config_overrides, model_type {model_type!r}{remedy}")
 
 
 def _construct(model_type: str, values: dict[str, Any]) -> PretrainedConfig:

@@ -23,8 +23,7 @@ def new_host_pool(config: TrainConfig) -> HostPool | None:
     if transfers is None or not (offloads or config.optimizer.offloads_states):
         return None
     # Before any rank allocates: the ranks of a host would count each other's memory differently.
-    available = available_host_bytes()
-    texts = share_texts("" if available is None else str(available))
+    texts = share_texts(str(available_host_bytes() or ""))
     limits = [int(text) // ranks_per_host() for text in texts if text]
     return HostPool(
         min(limits, default=None),

@@ -267,8 +267,10 @@ def next_batches(
     """Return this rank's micro-batches of the next step; wait for their tokens, and report a new epoch."""
     first = training.plan.position(training.step)
     batches = micro_batches(config.data, tokens, first)
-    for epoch in tokens.begun_epochs(range(first, first + config.data.global_batch_size)) if training.step else ():
-        reporter.say(f"{epoch} begins in step {training.step + 1}")
+    # The start report has the first epoch.
+    if training.step:
+        for epoch in tokens.begun_epochs(range(first, first + config.data.global_batch_size)):
+            reporter.say(f"{epoch} begins in step {training.step + 1}")
     return batches
 
 
@@ -359,7 +361,6 @@ def finish(
             summary.steps = training.step
             summary.tokens_per_s = reporter.mean_tokens_per_s()
             summary.write(Path(config.trainer.output_dir))
-            reporter.expert_load()
             reporter.show(summary.table())
             # Last, so that nothing is lost: checkpoint, export and summary are complete.
             require_verified(summary, config)

@@ -89,7 +89,9 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
             raise
         result = MemoryPlan(None, None, before, (f"memory: not planned ({error})",))
     else:
-        lines = [*(_chosen(plan) if is_auto else ()), *_lines(problem, plan)]
+        lines = _lines(problem, plan)
+        if is_auto:
+            lines.insert(0, _chosen(plan))
         result = MemoryPlan(plan.memory.device_bytes, _known(problem, plan), before, tuple(lines))
         if result.available_bytes is not None:
             _require_fit(plan)
@@ -124,14 +126,17 @@ def planned(
     else:
         problem = _problem(config, hf_config, device, ranks or world_size(), host_gib=None)
     setting = setting_of(config, hf_config, device, ranks=ranks)
-    plan = choose_memory(problem, setting) if config.auto_memory else evaluate(problem, setting)
-    return problem, plan
+    if config.auto_memory:
+        return problem, choose_memory(problem, setting)
+    return problem, evaluate(problem, setting)
 
 
 def _counted_before() -> int:
     """Return the bytes that the backend's figures have before a tensor of the run exists."""
     # Elsewhere the figures are those of an allocator, which the run alone uses.
-    return (backend.memory_allocated() or 0) if backend.device.type != "cuda" else 0
+    if backend.device.type == "cuda":
+        return 0
+    return backend.memory_allocated() or 0
 
 
 def _problem(
@@ -206,7 +211,9 @@ def _least(value: float) -> float:
 def _known(problem: Problem, plan: Plan) -> int | None:
     """Return the bytes that the plan can use; None where the device's memory is not the table's: it is simulated."""
     is_simulated = problem.device.kind == "neuron" and getattr(backend, "is_simulated", False)
-    return None if is_simulated else plan.usable_bytes
+    if is_simulated:
+        return None
+    return plan.usable_bytes
 
 
 def _has_graph(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None) -> bool:
@@ -274,12 +281,12 @@ def _require_planned_graphs(config: TrainConfig) -> None:
         )
 
 
-def _chosen(plan: Plan) -> list[str]:
+def _chosen(plan: Plan) -> str:
     """Return a line with the options of the memory section that were chosen."""
     defaults = MemoryConfig()
     options = {field.name: getattr(plan.setting.memory, field.name) for field in fields(MemoryConfig)}
     changed = [f"{name}: {value}" for name, value in options.items() if value != getattr(defaults, name)]
-    return [f"memory: auto chose {', '.join(changed) or 'no technique'}"]
+    return f"memory: auto chose {', '.join(changed) or 'no technique'}"
 
 
 def _lines(problem: Problem, plan: Plan) -> list[str]:

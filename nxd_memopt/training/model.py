@@ -40,15 +40,13 @@ def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> Pretra
     if moe is None:
         return hf_config
     if moe.num_moe_experts is not None and not has_experts(hf_config):
-        top_k = MoEConfig.moe_router_topk if moe.moe_router_topk is None else moe.moe_router_topk
+        top_k = moe.moe_router_topk or MoEConfig.moe_router_topk
         hf_config = upcycled_config(hf_config, moe.num_moe_experts, top_k)
     width = moe.moe_shared_expert_intermediate_size
     if width is None or not has_experts(hf_config):
         return hf_config
-    gate = moe.moe_shared_expert_gate
-    if gate is None:
-        _, gate = shared_expert(hf_config)
-    return with_shared_expert(hf_config, width, gate=gate)
+    _, has_gate = shared_expert(hf_config)
+    return with_shared_expert(hf_config, width, gate=has_gate)
 
 
 def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -121,7 +119,9 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     """
     is_sharded_later = config.data_parallel.sharding == "zero3"
     on_host = config.parallel.use_cpu_initialization and (backend.name == "xla" or is_sharded_later)
-    device = torch.device("cpu") if on_host else backend.device
+    device = backend.device
+    if on_host:
+        device = torch.device("cpu")
     model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,

@@ -98,7 +98,7 @@ class MasterWeightOptimizer:
             "lr": config.lr,
             "betas": (config.betas[0], config.betas[1]),
             "eps": config.eps,
-            "fused": True if backend.name == "cpu" else None,
+            "fused": backend.name == "cpu" or None,
         }
         if self._stage == "zero3":
             return Zero3Optimizer(groups, AdamW, **options)
@@ -188,8 +188,8 @@ class MasterWeightOptimizer:
             self._require_finite_weights(self.loss_scaler)
 
     def _set_learning_rate(self, lr: float) -> None:
-        for options, group in zip(self._sharded.param_groups, self._groups, strict=True):
-            options["lr"] = lr * group.lr_multiplier
+        for group in self._sharded.param_groups:
+            group["lr"] = lr
 
     def _require_finite_weights(self, scaler: LossScaler) -> None:
         """Raise ``ValueError`` on every rank if a weight of any rank is NaN or infinite.
@@ -215,7 +215,9 @@ class MasterWeightOptimizer:
     @property
     def skipped_steps(self) -> int:
         """Steps so far that updated nothing because a gradient had overflowed."""
-        return 0 if self.loss_scaler is None else self.loss_scaler.skipped_steps
+        if self.loss_scaler is None:
+            return 0
+        return self.loss_scaler.skipped_steps
 
     @property
     def loss_scaling(self) -> LossScaling | None:
@@ -256,8 +258,3 @@ def reduction_dtype(master_weights: bool, data_parallel: DataParallelConfig) -> 
     if not master_weights or data_parallel.grad_reduce_in_fp32 is False:
         return None
     return torch.float32
-
-
-def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -22,11 +22,7 @@ from nxd_memopt.training.data.isolation import describe_isolation
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.device_support import cuda_graph_conflict, shard_ranks, uses_cuda_graph
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
-from nxd_memopt.training.optimizer import (
-    MasterWeightOptimizer,
-    reduction_dtype,
-    trainable_parameters,
-)
+from nxd_memopt.training.optimizer import MasterWeightOptimizer, reduction_dtype
 from nxd_memopt.training.parameter_groups import trained_parameters
 from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.runtime.distributed import world_size
@@ -73,7 +69,9 @@ def parallelize(
     apply_memory(model, model.memory, compile=config.trainer.compile, pool=pool)
     reserve_activations(pool, model, config)
     stage = config.data_parallel.sharding
-    ranks = shard_ranks(config) if stage in SHARDS_GRADIENTS else None
+    ranks = None
+    if stage in SHARDS_GRADIENTS:
+        ranks = shard_ranks(config)
     if stage == "zero3":
         _shard_parameters(model, config, ranks)
     # A rank whose host lacks memory for the states raises here: the others must not go on alone.
@@ -120,7 +118,9 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
     # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
     def loss_of(micro_batch: MicroBatch) -> Tensor:
         loss = micro_batch.loss(model)
-        return loss if scaler is None else scaler.scale_gradients_of(loss)
+        if scaler is not None:
+            loss = scaler.scale_gradients_of(loss)
+        return loss
 
     def forward_backward(micro_batch: MicroBatch) -> Tensor:
         loss = loss_of(micro_batch)
@@ -136,7 +136,7 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
     def loss_of_tensors(*tensors: Tensor) -> Tensor:
         return loss_of(MicroBatch.from_tensors(*tensors))
 
-    graphed = GraphedLoss(trainable_parameters(model), loss_of_tensors)
+    graphed = GraphedLoss([parameter for _, parameter in trained_parameters(model)], loss_of_tensors)
 
     def replay(micro_batch: MicroBatch) -> Tensor:
         try:
@@ -150,14 +150,13 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
 
 def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Return one line for each choice that was made for this model and device, with its reason."""
-    # A conflict ends in its remedy, which "auto" does not need.
     conflict = cuda_graph_conflict(config, model.config)
     if uses_cuda_graph(config, model.config):
         graph = "on"
     elif conflict is None:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
-        graph = f"off ({conflict.rpartition('; set ')[0]})"
+        graph = f"off ({conflict})"
     precision = str(config.trainer.precision)
     lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
     if config.trainer.allow_tf32:
@@ -165,8 +164,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     return [
         *describe_sharding(config),
         *describe_experts(model),
-        *describe_offload(config),
-        *describe_updates(config),
+        *describe_optimizer(config),
         f"CUDA graph: {graph}",
         describe_isolation(model, config),
         *lines,
@@ -202,26 +200,26 @@ def describe_experts(model: ParallelCausalLM) -> list[str]:
     balancing = "no balancing loss (moe_aux_loss_coeff is 0)"
     if moe.has_aux_loss:
         balancing = f"{moe.moe_router_load_balancing_type}, coefficient {moe.moe_aux_loss_coeff:g}"
-    z_loss = f"; z-loss, coefficient {moe.moe_z_loss_coeff:g}" if moe.moe_z_loss_coeff else ""
+    if moe.moe_z_loss_coeff:
+        balancing += f"; z-loss, coefficient {moe.moe_z_loss_coeff:g}"
     layers = f"{len(model.moe_layers())} of {len(model.decoder_layers())} layers"
     return [
         f"experts: {moe.num_moe_experts} in {layers}, {moe.moe_router_topk} for each token; {where}; {capacity}",
-        f"balance of experts: {balancing}{z_loss}",
+        f"balance of experts: {balancing}",
     ]
 
 
-def describe_updates(config: TrainConfig) -> list[str]:
-    """Return a line about updates in backward; empty without them."""
-    if not config.optimizer.in_backward:
+def describe_optimizer(config: TrainConfig) -> list[str]:
+    """Return a line about updates in backward, or about optimizer states in host memory; empty without both."""
+    optimizer = config.optimizer
+    if optimizer.in_backward:
+        return ["optimizer: each parameter is updated in backward, and its gradient freed; gradients are not clipped"]
+    if not optimizer.offloads_states:
         return []
-    return ["optimizer: each parameter is updated in backward, and its gradient freed; gradients are not clipped"]
-
-
-def describe_offload(config: TrainConfig) -> list[str]:
-    """Return a line about optimizer states in host memory; empty without them."""
-    if not config.optimizer.offloads_states:
-        return []
-    where = "in the next forward" if config.optimizer.optimizer_update_in_forward else "after backward"
-    fraction = config.optimizer.optimizer_offload_fraction
-    masters = "remainders of masters" if config.optimizer.store_param_remainders else "masters"
+    where, masters = "after backward", "masters"
+    if optimizer.optimizer_update_in_forward:
+        where = "in the next forward"
+    if optimizer.store_param_remainders:
+        masters = "remainders of masters"
+    fraction = optimizer.optimizer_offload_fraction
     return [f"optimizer states: {fraction:.0%} of {masters} and moments in host memory, updated {where}"]

@@ -1,4 +1,4 @@
-"""Divides the trained parameters into groups of one weight decay and one factor of the learning rate."""
+"""Divides the trained parameters into groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ class ParameterGroup:
 
     Args:
         weight_decay: of all of them.
-        lr_multiplier: factor of the learning rate of the step.
         parameters: in the model's order.
     """
 
     weight_decay: float
-    lr_multiplier: float
     parameters: tuple[Tensor, ...]
 
 
@@ -37,30 +35,30 @@ def parameter_groups(named: Sequence[tuple[str, Tensor]], config: OptimizerConfi
 
     Args:
         named: names and parameters, in the model's order.
-        config: patterns, decay and factors.
+        config: patterns and decay.
 
     Raises:
-        ValueError: a pattern matches no name, or two patterns with different factors match one.
+        ValueError: a pattern matches no name.
     """
     names = [name for name, _ in named]
-    for option, patterns in (("no_decay", config.no_decay), ("lr_multipliers", tuple(config.lr_multipliers))):
-        for pattern in patterns:
-            if not any(_matches(pattern, name) for name in names):
-                raise ValueError(
-                    f"optimizer.{option} {pattern!r} matches none of the {len(names)} trained parameters: names are "
-                    f"like {', '.join(_kinds(names))}"
-                )
-    members: dict[tuple[bool, float], list[Tensor]] = {}
+    for pattern in config.no_decay:
+        if not any(_matches(pattern, name) for name in names):
+            raise ValueError(
+                f"optimizer.no_decay {pattern!r} matches none of the {len(names)} trained parameters: names are "
+                f"like {', '.join(_kinds(names))}"
+            )
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
     for name, param in named:
         # Matrices (embeddings and projections) decay; norm weights and biases, of experts [E, columns], do not.
         is_matrix = param.dim() >= 2 and not getattr(param, "is_bias", False)
         decays = is_matrix or config.do_layer_norm_weight_decay
-        decays = decays and not any(_matches(pattern, name) for pattern in config.no_decay)
-        members.setdefault((decays, _multiplier(name, config)), []).append(param)
-    return [
-        ParameterGroup(config.weight_decay if decays else 0.0, multiplier, tuple(params))
-        for (decays, multiplier), params in sorted(members.items(), key=lambda item: not item[0][0])
-    ]
+        if decays and not any(_matches(pattern, name) for pattern in config.no_decay):
+            decayed.append(param)
+        else:
+            others.append(param)
+    groups = [ParameterGroup(config.weight_decay, tuple(decayed)), ParameterGroup(0.0, tuple(others))]
+    return [group for group in groups if group.parameters]
 
 
 def describe_groups(model: nn.Module, config: OptimizerConfig) -> list[str]:
@@ -72,9 +70,8 @@ def describe_groups(model: nn.Module, config: OptimizerConfig) -> list[str]:
     lines: list[str] = []
     for group in parameter_groups(trained_parameters(model), config):
         size = sum(count_elements(param) for param in group.parameters)
-        factor = f", learning rate x {group.lr_multiplier:g}" if group.lr_multiplier != 1 else ""
-        tensors = f"{len(group.parameters)} tensor{'s' if len(group.parameters) > 1 else ''}"
-        lines.append(f"weight decay {group.weight_decay:g}{factor}: {size:,} parameters in {tensors}")
+        number = len(group.parameters)
+        lines.append(f"weight decay {group.weight_decay:g}: {size:,} parameters in {number} tensor{'s' * (number > 1)}")
     return lines
 
 
@@ -93,16 +90,6 @@ def count_elements(param: Tensor) -> int:
 def _matches(pattern: str, name: str) -> bool:
     """Return whether ``pattern``, with the wildcards of a shell, matches a part of ``name``."""
     return fnmatchcase(name, f"*{pattern}*")
-
-
-def _multiplier(name: str, config: OptimizerConfig) -> float:
-    """Return the factor of the learning rate of the parameter ``name``; 1 if no pattern matches it."""
-    matching = {pattern: factor for pattern, factor in config.lr_multipliers.items() if _matches(pattern, name)}
-    if len(set(matching.values())) > 1:
-        raise ValueError(
-            f"optimizer.lr_multipliers has several factors for {name}: {matching}: write patterns of which one matches"
-        )
-    return next(iter(matching.values()), 1.0)
 
 
 def _kinds(names: Sequence[str]) -> list[str]:

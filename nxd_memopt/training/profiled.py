@@ -75,6 +75,6 @@ def _refusal(request: ProfileRequest, training: Training, config: TrainConfig) -
         )
     # Rank 0's answer, because another rank may have written its file already.
     exists = (Path(request.directory) / "rank0.json").is_file()
-    if share_texts("exists" if exists else "")[0]:
+    if share_texts(str(exists))[0] == str(True):
         return f"{request.directory} has the profile of an earlier run"
     return None

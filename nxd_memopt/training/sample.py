@@ -53,7 +53,9 @@ def _end_notes(ids: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary) 
     """Return a line if answers do not end with a token at which the export stops to generate."""
     # White space may follow the end of a turn.
     trained = [token for token in ids[labels != IGNORE_INDEX].tolist() if vocabulary.tokenizer.decode([token]).strip()]
-    known = vocabulary.special.config["eos_token_id"] if vocabulary.special is not None else [vocabulary.end_of_text]
+    known = [vocabulary.end_of_text]
+    if vocabulary.special is not None:
+        known = vocabulary.special.config["eos_token_id"]
     if not trained or set(known) & set(trained):
         return []
     token = vocabulary.tokenizer.convert_ids_to_tokens(trained[-1])

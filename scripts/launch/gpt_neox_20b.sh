@@ -4,4 +4,6 @@
 #   scripts/launch/gpt_neox_20b.sh --compile --model.tokenizer DIRECTORY   # compiles every graph beforehand
 #   scripts/launch/gpt_neox_20b.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
+# neuronx-distributed's flag for this model: an overflow in bf16 becomes the largest number, not infinity.
+export NEURON_CC_FLAGS="--enable-saturate-infinity ${NEURON_CC_FLAGS:-}"
 exec "${PYTHON:-python3}" -m nxd_memopt.cli launch --recipe gpt_neox_20b "$@"

@@ -71,7 +71,6 @@ STEPS = {
 EXPERT_PARALLEL = {"expert_model_parallel_size": 2}
 SENT = "moe_token_dispatcher_type=alltoall"
 SHARED = "moe_shared_expert_intermediate_size=24"
-GATED = "moe_shared_expert_gate=true"
 NEOX = {name: SIZES[name] for name in SIZES} | {"model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 96}
 ADDED = ("num_moe_experts=4", *PADDED)
 STEPS |= {
@@ -93,12 +92,11 @@ STEPS |= {
     ),
     "EP, blocks, router in fp64": (QWEN3, (*BLOCKS, "moe_router_dtype=fp64"), {**EXPERT_PARALLEL, **FULL}),
     "shared expert, SP": (MIXTRAL, (*PADDED, SHARED), {**FULL, "sequence_parallel_enabled": True}),
-    "shared expert with a gate, recomputed, EP": (
+    "shared expert, recomputed, EP": (
         MIXTRAL,
-        (*BLOCKS, SHARED, GATED),
+        (*BLOCKS, SHARED),
         {**EXPERT_PARALLEL, **EXPERTS, "sequence_parallel_enabled": True},
     ),
-    "shared expert with a gate, full": (MIXTRAL, (*PADDED, SHARED, GATED), FULL),
     "shared expert, attention and experts recomputed": (
         MIXTRAL,
         (*PADDED, SHARED),

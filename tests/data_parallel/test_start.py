@@ -20,8 +20,8 @@ from nxd_memopt.training.parallelize import parallelize
 from tests.data_parallel.stages import batch_of, build, initialize
 from tests.data_parallel.test_stages import is_packed, shared_weights
 from tests.dist.pool import distributed
+from tests.training.resume.test_rules import build as build_config
 from tests.training.runs import LLAMA
-from tests.training.test_resume_rules import build as build_config
 
 
 def moved(tensor: Tensor) -> Tensor:

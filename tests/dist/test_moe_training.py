@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from nxd_memopt.checkpoint import load_config
 from tests.dist.test_training import run, succeed
@@ -71,7 +71,6 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
     assert [each.value for each in board.Scalars("train/z_loss")] == pytest.approx([row["z_loss"] for row in steps])
     buckets = [each.histogram_value.bucket for each in board.Histograms("moe/tokens_per_expert_layer_0")]
     assert buckets == [row["tokens_per_expert"][0] for row in steps]
-    assert (reference / "expert_load.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,6 @@ def test_a_run_resumes_with_other_sizes(reference: Path, tmp_path: Path) -> None
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=5e-5)
 
 
-SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of a run of a dense LLaMA with tied embeddings."""
@@ -180,19 +176,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "shared"),
-    [
-        (1, {}, {}),
-        pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, SHARED, marks=pytest.mark.slow),
-    ],
-    ids=["one", "tensor2xexpert2, shared expert"],
+    ("ranks", "parallel"),
+    [(1, {}), pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, marks=pytest.mark.slow)],
+    ids=["one", "tensor2xexpert2"],
 )
-def test_upcycling_starts_from_the_dense_model(
-    dense: Path, tmp_path: Path, ranks: int, parallel: Any, shared: dict[str, Any]
-) -> None:
-    """Also with a gated shared expert, which transformers' Qwen2-MoE has."""
+def test_upcycling_starts_from_the_dense_model(dense: Path, tmp_path: Path, ranks: int, parallel: Any) -> None:
     model = {"pretrained": str(dense / "export"), "tokenizer": None, "config_overrides": {}}
-    moe = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, **shared}
+    moe = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
     trainer = {"max_steps": 2, "export": "verify"}
     data = {"micro_batch_size": 1}
     config = write_config(tmp_path, model=model, moe=moe, parallel=parallel, data=data, trainer=trainer)
@@ -203,13 +193,10 @@ def test_upcycling_starts_from_the_dense_model(
     assert result["held_out_loss_before"] == pytest.approx(summary(dense)["held_out_loss_after"], rel=1e-6)
     assert result["held_out_loss_after"] < result["held_out_loss_before"]
     assert result["transformers_difference"] < 1e-5
-    assert load_config(tmp_path / "run" / "export").model_type == ("qwen2_moe" if shared else "mixtral")
+    assert load_config(tmp_path / "run" / "export").model_type == "mixtral"
     # Gradients differ between the experts, because tokens do: equal ones would stay equal.
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
-    assert isinstance(exported, Qwen2MoeForCausalLM if shared else MixtralForCausalLM)
-    if shared:
-        # From zeros, by every rank's part.
-        assert all(part.any() for part in exported.model.layers[1].mlp.shared_expert.down_proj.weight.chunk(2, 1))
+    assert isinstance(exported, MixtralForCausalLM)
     for name, weight in exported.named_parameters():
         if ".experts." in name:
             assert all((weight[0] - other).abs().max() > 1e-4 for other in weight[1:]), name

@@ -20,8 +20,8 @@ from nxd_memopt.training.parallelize import parallelize
 from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
+from tests.training.resume.test_rules import build
 from tests.training.runs import LLAMA, rows, run_here, run_on_pool, summary, write_config
-from tests.training.test_resume_rules import build
 
 # Rows that every stage divides equally: zero3's norm then adds the same squares as zero1's.
 EVEN = {"config_overrides": LLAMA | {"vocab_size": 264, "intermediate_size": 48}}

@@ -71,13 +71,10 @@ ZERO1 = {"data_parallel": {"sharding": "zero1"}}
 @pytest.mark.parametrize(
     ("ranks", "parallel", "sections"),
     [
-        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
-        pytest.param(2, {}, {}, marks=pytest.mark.slow),
-        pytest.param(2, {}, ZERO1, marks=pytest.mark.slow),
         (4, TENSOR_AND_SEQUENCE, ZERO1),
         pytest.param(4, TENSOR_AND_SEQUENCE, {"optimizer": {"overlap_grad_reduce": True}}, marks=pytest.mark.slow),
     ],
-    ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1", "tensor2xdata2_overlap"],
+    ids=["tensor2xdata2_zero1", "tensor2xdata2_overlap"],
 )
 def test_every_layout_has_the_losses_of_one_process(
     reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], sections: dict[str, dict[str, object]]
@@ -98,9 +95,8 @@ def test_every_layout_has_the_losses_of_one_process(
     [
         (1, {}, {}),
         pytest.param(2, {}, ZERO1, marks=pytest.mark.slow),
-        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
     ],
-    ids=["one", "data2_zero1", "tensor2"],
+    ids=["one", "data2_zero1"],
 )
 def test_a_run_resumes_with_other_sizes(
     reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], sections: dict[str, dict[str, object]]
@@ -173,8 +169,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "recompute"), [("llama", "none"), ("llama", "full"), ("gpt_neox", "selective")])
 def test_compiled_layers_have_the_losses_of_eager_ones(
     eager: Callable[[str], Path], tmp_path: Path, name: str, recompute: str
 ) -> None:
@@ -215,16 +210,6 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
     assert not (tmp_path / "run" / "export").exists()
 
 
-@pytest.mark.slow
-def test_errors_under_torchrun_are_one_line_of_rank_zero(tmp_path: Path) -> None:
-    config = write_config(tmp_path, parallel={"tensor_model_parallel_size": 3})
-    outcome = train(config, ranks=2)
-    assert outcome.returncode != 0
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("error")]
-    assert len(lines) == 1 and "world size 2 is not divisible by tensor_model_parallel_size 3" in lines[0]
-    assert "nxd_memopt/training" not in outcome.stderr  # torchrun has a traceback of its own
-
-
 def test_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -233,8 +218,3 @@ def test_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         outcome = run_here(write_config(tmp_path))
     require_user_error(outcome, "is in use by another program")
-
-
-def test_backend_that_cannot_be_met(tmp_path: Path) -> None:
-    outcome = train(write_config(tmp_path), env={"NXD_MEMOPT_BACKEND": "cpuu"})
-    require_user_error(outcome, "NXD_MEMOPT_BACKEND 'cpuu' is not a backend: did you mean 'cpu'?")

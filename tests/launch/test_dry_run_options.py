@@ -65,19 +65,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.compile": {"compile": "layer"},
     "lora.lora_rank": {"lora_rank": 8},
 }
-# What is read, written, initialized or scheduled; numbers that are values of the step; what GPUs alone have.
-NOT_OF_THE_STEP = {
-    "model": "tokenizer random_init resize_embedding warm_start",
-    "parallel": "use_cpu_initialization",
-    "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
-    "long_conversations end_of_text packing global_batch_size held_out_every eval_sequences on_bad_rows streaming",
-    "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps weight_decay "
-    "no_decay do_layer_norm_weight_decay lr_multipliers betas eps clip_grad initial_loss_scale",
-    "trainer": "output_dir resume_from allow_changes max_steps max_epochs seed val_check_interval "
-    "save_interval async_save keep_checkpoints log_every_n_steps export "
-    "enable_cuda_graph allow_tf32 distributed_timeout_minutes wandb_project",
-    "launch": "neuron_cc_flags compile_cache_dir",
-}
 
 
 def certified(config: TrainConfig) -> object:
@@ -103,14 +90,12 @@ def config() -> TrainConfig:
     return planned("llama3_8b").config
 
 
-def test_every_option_has_been_thought_of():
-    known = {f"{name}.{field.name}" for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    # All options of experts are passed in one, and all of adapters need the one that is refused.
-    known -= {option for option in known if option.startswith(("moe.", "lora."))} - REFUSED.keys() - PASSED.keys()
-    others = {"parallel.expert_model_parallel_size"}
-    others |= {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
-    assert known <= PASSED.keys() | REFUSED.keys() | others
-    assert not (PASSED.keys() & REFUSED.keys() or (PASSED.keys() | REFUSED.keys()) & others)
+def test_every_option_of_layout_and_memory_is_certified_or_refused():
+    sections = ("parallel", "memory", "data_parallel")
+    known = {f"{name}.{field.name}" for name in sections for field in dataclasses.fields(SECTIONS[name])}
+    elsewhere = {"parallel.use_cpu_initialization", "parallel.expert_model_parallel_size"}
+    assert known <= PASSED.keys() | REFUSED.keys() | elsewhere
+    assert not PASSED.keys() & REFUSED.keys()
 
 
 @pytest.mark.parametrize("option", PASSED)

@@ -38,9 +38,9 @@ def test_the_users_execution_timeout_stays() -> None:
 
 def test_every_variable_is_documented() -> None:
     documented = (ROOT / "docs" / "trainium.md").read_text(encoding="utf-8")
-    cache = ("--launch.compile-cache-dir", "/fsx/{node_rank}", "--root-comm-port", "48620")
+    ports = ("--root-comm-port", "48620")
     for platform in ("trn1", "trn2"):
-        for name in planned("llama3_8b", "--platform", platform, *cache, environ=FOUR_HOSTS).environment:
+        for name in planned("llama3_8b", "--platform", platform, *ports, environ=FOUR_HOSTS).environment:
             assert f"`{name}`" in documented, name
 
 
@@ -188,30 +188,6 @@ def test_the_limit_is_raised_before_the_ranks_start(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("platform", "given", "name", "expected"),
-    [
-        ("trn1", "/fsx/cache/{node_rank}", "NEURON_COMPILE_CACHE_URL", "/fsx/cache/2"),
-        ("trn1", "s3://bucket/cache", "NEURON_COMPILE_CACHE_URL", "s3://bucket/cache"),
-        ("trn1", "~/cache", "NEURON_COMPILE_CACHE_URL", str(Path.home() / "cache")),
-        ("trn1", "cache", "NEURON_COMPILE_CACHE_URL", str(Path.cwd() / "cache")),  # ranks may change directory
-        ("trn2", "/fsx/cache", "TORCH_NEURONX_NEFF_CACHE_DIR", "/fsx/cache"),
-    ],
-)
-def test_the_compile_cache_is_where_the_configuration_says(platform: str, given: str, name: str, expected: str) -> None:
-    arguments = ("--platform", platform, "--launch.compile-cache-dir", given)
-    found = planned("llama3_8b", *arguments, environ=FOUR_HOSTS)
-    assert found.environment[name] == expected
-    assert name not in planned("llama3_8b", "--platform", platform, environ=FOUR_HOSTS).environment
-
-
-def test_one_cache_for_several_hosts_of_trn1_is_noted() -> None:
-    shared, own = (("--launch.compile-cache-dir", path) for path in ("/fsx/cache", "/fsx/cache/{node_rank}"))
-    notes = planned("llama3_8b", *shared, environ=FOUR_HOSTS).notes
-    assert ["file locks do not hold" in note for note in notes] == [True]
-    assert planned("llama3_8b", *shared).notes == planned("llama3_8b", *own, environ=FOUR_HOSTS).notes == ()
-
-
-@pytest.mark.parametrize(
     ("hosts", "expected"),
     [
         ({}, "localhost:48620"),
@@ -276,8 +252,6 @@ def test_a_missing_package_is_named_before_any_rank_starts(monkeypatch: pytest.M
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-CACHE = ("--launch.compile-cache-dir", "/a")
-
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
@@ -289,11 +263,6 @@ CACHE = ("--launch.compile-cache-dir", "/a")
         (("--platform", "trn2"), {"NEURON_LOGICAL_NC_CONFIG": "1"}, "NEURON_LOGICAL_NC_CONFIG is '1' .* needs '2'"),
         (("--platform", "trn2-lnc1"), {"NEURON_LOGICAL_NC_CONFIG": "2"}, "is '2' in the environment, but .* needs '1'"),
         (("--platform", "trn2"), {"NEURON_RT_VIRTUAL_CORE_SIZE": "1"}, "NEURON_RT_VIRTUAL_CORE_SIZE is '1'"),
-        (("--launch.compile-cache-dir", " "), {}, "launch.compile_cache_dir is empty"),
-        (CACHE, {"NEURON_CC_FLAGS": "--cache_dir=/b"}, "--cache_dir .* takes precedence"),
-        (CACHE, {"NEURON_CC_FLAGS": "--cache_dir /b"}, "--cache_dir .* takes precedence"),
-        (CACHE, {"NEURON_COMPILE_CACHE_URL": "/b"}, "NEURON_COMPILE_CACHE_URL is '/b'"),
-        (("--platform", "trn2", "--launch.compile-cache-dir", "s3://b/c"), {}, "TorchNeuron's cache is a directory"),
         (("--root-comm-port", "70000"), {}, r"--root-comm-port 70000 must be in \[1, 65535\]"),
         (("--root-comm-port", "29500"), FOUR_HOSTS, "differ from the master port 29500"),
         (("--master-port", "62182"), FOUR_HOSTS, "the master port 62182 is the Neuron runtime's"),

@@ -119,7 +119,7 @@ def test_experts_that_a_yaml_adds_are_planned(name, tmp_path, capsys):
     """As many parameters as the training program has with the same section."""
     sizes = {**NAMED_CONFIGS[name], "num_hidden_layers": 2}
     file = tmp_path / "run.yaml"
-    moe = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 1024, "moe_shared_expert_gate": True}
+    moe = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 1024}
     file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, "moe": moe}))
     options = ["--device", "h200", "--devices", "2", "--trainer.precision", "bf16-true", "--json", "--show", "99"]
     assert plan_command.main(["--config", str(file), *options]) == 0

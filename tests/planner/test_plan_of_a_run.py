@@ -113,7 +113,7 @@ def test_no_tried_setting_is_refused_by_training(option, file):
         (
             {"data_parallel": {"num_distributed_optimizer_instances": 3}},
             (),
-            ("num_distributed_optimizer_instances is 3", "zero2 or zero3"),
+            ("num_distributed_optimizer_instances is 3", "zero2 and zero3"),
         ),
         ({"memory": {"attention_backend": "nki"}}, (), ("attention_backend on h200 'nki'", "flash4")),
         (

@@ -14,7 +14,6 @@ from nxd_memopt.architectures.model_spec import rope_options
 from nxd_memopt.backends import backend
 from nxd_memopt.training.checks import require_applicable_memory
 from nxd_memopt.training.config.parsing import parse_config
-from nxd_memopt.training.config.train_config import ModelConfig
 from nxd_memopt.training.config.yaml_file import parse_yaml
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.model import load_hf_config
@@ -81,12 +80,6 @@ def test_sizes_that_follow_from_others_follow_overrides() -> None:
     assert override_config(neox, {"rotary_pct": 1.0}).rope_parameters["partial_rotary_factor"] == 1.0
 
 
-def test_a_pretrained_model_is_not_changed_by_an_unknown_name(tmp_path: Path) -> None:
-    config_from_overrides("llama", LLAMA).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"unknown key 'hidden_sise' .*did you mean 'hidden_size'"):
-        load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"hidden_sise": 24}))
-
-
 def test_an_earlier_export_of_the_run_is_replaced(tmp_path: Path) -> None:
     config = write_config(tmp_path, trainer={"max_steps": 2, "save_interval": "never"}, data={"eval_sequences": 0})
     assert run_here(config).returncode == 0
@@ -107,9 +100,7 @@ def _gguf(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("package", "prepare", "extra"),
     [
-        ("tensorboard", write_config, "train"),
         ("yaml", write_config, "train"),
-        ("transformers", write_config, "train"),
         ("datasets", write_config, "train"),
         ("gguf", _gguf, "gguf"),
     ],
@@ -128,20 +119,16 @@ def test_a_missing_package_is_one_line_with_its_extra(
 
 REFUSED_TECHNIQUES = {
     "activations_on_a_cpu": ({"recompute_granularity": "full", "cpu_offloading_activations": True}, "NVIDIA GPU"),
-    "layers_on_a_cpu": ({"cpu_offloading_num_layers": 1}, "NVIDIA GPU"),
-    "weights_on_a_cpu": ({"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}, "NVIDIA GPU"),
     "layers": ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, "2 layers"),
     "groups": ({"attention_head_groups": 4}, "attention_head_groups 4 does not divide"),
     "attention": ({"attention_backend": "cudnn"}, "attention_backend 'cudnn' cannot be met"),
-    "modules": ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "names no module"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_TECHNIQUES)
-@pytest.mark.parametrize("isolated", [True, False])
-def test_a_technique_that_cannot_be_applied_is_refused_before_tokenizing(name: str, isolated: bool, tmp_path) -> None:
+def test_a_technique_that_cannot_be_applied_is_refused_before_tokenizing(name: str, tmp_path: Path) -> None:
     memory, message = REFUSED_TECHNIQUES[name]
-    outcome = run_here(write_config(tmp_path, memory=memory, data={"isolate_documents": isolated}))
+    outcome = run_here(write_config(tmp_path, memory=memory, data={"isolate_documents": False}))
     assert outcome.returncode == 2 and message in outcome.stderr and outcome.stderr.count("\n") == 1, outcome.stderr
     assert not (tmp_path / "run").exists()
 

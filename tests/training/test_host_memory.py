@@ -18,8 +18,8 @@ from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.model import build_model, load_hf_config
 from tests.host_copies import HostOnly
 from tests.reference import assert_says, error_message
+from tests.training.resume.test_rules import build
 from tests.training.runs import LLAMA
-from tests.training.test_resume_rules import build
 
 DATA = {"seq_length": 24, "micro_batch_size": 2, "global_batch_size": 2}
 CHECKPOINT_BYTES = 24 * 2 * 24 * 4  # S, B, H, fp32

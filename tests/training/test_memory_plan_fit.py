@@ -117,13 +117,6 @@ def test_ranks_with_other_attention_are_refused_on_every_rank(tmp_path, monkeypa
     assert plan.planned_bytes is None and "not planned (ranks take different" in capsys.readouterr().out
 
 
-def test_the_notes_of_a_plan_are_shown(tmp_path, monkeypatch, capsys):
-    config, hf_config = run_on_hopper(tmp_path, monkeypatch)
-    monkeypatch.setattr(memory_plan, "attention_notes", lambda *_: ["the tiles are not counted"])
-    plan_memory(config, hf_config)
-    assert_says(capsys.readouterr().out, "memory: ", "the tiles are not counted")
-
-
 @pytest.mark.parametrize(("stage", "expected"), [("none", None), ("zero3", 4)])
 def test_a_plan_can_be_that_of_other_ranks(tmp_path, monkeypatch, stage, expected):
     instances = {} if stage == "none" else {"num_distributed_optimizer_instances": "hosts"}

@@ -45,7 +45,7 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: "needs a device")
     assert not uses(config(LLAMA))
-    with pytest.raises(ValueError, match=r"enable_cuda_graph is true, but a CUDA graph needs a device; set .* false"):
+    with pytest.raises(ValueError, match=r"enable_cuda_graph is true, but a CUDA graph needs a device; set .* auto"):
         uses(config(LLAMA, True))
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
@@ -69,14 +69,6 @@ def test_the_start_report_says_why_there_is_no_graph() -> None:
     assert "residual + norm: on in 4 of 4" in lines
 
 
-def test_the_start_report_has_the_reason_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    dropping = {**LLAMA, "attention_dropout": 0.1}
-    config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=dropping))
-    lines = describe_step(build_model(config, load_hf_config(config.model)), config)
-    assert "CUDA graph: off (a CUDA graph needs dropout 0, got {'attention_dropout': 0.1})" in lines
-
-
 def test_objects_of_the_setup_are_collected_again_after_training() -> None:
     before = gc.get_freeze_count()
     with pytest.raises(KeyError), gc_frozen():
@@ -92,15 +84,6 @@ def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(backend, "compile_refusal", lambda: XlaBackend.compile_refusal(object.__new__(XlaBackend)))
     with pytest.raises(ValueError, match=r"trainer\.compile layer is not for the backend xla.* set it to null"):
         require_executable(config, load_hf_config(model))
-
-
-def test_model_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model_type 'lama' is not one of .*: did you mean 'llama'"):
-        load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": "lama"}))
-    with pytest.raises(ValueError, match="absent does not exist"):
-        load_hf_config(ModelConfig(pretrained=str(tmp_path / "absent")))
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        load_hf_config(ModelConfig(pretrained=str(tmp_path)))
 
 
 def test_vocabulary_errors(tmp_path: Path) -> None:
@@ -160,17 +143,6 @@ def test_options_that_a_schedule_does_not_read(options: dict[str, Any], says: st
 def test_learning_rate_can_decay_along_a_line() -> None:
     config = OptimizerConfig(lr=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=4)
     assert [learning_rate(step, config, 12) for step in (2, 4, 6, 12, 13)] == [0.5, 1.0, 0.75, 0.0, 0.0]
-
-
-def test_only_parameters_of_two_dimensions_decay() -> None:
-    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
-    optimizer = MasterWeightOptimizer(parameters, OptimizerConfig(weight_decay=0.5))
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.reduce_gradients()
-    optimizer.step(lr=0.1)
-    assert torch.equal(parameters[0].detach(), torch.full((2, 2), 1 - 0.1 * 0.5))
-    assert torch.equal(parameters[1].detach(), torch.ones(2))
 
 
 def test_updates_below_a_bf16_step_add_up_in_the_masters() -> None:

@@ -46,7 +46,7 @@ def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, strea
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 200])
+@pytest.mark.parametrize("count", [1, 200])
 def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, count: int, streaming: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", LINES[:count])
     corpus = open_corpus(DataConfig(path, eval_sequences=0, streaming=streaming), 0)
@@ -125,8 +125,6 @@ def test_wrong_validation_text(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"validation_dataset": lines}, ("validation_dataset", "is the text that is trained")),
         ({"validation_dataset": str(same)}, ("same.jsonl", "has the documents of data.dataset")),
-        ({"validation_dataset": str(tmp_path / "none.jsonl")}, ("none.jsonl",)),
-        ({"eval_sequences": 0}, ("other.jsonl", "eval_sequences 0")),
         ({"validation_dataset": None, "held_out_every": 0}, ("held_out_every 0 leaves nothing", "eval_sequences 6")),
         ({"dataset": ..., "mixture": {lines: 1.0}}, ("validation_dataset", "data.mixture")),
     ]

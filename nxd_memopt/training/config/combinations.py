@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from nxd_memopt.options import default_of, field_types
-from nxd_memopt.training.config.precision import PRECISIONS
+from nxd_memopt.options import default_of
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
@@ -35,14 +33,11 @@ class Excluded:
     reason: str
 
     def conflict(self, config: TrainConfig) -> str | None:
-        """Return the values, the reason and a remedy if ``config`` has both values, or None."""
+        """Return the values and the reason if ``config`` has both values, or None."""
         if not (_matches(config, self.option, self.values) and _matches(config, self.other, self.other_values)):
             return None
-        first, second = (f"{name} is {yaml(value_of(config, name))}" for name in (self.option, self.other))
-        return (
-            f"{first} and {second}: {self.reason}; set {self.option} to {_allowed(self.option, self.values)}, or "
-            f"{self.other} to {_allowed(self.other, self.other_values)}"
-        )
+        first, second = yaml(value_of(config, self.option)), yaml(value_of(config, self.other))
+        return f"{self.option} is {first} and {self.other} is {second}: {self.reason}; change one of the two"
 
 
 OFFLOAD = "optimizer.optimizer_offload_fraction"
@@ -68,7 +63,7 @@ EXCLUDED = (
         (False,),
         SHARDING,
         ("none", "zero1", "zero2"),
-        "the stage does not shard parameters",
+        "only zero3 shards parameters",
     ),
     Excluded(OFFLOADED_WEIGHTS, (True,), SHARDING, ("zero3",), "gathered weights exist for one layer at a time"),
     Excluded(
@@ -169,10 +164,10 @@ def require_compatible(config: TrainConfig) -> None:
 
 
 def conflict_with_graphs(config: TrainConfig) -> str | None:
-    """Return which option excludes CUDA graphs and how to change it, or None."""
+    """Return which option excludes CUDA graphs and why, or None."""
     for option, values, reason in EXCLUDED_BY_GRAPHS:
         if _matches(config, option, values):
-            return f"{option} is {yaml(value_of(config, option))}: {reason}; set it to {_allowed(option, values)}"
+            return f"{option} is {yaml(value_of(config, option))}: {reason}"
     return None
 
 
@@ -192,33 +187,11 @@ def yaml(value: Any) -> str:
 
 
 def _matches(config: TrainConfig, option: str, values: tuple[Any, ...]) -> bool:
+    """Return whether an option has one of ``values``; with ``ANY``, another value than its default."""
     value = value_of(config, option)
     if values:
         # 1 and True are equal.
         return any(value == each and type(value) is type(each) for each in values)
-    return value != _default(type(config), option)
-
-
-def _allowed(option: str, values: tuple[Any, ...]) -> str:
-    """Return the values of ``option`` that are not among ``values``, as a remedy."""
-    from nxd_memopt.training.config.train_config import TrainConfig
-
-    choices = [each for each in _choices(TrainConfig, option) if each not in values]
-    if not values or not choices:
-        return yaml(_default(TrainConfig, option))
-    return " or ".join(yaml(each) for each in choices)
-
-
-def _choices(cls: type[TrainConfig], option: str) -> tuple[Any, ...]:
-    """Return the values of an option of words; nothing for other options."""
-    if option == PRECISION:
-        return tuple(PRECISIONS)
     section, _, name = option.partition(".")
-    hint = field_types(field_types(cls)[section])[name]
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _default(cls: type[TrainConfig], option: str) -> Any:
-    section, _, name = option.partition(".")
-    declared = {field.name: field for field in fields(field_types(cls)[section])}
-    return default_of(declared[name])
+    defaults = {field.name: default_of(field) for field in fields(getattr(config, section))}
+    return value != defaults[name]

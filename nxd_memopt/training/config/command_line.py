@@ -1,157 +1,102 @@
-"""Overrides a TrainConfig with options of the command line, which tyro parses."""
+"""Reads the options of the command line: ``--SECTION.OPTION VALUE``, with values as YAML has them."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-import io
-import re
+import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.options import alternatives, field_types, fit, nearest
+from nxd_memopt.training.config.train_config import SECTIONS
 from nxd_memopt.training.config.yaml_file import parse_yaml
 
-_WORDS = {"true": True, "false": False, "null": None}
-_FLAGS = {"true": "", "false": "no-"}
 
-
-def override(base: TrainConfig, overrides: Sequence[str], program: str) -> TrainConfig:
-    """Return ``base`` with the command-line options of ``overrides``, parsed by tyro.
+def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options that ``arguments`` set, by section, and ``auto_memory``.
 
     Raises:
-        ValueError: an unknown option or an invalid value, in one line.
-        SystemExit: with code 0 after ``--help``.
+        ValueError: an option is unknown, or a value is not of the option's type.
     """
-    base, overrides = _add_config_overrides(base, overrides)
-    overrides = as_tyro_reads(overrides)
-
-    # tyro prints a framed message and exits with a status above 0 on an invalid option. The
-    # message is captured and raised as a ValueError of one line, like the errors of the YAML
-    # file.
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(TrainConfig, prog=program, args=overrides, default=base)
-    except SystemExit as stop:
-        if stop.code == 0:  # --help
-            raise
-        raise ValueError(_message_of_box(shown.getvalue())) from None
-
-
-def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` with ``--memory auto``, YAML's ``true``, ``false`` and ``null``, and lists in tyro's form.
-
-    tyro has ``--SECTION.OPTION`` and ``--SECTION.no-OPTION`` for booleans; where an option has other
-    values too, it has Python's words. Entries of a list are arguments of their own, not a text with commas.
-    """
-    types_of = _option_types()
-    result: list[str] = []
+    given: dict[str, Any] = {}
     remaining = list(arguments)
     while remaining:
-        argument = remaining.pop(0)
-        name, separator, value = argument.partition("=")
-        hint = types_of.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
-        if not separator:
-            value = remaining[0] if remaining else ""
-        if hint is bool and value.lower() in _FLAGS:
-            section, _, option = name.rpartition(".")
-            converted = [f"{section}.{_FLAGS[value.lower()]}{option}"]
-        elif value in _WORDS and type(_WORDS[value]) in typing.get_args(hint):
-            converted = [name, str(_WORDS[value])]
-        elif bool in typing.get_args(hint) and not separator and (not value or value.startswith("--")):
-            result += [name, "True"]
+        name, separator, text = remaining.pop(0).partition("=")
+        words = []
+        if separator:
+            words.append(text)
+        # The entries of a list are words of their own.
+        while not separator and remaining and not remaining[0].startswith("--"):
+            words.append(remaining.pop(0))
+        if name == "--memory" and words == ["auto"]:
+            given["auto_memory"] = True
             continue
-        elif (name, value) == ("--memory", "auto"):
-            converted = ["--auto-memory"]
-        elif _is_list(hint) and name.replace("_", "-") != "--launch.neuron-cc-flags":
-            # Flags of the compiler have commas of their own.
-            values = [value] if separator else []
-            while remaining and not remaining[0].startswith("--"):
-                values.append(remaining.pop(0))
-            result += [name, *(part.strip() for each in values for part in each.split(",") if part.strip())]
-            continue
+        section, option, key = _option_named(name)
+        if option.startswith("no_") and option not in field_types(SECTIONS[section]):
+            option, words = option.removeprefix("no_"), ["false"]
+        options = given.setdefault(section, {})
+        if key:
+            options.setdefault(option, {})[key] = _entry(name, words)
         else:
-            result.append(argument)
-            continue
-        result.extend(converted)
-        if not separator:
-            remaining.pop(0)
-    return result
+            options[option] = _value(name, words, field_types(SECTIONS[section])[option])
+    return given
 
 
-def _is_list(hint: Any) -> bool:
-    """Return whether an option of a type takes several values."""
-    return tuple in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint)))
+def _option_named(name: str) -> tuple[str, str, str]:
+    """Return the section, the option and the key (of an option that is a mapping) of ``--SECTION.OPTION.KEY``."""
+    section, _, rest = name.removeprefix("--").partition(".")
+    option, _, key = rest.partition(".")
+    section, option = section.replace("-", "_"), option.replace("-", "_")
+    hints: dict[str, Any] = {}
+    if section in SECTIONS:
+        hints = field_types(SECTIONS[section])
+    hint = hints.get(option, hints.get(option.removeprefix("no_")))
+    is_mapping = typing.get_origin(hint) is dict
+    if not name.startswith("--") or hint is None or (key and not is_mapping):
+        known = [
+            f"--{section}.{field.name}".replace("_", "-")
+            for section, cls in SECTIONS.items()
+            for field in dataclasses.fields(cls)
+        ]
+        remedy = nearest(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
+        raise ValueError(f"unknown option {name}{remedy}")
+    # The names of a model's configuration have underscores, paths of a mixture what they have.
+    if option == "config_overrides":
+        key = key.replace("-", "_")
+    return section, option, key
 
 
-def _option_types() -> dict[str, Any]:
-    """Return the type of each option, by ``SECTION.OPTION``."""
-    return {
-        f"{section}.{option}": hint
-        for section, cls in typing.get_type_hints(TrainConfig).items()
-        if dataclasses.is_dataclass(cls)
-        for option, hint in typing.get_type_hints(cls).items()
-    }
+def _entry(name: str, words: list[str]) -> Any:
+    """Return the value of an entry of a mapping, of any type."""
+    if not words:
+        raise ValueError(f"{name} has no value: write {name} VALUE")
+    values = [parse_yaml(word) for word in words]
+    return values[0] if len(values) == 1 else values
 
 
-def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Set entries of ``model.config_overrides`` in ``base``.
-
-    tyro takes the keys and types of a mapping from the mapping's default: it cannot add an entry, and gives
-    an entry of the file no value of another type, such as 1e6 for 10000.
-
-    Returns:
-        ``base`` with the values that ``arguments`` give, and the remaining arguments.
-    """
-    prefix = "--model.config-overrides."
-    added: dict[str, Any] = {}
-    for_tyro: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        # Both forms of an option are accepted: --name=value and --name value.
-        name, separator, value = argument.removeprefix(prefix).partition("=")
-        key = name.replace("-", "_")
-        known = base.model.config_overrides
-        has_value = bool(separator) or (bool(remaining) and not remaining[0].startswith("--"))
-        # Flags without a value, lists and mappings are tyro's, as are keys of mappings (with a dot).
-        is_tyros = isinstance(known.get(key), (list, tuple, Mapping)) or (not has_value and key in known)
-        is_tyros = is_tyros or (key.startswith("no_") and key.removeprefix("no_") in known) or "." in key
-        if not argument.startswith(prefix) or is_tyros:
-            for_tyro.append(argument)
-            continue
-        if not separator:
-            if not remaining:
-                raise ValueError(f"{argument} has no value: write {argument} VALUE")
-            value = remaining.pop(0)
-        added[key] = parse_yaml(value)
-    if not added:
-        return base, for_tyro
-
-    # The dataclasses are frozen and ``base`` is not validated yet, so fields are set directly
-    # instead of with dataclasses.replace, which would call __post_init__.
-    model = copy.copy(base.model)
-    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)
-    changed = copy.copy(base)
-    object.__setattr__(changed, "model", model)
-    return changed, for_tyro
-
-
-def _message_of_box(box: str) -> str:
-    """Return the first paragraph and the first suggestion of tyro's framed message in one line."""
-    # The first line is the upper border of the frame, with the title. Horizontal rules separate
-    # paragraphs.
-    lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]
-    groups = re.split("[─-]{4,}", " ".join(lines))
-    paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
-    suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
-    # Errors of checks between sections have this prefix here, and none when they come from a YAML file.
-    message = paragraphs[0].removeprefix("Error parsing TrainConfig: ")
-    if suggestion is None:
-        return message
-    return f"{message}: did you mean {suggestion[1]}?"
+def _value(name: str, words: list[str], hint: Any) -> Any:
+    """Return the value of an option of type ``hint``."""
+    kinds = alternatives(hint)
+    entries = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
+    # None is Python's word for null, which runs of earlier versions may have in their scripts.
+    if words in (["null"], ["None"]) and types.NoneType in kinds:
+        return None
+    if entries:
+        # Also with commas: --optimizer.betas 0.9,0.95
+        parts = " ".join(word.replace(",", " ") for word in words).split()
+        return tuple(_value(name, [part], entries[0]) for part in parts)
+    if not words and bool in kinds:
+        return True
+    if len(words) != 1:
+        raise ValueError(f"{name} has the values {words}: write {name} VALUE")
+    text = words[0]
+    # Of texts, a word of YAML is what it says, but for the numbers that the option takes too.
+    if str in kinds and int not in kinds:
+        return text
+    try:
+        return fit(name, parse_yaml(text), hint)
+    except ValueError:
+        if str in kinds:
+            return text
+        raise

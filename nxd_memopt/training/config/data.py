@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nxd_memopt.config import require_divisible
-from nxd_memopt.options import WARM_START, Resume, check_options, option, require_at_least, require_named
+from nxd_memopt.options import WARM_START, Resume, check_options, expanded, option, require_at_least
 
 CONVERSATIONS = ("messages", "prompt_completion", "instruction_output")
 HELD_OUT_EVERY = 20
@@ -182,14 +182,14 @@ class DataConfig:
                 "dataset into the mixture, with its weight, or leave one of them out"
             )
         for name, weight in self.mixture.items():
-            require_named("data.mixture", name)
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not is_number or not 0 < weight < math.inf:
                 raise ValueError(
                     f"data.mixture gives {name!r} the weight {weight!r}: give it a positive number, or leave it out"
                 )
         # 3 and 3.0 are one weight to a run that resumes.
-        object.__setattr__(self, "mixture", {name: float(weight) for name, weight in self.mixture.items()})
+        mixture = {expanded("data.mixture", name): float(weight) for name, weight in self.mixture.items()}
+        object.__setattr__(self, "mixture", mixture)
 
     def _check_format(self) -> None:
         """Raise ``ValueError`` for options that the format of the rows does not read."""

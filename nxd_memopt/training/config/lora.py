@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.options import Resume, check_options, option
@@ -23,7 +23,6 @@ class LoraOptions:
         lora_dropout: probability of dropping an element of an adapter's input.
         target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, the default.
         use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
-        init_lora_weights: initial values of A: ``default``, as a linear layer's, or ``gaussian``.
     """
 
     # Adapters are part of the model's shape; the scale and dropout are of its forward.
@@ -32,7 +31,6 @@ class LoraOptions:
     lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
     target_modules: tuple[str, ...] | None = option(None, resume=Resume.REFUSED)
     use_rslora: bool = option(False, resume=Resume.REFUSED)
-    init_lora_weights: Literal["default", "gaussian"] = option("default", resume=Resume.NOT_COMPARED)
 
     def __post_init__(self) -> None:
         check_options(self, "lora")

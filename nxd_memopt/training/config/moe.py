@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Options of a layer that follow from the model's config.json alone.
-_OF_THE_MODEL = ("moe_layer_freq", "moe_router_pre_softmax", "moe_ffn_hidden_size")
+_OF_THE_MODEL = ("moe_layer_freq", "moe_router_pre_softmax", "moe_ffn_hidden_size", "moe_shared_expert_gate")
 
 
 def _optional_fields() -> list[tuple[str, Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +30,6 @@ class OptimizerConfig:
             pattern matches a part of a name; ``*`` and ``?`` match as in a shell. One that matches
             nothing is an error.
         do_layer_norm_weight_decay: decay norms and biases too (NeMo's name).
-        lr_multipliers: factors of the learning rate for parameters whose names a pattern matches,
-            such as ``{lm_head: 0.1}``.
         betas: decay rates of the running means of the gradient and of its square.
         eps: added to the denominator.
         clip_grad: maximum global gradient norm; 0 disables clipping.
@@ -72,7 +69,6 @@ class OptimizerConfig:
     # Checkpoints have the states by group of parameters.
     no_decay: tuple[str, ...] = option((), resume=Resume.REFUSED)
     do_layer_norm_weight_decay: bool = option(False, resume=Resume.REFUSED, nemo=["do_layer_norm_weight_decay"])
-    lr_multipliers: dict[str, float] = option(factory=dict, resume=Resume.REFUSED)
     betas: tuple[float, ...] = option((0.9, 0.95), resume=Resume.WHEN_ASKED)
     # AdamW divides by it: a row of the embedding without a gradient would be divided 0 by 0.
     eps: float = option(1e-8, resume=Resume.WHEN_ASKED, above=0)
@@ -125,18 +121,12 @@ class OptimizerConfig:
             )
 
     def _check_groups(self) -> None:
-        """Raise ``ValueError`` for patterns and factors that cannot be of a parameter."""
-        for name, patterns in (("no_decay", self.no_decay), ("lr_multipliers", tuple(self.lr_multipliers))):
-            for pattern in patterns:
-                if not isinstance(pattern, str) or not pattern.strip("* "):
-                    raise ValueError(
-                        f"optimizer.{name} has the pattern {pattern!r}, which names no parameter: write a part of a "
-                        "name, such as embed_tokens"
-                    )
-        for pattern, factor in self.lr_multipliers.items():
-            if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
+        """Raise ``ValueError`` for a pattern that cannot be of a parameter."""
+        for pattern in self.no_decay:
+            if not pattern.strip("* "):
                 raise ValueError(
-                    f"optimizer.lr_multipliers {pattern!r} must be a number above 0, got {factor!r}: it multiplies lr"
+                    f"optimizer.no_decay has the pattern {pattern!r}, which names no parameter: write a part of a "
+                    "name, such as embed_tokens"
                 )
 
     def _check_in_backward(self) -> None:

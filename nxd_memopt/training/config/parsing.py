@@ -5,36 +5,50 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nxd_memopt.architectures.published import spelled
-from nxd_memopt.config import from_mapping
-from nxd_memopt.options import declaration, default_of, field_types, fit, require_one_of
-from nxd_memopt.training.config.command_line import override
+from nxd_memopt.options import declaration, field_types, fit, nearest, require_one_of
+from nxd_memopt.training.config.command_line import read_overrides
+from nxd_memopt.training.config.help import options_help
 from nxd_memopt.training.config.nemo.model import translate
 from nxd_memopt.training.config.nemo.switches import knows, take_switches
-from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, DataConfig, TrainConfig
+from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, TrainConfig
 from nxd_memopt.training.config.yaml_file import read_yaml_file
 
 
-def _other_names() -> dict[str, tuple[str, str]]:
-    """Return the section and name of each option by the names that NeMo, Megatron and neuronx-distributed have."""
-    names: dict[str, tuple[str, str]] = {}
+@dataclass(frozen=True)
+class Alias:
+    """Option that a name of NeMo, Megatron or neuronx-distributed stands for, in any section.
+
+    Args:
+        section: section of the option here.
+        option: name of the option here.
+        values: values of the option by the values of the other name; None for equal values.
+    """
+
+    section: str
+    option: str
+    values: Mapping[Any, Any] | None = None
+
+
+def _aliases() -> dict[str, Alias]:
+    """Return all aliases by name."""
+    names: dict[str, Alias] = {}
     for section, cls in SECTIONS.items():
         for field in dataclasses.fields(cls):
             # NeMo has the options of these three in its model section.
             if section in ("parallel", "memory", "moe"):
-                names[field.name] = (section, field.name)
-            for name in declaration(field).nemo:
-                names[name] = (section, field.name)
+                names[field.name] = Alias(section, field.name)
+            for name, values in declaration(field).nemo.items():
+                names[name] = Alias(section, field.name, values)
     return names
 
 
-ALIASES = _other_names()
-"""Names that are accepted in any section -> section and name of the option."""
+ALIASES = _aliases()
 
 # NeMo's options for what is not supported, with the only accepted value. Micro-batches per step follow from
 # data.global_batch_size.
@@ -69,13 +83,6 @@ REPLACED = (("data", "dataset", "mixture"), ("trainer", "max_steps", "max_epochs
 NOT_GIVEN: tuple[Any, ...] = (None, {}, -1)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises instead of printing its usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train") -> TrainConfig:
     """Return the configuration of a file or recipe, overridden by command-line options.
 
@@ -88,24 +95,25 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
             value.
         SystemExit: with code 0 after ``--help``.
     """
-    # argparse takes --config and --recipe only. tyro parses everything else, --help included,
-    # with the file's values as defaults.
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     parser.add_argument("--recipe")
-    known, overrides = parser.parse_known_args(arguments)
+    parser.add_argument("-h", "--help", action="store_true")
+    try:
+        known, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    if known.help:
+        print(options_help(program))
+        raise SystemExit(0)
     if known.config is not None and known.recipe is not None:
         raise ValueError(f"--config {known.config} and --recipe {known.recipe} both name a configuration: pass one")
+    sections: dict[str, Any] = {}
     if known.recipe is not None:
-        base = read_yaml(recipe_path(known.recipe))
+        sections = read_yaml(recipe_path(known.recipe))
     elif known.config is not None:
-        base = read_yaml(Path(known.config))
-    else:
-        base = _unchecked_config({})
-    if overrides:
-        base = override(base, overrides, program)
-        _require_one_of_two(overrides, base)
-    return _checked(base)
+        sections = read_yaml(Path(known.config))
+    return _built(_overridden(sections, read_overrides(overrides)))
 
 
 def recipe_path(name: str) -> Path:
@@ -123,23 +131,26 @@ def recipe_path(name: str) -> Path:
 
 def config_from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Return the validated configuration of nested mappings, as a YAML parser returns them."""
-    return _checked(_unchecked_config(values))
+    return _built(read_sections(values))
 
 
-def read_yaml(path: Path) -> TrainConfig:
-    """Read a configuration file. Only option names and types are checked here, not values."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return ``read_sections`` of a configuration file; errors name the file."""
     values = read_yaml_file(path)
     try:
-        return _unchecked_config(values)
+        return read_sections(values)
     except ValueError as error:
         raise ValueError(f"configuration file {path}: {error}") from error
 
 
-def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of ``values`` without validation of values.
+def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ``values`` by section, with this library's names and types.
 
-    A section may lack a required option or contradict another section: command-line options are
-    applied later, and the result is validated by ``_checked``.
+    Ranges and combinations are checked later: command-line options are applied before. ``memory: auto`` is
+    ``auto_memory``, next to the sections.
+
+    Raises:
+        ValueError: names or types are wrong; all of them are in the message.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -148,44 +159,70 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
         )
     problems: list[str] = []
     values = translate(values, problems)
+    _check_names(values, SECTIONS, "the configuration", problems)
+    # A section without options is None in YAML.
+    given = {name: section for name, section in values.items() if name in SECTIONS and section is not None}
+    is_auto = given.get("memory") == "auto"
+    if is_auto:
+        del given["memory"]
+    sections = _resolve_aliases(given, problems)
+    for name, options in sections.items():
+        types = field_types(SECTIONS[name])
+        _check_names(options, types, name, problems)
+        for option, value in options.items():
+            with _collected(problems):
+                options[option] = fit(f"{name}.{option}", value, types.get(option, Any))
     with _collected(problems):
-        _require_known(TrainConfig, values, "the configuration")
-    values = {name: section for name, section in values.items() if name in SECTIONS}
-    # A section without options is None in YAML. Every section exists in the result, with
-    # defaults.
-    options = {name: {} if section is None else section for name, section in values.items()}
-    # The one section that may be a word.
-    auto_memory = options.get("memory") == "auto"
-    if auto_memory:
-        options["memory"] = {}
-    sections = _resolve_aliases(options, problems)
+        _require_one_of_two(sections, sections)
+    if problems:
+        raise ValueError(_listed(problems))
+    return sections | {"auto_memory": is_auto}
+
+
+def _check_names(values: Mapping[str, Any], known: Collection[str], section: str, problems: list[str]) -> None:
+    """Add a text to ``problems`` for the names of ``values`` that are not ``known``."""
+    unknown = [name for name in values if name not in known]
+    remedies = [nearest(name, tuple(known)) for name in unknown]
+    for name, remedy in zip(unknown, remedies, strict=True):
+        problems.append(f"unknown key {name!r} in {section}{remedy}")
+    # The list of all names, once.
+    if "" in remedies:
+        problems[-1] += f": known in {section} are {list(known)}"
+
+
+def _overridden(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return ``sections`` with the values of ``overrides``, which win; entries of a mapping are replaced one by one."""
+    result = sections | overrides
+    for name in SECTIONS.keys() & overrides.keys():
+        before = sections.get(name, {})
+        result[name] = before | overrides[name]
+        for option, value in overrides[name].items():
+            if isinstance(value, dict):
+                result[name][option] = before.get(option, {}) | value
+    _require_one_of_two(overrides, result)
+    return result
+
+
+def _require_one_of_two(given: Mapping[str, Any], sections: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for an option of ``given`` that another one of ``sections`` replaces."""
     for section, replaced, option in REPLACED:
-        given = sections.get(section, {})
-        if replaced not in given or given.get(option) in NOT_GIVEN:
+        options = sections.get(section, {})
+        if replaced not in given.get(section, {}) or options.get(option) in NOT_GIVEN:
             continue
         # Lightning's max_steps: -1 next to max_epochs.
-        if given[replaced] in NOT_GIVEN:
-            del given[replaced]
-        else:
-            problems.append(_both_given(section, replaced, option))
-    built: dict[str, Any] = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
-    if problems:
-        raise ValueError(problems[0] if len(problems) == 1 else _listed(problems))
-    return _unchecked(TrainConfig, {**built, "auto_memory": auto_memory})
+        if options[replaced] in NOT_GIVEN:
+            del options[replaced]
+            continue
+        raise ValueError(
+            f"{section}.{replaced} and {section}.{option} are both given, and the second replaces the first: leave "
+            "one out"
+        )
 
 
-def _require_one_of_two(overrides: Sequence[str], config: TrainConfig) -> None:
-    """Raise ``ValueError`` for an option of the command line that another one replaces."""
-    names = {argument.partition("=")[0].replace("-", "_").lstrip("_") for argument in overrides}
-    for section, replaced, option in REPLACED:
-        if f"{section}.{replaced}" in names and getattr(getattr(config, section), option) not in NOT_GIVEN:
-            raise ValueError(_both_given(section, replaced, option))
-
-
-def _both_given(section: str, replaced: str, option: str) -> str:
-    return (
-        f"{section}.{replaced} and {section}.{option} are both given, and the second replaces the first: leave one out"
-    )
+def _built(sections: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of ``read_sections``; every dataclass checks its values when it is made."""
+    built = {name: cls(**sections.get(name, {})) for name, cls in SECTIONS.items()}
+    return TrainConfig(**built, auto_memory=sections.get("auto_memory", False))
 
 
 @contextlib.contextmanager
@@ -198,83 +235,10 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _listed(problems: list[str]) -> str:
-    """Return several problems in one line."""
+    """Return one problem as it is, several in one line."""
+    if len(problems) == 1:
+        return problems[0]
     return f"{len(problems)} problems: " + "; ".join(f"({i}) {text}" for i, text in enumerate(problems, start=1))
-
-
-def _build(name: str, values: Mapping[str, Any], problems: list[str]) -> Any:
-    """Return the unvalidated dataclass of section ``name``, with values of the fields' types."""
-    with _collected(problems):
-        _require_known(SECTIONS[name], values, name)
-    hints = field_types(SECTIONS[name])
-    fitted = {}
-    for key, value in values.items():
-        if key in hints:
-            with _collected(problems):
-                fitted[key] = fit(f"{name}.{key}", value, hints[key])
-    return _unchecked(SECTIONS[name], fitted)
-
-
-def _require_known(cls: type, values: Mapping[str, Any], section: str) -> None:
-    """Raise ``ValueError`` for the keys of ``values`` that are not fields of the dataclass ``cls``."""
-    # from_mapping has the error message. It constructs its class, so it gets a class with the
-    # same fields, no __post_init__ and a default for every field.
-    fields = [(field.name, Any, None) for field in dataclasses.fields(cls)]
-    plain = dataclasses.make_dataclass(cls.__name__, fields)
-    found: list[str] = []
-    for key in values:
-        with _collected(found):
-            from_mapping(plain, {key: values[key]}, section=section)
-    if len(found) > 1:
-        # The list of all names, once.
-        found = [text.partition(": known are ")[0] for text in found]
-        found.append(f"known in {section} are {[field.name for field in dataclasses.fields(cls)]}")
-    if found:
-        raise ValueError("; ".join(found))
-
-
-def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass ``cls`` without a call of ``__post_init__``."""
-    instance = object.__new__(cls)
-    for field in dataclasses.fields(cls):
-        value = values[field.name] if field.name in values else default_of(field)
-        object.__setattr__(instance, field.name, value)
-    return instance
-
-
-def _checked(config: TrainConfig) -> TrainConfig:
-    """Return a validated copy: constructing the dataclasses again calls every ``__post_init__``."""
-    sections = {}
-    for name in SECTIONS:
-        section = getattr(config, name)
-        # A shell expands ~ on the command line; nothing has expanded it in a file.
-        expanded: dict[str, Any] = {}
-        for field in dataclasses.fields(section):
-            path = getattr(section, field.name)
-            if declaration(field).is_path and path is not None:
-                expanded[field.name] = _expanded(f"{name}.{field.name}", path)
-        if isinstance(section, DataConfig):
-            expanded["mixture"] = {_expanded("data.mixture", path): weight for path, weight in section.mixture.items()}
-        sections[name] = dataclasses.replace(section, **expanded)
-    return TrainConfig(**sections, auto_memory=config.auto_memory)
-
-
-def _expanded(option: str, path: str) -> str:
-    """Return ``path`` with the home directory for a leading ``~``.
-
-    Raises:
-        ValueError: the home directory is unknown, or the path has an environment variable.
-    """
-    # It would name a directory "$HOME" in the working directory.
-    if re.search(r"\$\{?[A-Za-z_]", path):
-        raise ValueError(f"{option} {path!r} has an environment variable, which is not replaced: write its value")
-    if not path.startswith("~"):
-        return path
-    # Path() would also normalize other names, such as patterns and names on the hub.
-    try:
-        return str(Path(path).expanduser())
-    except RuntimeError as error:
-        raise ValueError(f"{option} {path!r} names the home directory of an unknown user: write the path") from error
 
 
 def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
@@ -297,40 +261,29 @@ def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str
 
 def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> None:
     """Store option ``section.name`` in ``resolved`` under its own section and name."""
-    fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
-    target, target_name = section, name
-    # An option of the section itself takes precedence over an alias of the same name. Options of
-    # unsupported dimensions are accepted and dropped if they have their neutral value.
-    if name not in fields:
+    # An option of the section itself takes precedence over an alias of the same name. A name that nobody
+    # knows stays in its section, where read_sections rejects it with a suggestion.
+    alias = Alias(section, name)
+    if name not in field_types(SECTIONS[section]):
         if section == "trainer" and name in NEUTRAL_TRAINER:
             return
+        # Options of unsupported dimensions are accepted and dropped if they have their neutral value.
         if name in NEUTRAL:
             if value != NEUTRAL[name]:
                 raise ValueError(f"{section}.{name} {value} is not supported: only {NEUTRAL[name]} is")
             return
-        # A name that nobody knows stays in its section, where _build rejects it with a suggestion.
-        target, target_name = ALIASES.get(name, (section, name))
-        values = _translations(target, target_name).get(name)
-        if values is not None:
-            if value is None:  # not given
-                return
-            require_one_of(f"{section}.{name}", value, tuple(values))
-            value = values[value]
-    options = resolved.setdefault(target, {})
+        alias = ALIASES.get(name, alias)
+    if alias.values is not None:
+        if value is None:  # not given
+            return
+        require_one_of(f"{section}.{name}", value, tuple(alias.values))
+        value = alias.values[value]
+    options = resolved.setdefault(alias.section, {})
     # An alias and the name it stands for would otherwise overwrite each other in file order. Megatron has
     # two options for ZeRO-1, which agree.
-    if target_name in options and options[target_name] != value:
-        names = [target_name, *(alias for alias, known in ALIASES.items() if known == (target, target_name))]
+    if alias.option in options and options[alias.option] != value:
         raise ValueError(
-            f"{section}.{name} sets {target}.{target_name} a second time: remove one of "
-            f"{', '.join(dict.fromkeys(names))}"
+            f"{section}.{name} sets {alias.section}.{alias.option} a second time, to {value!r} after "
+            f"{options[alias.option]!r}: remove one of the two"
         )
-    options[target_name] = value
-
-
-def _translations(section: str, name: str) -> Mapping[str, Mapping[Any, Any] | None]:
-    """Return the other names of an option, each with the option's values by its own if these differ."""
-    for field in dataclasses.fields(SECTIONS[section]):
-        if field.name == name:
-            return declaration(field).nemo
-    return {}
+    options[alias.option] = value

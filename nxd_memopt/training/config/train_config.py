@@ -174,31 +174,6 @@ class TrainerConfig:
         return Path(self.output_dir) / "export"
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """What ``nxd-memopt launch`` puts into the ranks' environment.
-
-    A run that is started in another way does not read this section.
-
-    Args:
-        neuron_cc_flags: options of trn1's compiler. With recompute the launcher adds ``-O1`` if
-            no optimization level is given, and rejects any other level: the compiler could undo
-            the recompute.
-        compile_cache_dir: directory of the compilation cache on Trainium; ``None`` is the
-            compiler's default, a directory on each host (trn1:
-            ``/var/tmp/neuron-compile-cache``). ``{node_rank}`` is replaced by the host's number:
-            trn1 hosts on a shared file system need one directory each. trn1 accepts an ``s3://``
-            URL too.
-    """
-
-    neuron_cc_flags: tuple[str, ...] = option(("--model-type=transformer",), resume=Resume.REPORTED)
-    compile_cache_dir: str | None = option(None, resume=Resume.NOT_COMPARED)
-
-    def __post_init__(self) -> None:
-        check_options(self, "launch")
-        require_named("launch.compile_cache_dir", self.compile_cache_dir)
-
-
 def _require_free_memory_section(memory: MemoryConfig) -> None:
     """Raise ``ValueError`` if the memory section has a technique, which ``memory: auto`` would replace."""
     allowed = MemoryConfig(
@@ -232,7 +207,6 @@ class TrainConfig:
     lora: LoraOptions = field(default_factory=LoraOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
     auto_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -242,7 +216,7 @@ class TrainConfig:
         require_compatible(self)
         conflict = conflict_with_graphs(self)
         if self.trainer.enable_cuda_graph is True and conflict is not None:
-            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
+            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}; change one of the two")
         # Sequence parallelism gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size

@@ -79,4 +79,6 @@ def read_yaml_file(path: Path) -> Any:
         raise ValueError(f"configuration file {path} is not a text in UTF-8 ({error}): save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"configuration file {path}: {error}") from error
-    return {} if values is None else values
+    if values is None:
+        return {}
+    return values

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.files import write_text
 from nxd_memopt.training.reporting.expert_load import write_layers
 
 WANDB_ID = "wandb_id"
-HPARAMS_METRICS = ("held_out/loss", "train/loss", "train/tokens_per_s")
-"""Scalars that TensorBoard shows next to the hyperparameters of each run."""
 
 
 class Boards:
@@ -41,7 +38,7 @@ class Boards:
         self._wandb = None if wandb_project is None else _wandb_run(wandb_project, directory)
 
     def options(self, text: str, values: Mapping[str, Any]) -> None:
-        """Record the options of the run: as TensorBoard's text and hyperparameters, and in wandb's run.
+        """Record the options of the run: as TensorBoard's text, and in wandb's run.
 
         Args:
             text: the options as YAML.
@@ -49,13 +46,6 @@ class Boards:
         """
         # Markdown needs an indentation of 4 for text that is shown as it is.
         self._tensorboard.add_text("options", re.sub("^", "    ", text, flags=re.MULTILINE))
-        flat: dict[str, Any] = {}
-        for section, options in values.items():
-            for name, value in options.items():
-                flat[f"{section}.{name}"] = value if isinstance(value, bool | int | float) else str(value)
-        # Not ``add_hparams``, which writes a value of each metric at step 0.
-        for summary in hparams(flat, dict.fromkeys(HPARAMS_METRICS, 0)):
-            self._tensorboard._get_file_writer().add_summary(summary)
         if self._wandb is not None:
             # A resumed run may have other options.
             self._wandb.config.update(dict(values), allow_val_change=True)

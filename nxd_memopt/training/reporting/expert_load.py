@@ -1,16 +1,11 @@
-"""Shows the load of experts: values of each layer in TensorBoard, and a heat map at the end of a run."""
+"""Writes the values of the layers with experts to TensorBoard."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-LOAD_PLOT = "expert_load.png"
-LAST_STEPS = 100
-"""Recorded steps, counted from the last one, whose tokens the heat map adds up."""
 
 
 def write_layers(board: Any, name: str, values: Sequence[Any], step: int) -> None:
@@ -42,32 +37,3 @@ def write_layers(board: Any, name: str, values: Sequence[Any], step: int) -> Non
             bucket_counts=counts.tolist(),
             global_step=step,
         )
-
-
-def load_of_experts(counts: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """Return the load of each expert over the last steps, ``[layers, E]``; 1 is the mean of the layer.
-
-    Args:
-        counts: tokens of each expert, ``[steps, layers, E]``.
-    """
-    total = np.asarray(counts[-LAST_STEPS:], dtype=np.float64).sum(axis=0)
-    return total / total.mean(axis=1, keepdims=True).clip(min=1)
-
-
-def draw_load(counts: Sequence[Sequence[Sequence[int]]], path: Path) -> None:
-    """Draw ``load_of_experts(counts)`` as a heat map into the PNG file ``path``."""
-    # A figure without pyplot needs no display and keeps no global state.
-    from matplotlib.figure import Figure
-
-    load = load_of_experts(counts)
-    layers, experts = load.shape
-    figure = Figure(figsize=(min(16, 3 + 0.15 * experts), min(12, 2 + 0.2 * layers)))
-    axes = figure.subplots()
-    # 1 is in the middle of the colors: experts above and below the mean load are told apart.
-    image = axes.imshow(load, aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="nearest")
-    axes.set_xlabel("expert")
-    axes.set_ylabel("MoE layer")
-    steps = min(len(counts), LAST_STEPS)
-    axes.set_title(f"tokens of experts, mean of a layer = 1\n(last {steps} recorded steps)")
-    figure.colorbar(image, ax=axes, extend="max")
-    figure.savefig(path, dpi=150, bbox_inches="tight")

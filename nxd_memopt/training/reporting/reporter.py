@@ -19,7 +19,6 @@ from nxd_memopt.files import complete_file
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.reporting.boards import Boards
-from nxd_memopt.training.reporting.expert_load import LAST_STEPS, LOAD_PLOT, draw_load
 from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
 
 ROW_START = b'{"step": '
@@ -109,7 +108,7 @@ class Rows:
     incomplete row, left by a process that was killed while writing, is removed too.
 
     Attributes:
-        rows: the rows; lists, as of the tokens of each expert, of the last ``LAST_STEPS`` rows only.
+        rows: the rows without lists, such as the tokens of each expert.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -123,11 +122,8 @@ class Rows:
                     self._keep(row)
 
     def _keep(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        # The lists of 48 layers of 128 experts are 239 KiB a step.
-        if len(self.rows) > LAST_STEPS:
-            old = self.rows[-LAST_STEPS - 1]
-            self.rows[-LAST_STEPS - 1] = {name: value for name, value in old.items() if not isinstance(value, list)}
+        # Without lists: the tokens of each expert, of 48 layers of 128 experts, are 239 KiB a step.
+        self.rows.append({name: value for name, value in row.items() if not isinstance(value, list)})
 
     def append(self, row: dict[str, Any]) -> None:
         """Add ``row`` to ``rows`` and to the file.
@@ -271,34 +267,25 @@ class Reporter:
         self._metrics.append(values)
         self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
         self._show(row)
-        self._say_expected_end(row)
 
     def _show(self, row: StepMetrics) -> None:
         """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
+        remaining = self._config.max_steps - row.step
+        left: timedelta | None = None
+        if self.tokens_per_step is not None and remaining:
+            left = timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
+        # A terminal has the remaining time in its progress bar.
         if self.console.is_terminal:
             self._progress.update(self._task, completed=row.step, description=row.line())
-        elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
-            self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}{self._time_left(row)}")
-
-    def _time_left(self, row: StepMetrics) -> str:
-        """Return the time of the remaining steps in words; empty after the last one."""
-        # A terminal has it in its progress bar.
-        left = self._left(row)
-        return "" if left is None else f"  {left} left"
-
-    def _say_expected_end(self, row: StepMetrics) -> None:
-        """Print the expected end of training once, after the second step, because the first one is a warm-up."""
-        left = self._left(row)
+        elif row.step % self._config.log_every_n_steps == 0 or not remaining:
+            line = f"step {row.step}/{self._config.max_steps}  {row.line()}"
+            if left is not None:
+                line += f"  {left} left"
+            self.say(line)
+        # Once, after the second step, because the first one is a warm-up.
         if left is not None and row.step - self._first_step == 2:
             end = datetime.now().astimezone() + left
             self.say(f"expected end of training: {end:%Y-%m-%d %H:%M %Z}, without evaluations and saves")
-
-    def _left(self, row: StepMetrics) -> timedelta | None:
-        """Return the time of the remaining steps at the present speed; None after the last one."""
-        remaining = self._config.max_steps - row.step
-        if self.tokens_per_step is None or not remaining:
-            return None
-        return timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
 
     def evaluated_same_tokens(self, first: int, last: int) -> bool:
         """Return whether the losses recorded for two steps are of the same tokens, as far as their rows say."""
@@ -333,16 +320,6 @@ class Reporter:
             self._evaluations.append(row)
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
-
-    def expert_load(self) -> None:
-        """Draw the load of the experts, if the rows of metrics.jsonl have it. Call it at the end."""
-        if not self._enabled:
-            return
-        counts = [row["tokens_per_expert"] for row in self._metrics.rows if "tokens_per_expert" in row]
-        if counts:
-            path = Path(self._config.output_dir) / LOAD_PLOT
-            draw_load(counts, path)
-            self.say(f"load of the experts: {path}")
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean tokens per second of this process's steps, or None without steps.

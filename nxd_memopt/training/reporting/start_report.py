@@ -16,11 +16,13 @@ def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
     sizes = {True: 0, False: 0}
     for param in model.parameters():
         sizes[param.requires_grad] += count_elements(param)
-    of_all = f" of {sum(sizes.values()):,}" if sizes[False] else ""
+    trained = f"{sizes[True]:,}"
+    if sizes[False]:
+        trained += f" of {sum(sizes.values()):,}"
     data, steps = config.data, config.trainer.max_steps
     tokens = data.global_batch_size * data.seq_length
     return [
-        f"model: {sizes[True]:,}{of_all} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
+        f"model: {trained} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
         "weight, gradient and optimizer states before sharding",
         *describe_groups(model, config.optimizer),
         f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, {tokens:,} "

@@ -56,8 +56,6 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     # The sources of a mixture may move, like a single one, but not change their shares.
     options["data"]["dataset"] = " + ".join(config.data.sources)
     options["data"]["mixture"] = list(config.data.mixture.values())
-    # As one value: a mapping would be recorded entry by entry.
-    options["optimizer"]["lr_multipliers"] = sorted(config.optimizer.lr_multipliers.items())
     options["architecture"] = architecture(hf_config)
     return options
 
@@ -98,6 +96,10 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
             rule = Declaration(Resume.WHEN_ASKED)
         if old != after[name]:
             judge(changes, name, rule, (old, after[name]), allowed)
+    # An option that was removed since might have changed the results; unset ones have not.
+    for name, value in stored.items():
+        if value and name not in after and not name.startswith((ARCHITECTURE, OVERRIDES)):
+            changes.notes.append(f"{name} was {value!r}: this version has no such option")
     for name, values in _architecture_differences(stored, after).items():
         option = name.removeprefix(OVERRIDES)
         change = Resume.WHEN_ASKED if option in ARCHITECTURE_WHEN_ASKED else Resume.REFUSED

@@ -75,7 +75,9 @@ def text_of(error: Exception) -> str:
     """Return the message of ``error``, with a remedy for a full disk, or with the place of another library's error."""
     # Errors that this library raises with a remedy have no number.
     if isinstance(error, OSError):
-        return f"{error}: free disk space and start the same command again" if error.errno in FULL_DISK else str(error)
+        if error.errno in FULL_DISK:
+            return f"{error}: free disk space and start the same command again"
+        return str(error)
     # A ValueError of another library may be a defect, and a run may be hours old: say at least where it was raised.
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]

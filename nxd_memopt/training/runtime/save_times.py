@@ -100,8 +100,10 @@ class SaveTimes:
 
 def _read(file: Path | None) -> float | None:
     """Return the seconds in ``file``, or None if it has none: the first save then measures them."""
+    if file is None:
+        return None
     try:
-        seconds = json.loads(file.read_text(encoding="utf-8"))["seconds"] if file is not None else None
+        seconds = json.loads(file.read_text(encoding="utf-8"))["seconds"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from tests.training.bad_inputs import chat, configuration, exports, launching, precision, resume, runs, sources
+from tests.training.bad_inputs import chat, configuration, exports, precision, resume, runs, sources
 from tests.training.bad_inputs.case import BadInput
 
 CASES: tuple[BadInput, ...] = (
     *chat.CASES,
     *configuration.CASES,
     *exports.CASES,
-    *launching.CASES,
     *precision.CASES,
     *resume.CASES,
     *runs.CASES,

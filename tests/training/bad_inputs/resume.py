@@ -36,18 +36,6 @@ def _foreign_checkpoint(directory: Path) -> Path:
 
 CASES: tuple[BadInput, ...] = (
     BadInput(
-        "another_seq_length_and_seed",
-        _half_done,
-        ("data.seq_length was 24 and is 32", "--model.warm-start", "trainer.seed was 1234 and is 5"),
-        ("--data.seq-length", "32", "--trainer.seed", "5"),
-    ),
-    BadInput(
-        "another_model_size",
-        _half_done,
-        ("model.config_overrides.hidden_size was 24 and is 48", "restore it"),
-        ("--model.config-overrides.hidden-size", "48"),
-    ),
-    BadInput(
         "another_row_without_gradient",
         _half_done,
         ("model.config_overrides.pad_token_id was None and is 97", "restore it"),
@@ -60,28 +48,10 @@ CASES: tuple[BadInput, ...] = (
         ("--trainer.max-steps", "1"),
     ),
     BadInput(
-        "misspelt_change",
-        write_config,
-        ("trainer.allow_changes entry 'optimizer.learning_rate' is not one of", "did you mean"),
-        ("--trainer.allow-changes", "optimizer.learning_rate"),
-    ),
-    BadInput(
         "resume_from_nothing",
         write_config,
         ("trainer.resume_from /nowhere has no complete checkpoint", "name a run's trainer.output_dir"),
         ("--trainer.resume-from", "/nowhere"),
-    ),
-    BadInput(
-        "warm_start_and_pretrained",
-        write_config,
-        ("both name weights", "set model.random_init"),
-        ("--model.warm-start", "a", "--model.pretrained", "b"),
-    ),
-    BadInput(
-        "warm_start_and_resume_from",
-        write_config,
-        ("trainer.resume_from is b and model.warm_start is a", "to null"),
-        ("--model.warm-start", "a", "--trainer.resume-from", "b"),
     ),
     BadInput(
         "foreign_checkpoint",

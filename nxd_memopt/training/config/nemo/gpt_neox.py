@@ -44,7 +44,8 @@ def gpt_neox_sizes(model: Mapping[str, Any], sizes: Mapping[str, Any], problems:
             f"not hidden_size {hidden!r}"
         )
     rotary = model.get("rotary_percentage")
-    rotary = 1.0 if rotary is None else rotary
+    if rotary is None:
+        rotary = 1.0
     if not 0 < rotary <= 1:
         problems.append(f"model.rotary_percentage {rotary!r} is not supported: GPT-NeoX rotates above 0 to 1 of a head")
     for name, theirs in (("rms_norm_eps", "layer_norm_eps"), ("rope_theta", "rotary_emb_base")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_memopt.training.config.nemo import gpt_neox as nemo_gpt_neox
@@ -76,57 +77,37 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "ub_tp_comm_overlap": (False,),
     "fsdp": (False,),
 }
-# Choices of kernels, buffers and logs: the computed values do not depend on them.
-# ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
-WITHOUT_EFFECT = frozenset(
-    [
-        "mcore_gpt",
-        "pre_process",
-        "post_process",
-        "persist_layer_norm",
-        "make_vocab_size_divisible_by",
-        "apply_query_key_layer_scaling",
-        "megatron_amp_O2",
-        "grad_allreduce_chunk_size_mb",
-        "grad_div_ar_fusion",
-        "gradient_accumulation_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_add_fusion",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "get_attention_mask_from_fusion",
-        "apply_rope_fusion",
-        "onnx_safe",
-        "apex_transformer_log_level",
-        "gradient_as_bucket_view",
-        "sync_batch_comm",
-        "overlap_p2p_comm",
-        "batch_p2p_comm",
-        "transformer_engine",
-        "use_flash_attention",
-        "fp8_margin",
-        "fp8_interval",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "reduce_amax",
-        "tp_comm_atomic_ag",
-        "tp_comm_atomic_rs",
-        "log_parameter_norm",
-        "log_gradient_norm",
-        "nsys_profile",
-        "output_dir",
-        "config_path",
-        "disable_layer_norm_checkpointing",
-        "cross_entropy_loss_fusion",
-        "gc_interval",
-        "deterministic_mode",
-        "ub_tp_comm_overlap_cfg",
-        "fp8_wgrad",
-        "fsdp_sharding_strategy",
-        "fsdp_grad_reduce_dtype",
-        "fsdp_sharded_checkpoint",
-        "sharp",
-    ]
+# Patterns of choices of kernels, buffers and logs: the computed values do not depend on them, or on the options of
+# fp8 and FSDP, which ``ONLY`` keeps off. ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
+WITHOUT_EFFECT = (
+    "*_fusion",
+    "*_p2p_comm",
+    "apex_transformer_log_level",
+    "apply_query_key_layer_scaling",
+    "config_path",
+    "deterministic_mode",
+    "disable_layer_norm_checkpointing",
+    "fp8_*",
+    "fsdp_*",
+    "gc_interval",
+    "grad_allreduce_chunk_size_mb",
+    "gradient_as_bucket_view",
+    "log_*_norm",
+    "make_vocab_size_divisible_by",
+    "mcore_gpt",
+    "megatron_amp_O2",
+    "nsys_profile",
+    "onnx_safe",
+    "output_dir",
+    "persist_layer_norm",
+    "p*_process",
+    "reduce_amax",
+    "sharp",
+    "sync_batch_comm",
+    "tp_comm_atomic_*",
+    "transformer_engine",
+    "ub_tp_comm_overlap_cfg",
+    "use_flash_attention",
 )
 # NeMo's values of options that its files may leave out, which is an error where they are not supported, and for the
 # dropouts, because 0 is more likely meant.
@@ -142,18 +123,14 @@ DEFAULTS: dict[str, Any] = {
 SAME = {"bias": ("bias", "has_bias")}
 # Sections and options of NeMo's trainer and its other parts, and what this program has instead.
 NOT_SUPPORTED = {
-    "": {
-        "defaults": "Hydra's lists of files: write all options into this file",
-        "hydra": "Hydra's own options: leave them out",
-        "run": "the launcher's options: see nxd-memopt launch",
-        "exp_manager": "see trainer.output_dir, save_interval and keep_checkpoints",
-        "name": "see trainer.output_dir",
-        "restore_from_path": "see model.pretrained and model.warm_start",
-    },
-    "trainer": {
-        "limit_val_batches": "see data.eval_sequences",
-        "max_time": "a signal stops a run and saves it",
-    },
+    "defaults": "Hydra's lists of files: write all options into this file",
+    "hydra": "Hydra's own options: leave them out",
+    "run": "the launcher's options: see nxd-memopt launch",
+    "exp_manager": "see trainer.output_dir, save_interval and keep_checkpoints",
+    "name": "see trainer.output_dir",
+    "restore_from_path": "see model.pretrained and model.warm_start",
+    "trainer.limit_val_batches": "see data.eval_sequences",
+    "trainer.max_time": "a signal stops a run and saves it",
 }
 # Options next to ``model``: checkpoints here are complete before an older one is removed.
 TOP_WITHOUT_EFFECT = ("enable_recovery_time_instrumentation", "enable_checkpoint_removal_protection")
@@ -173,7 +150,7 @@ def knows(name: str) -> bool:
         "zero_use_master_weight",
         "mcore_customization_config",
     )
-    return name in SIZES or name in ONLY or name in WITHOUT_EFFECT or name in special
+    return name in SIZES or name in ONLY or name in special or any(fnmatchcase(name, each) for each in WITHOUT_EFFECT)
 
 
 def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -243,19 +220,14 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return ``values`` without NeMo's sections and options that have no counterpart, which become problems."""
     remaining = dict(values)
-    for section, names in NOT_SUPPORTED.items():
-        options = remaining if not section else remaining.get(section)
-        if not isinstance(options, Mapping):
-            continue
-        for name, remedy in names.items():
-            # null is NeMo's default.
-            if options.get(name) is not None:
-                problems.append(f"{f'{section}.' if section else ''}{name} is not supported: {remedy}")
-        left = {name: value for name, value in options.items() if name not in names}
-        if section:
-            remaining[section] = left
-        else:
-            remaining = left
+    if isinstance(values.get("trainer"), Mapping):
+        remaining["trainer"] = dict(values["trainer"])
+    for place, remedy in NOT_SUPPORTED.items():
+        section, _, name = place.rpartition(".")
+        options = remaining.get(section, {}) if section else remaining
+        # null is NeMo's default.
+        if isinstance(options, dict) and options.pop(name, None) is not None:
+            problems.append(f"{place} is not supported: {remedy}")
     return remaining
 
 
@@ -347,11 +319,12 @@ def resolved(
         problems.append(f"{place} {value!r} is computed by {computed[1]!r}, which is not supported: write its value")
         return None
     match = _REFERENCE.fullmatch(value)
-    section = place.rpartition(".")[0]
-    name = "" if match is None else (f"{section}.{match[2]}" if match[1] else match[2])
-    found: Any = values
-    for key in name.split(".") if name else [""]:
-        found = found.get(key, MISSING) if isinstance(found, Mapping) else MISSING
+    found: Any = MISSING
+    if match is not None:
+        name = match[2]
+        if match[1]:
+            name = f"{place.rpartition('.')[0]}.{name}"
+        found = _value_at(values, name)
     if found is MISSING or isinstance(found, Mapping | list):
         problems.append(f"{place} {value!r} refers to nothing in this file: write its value")
         return None
@@ -359,3 +332,13 @@ def resolved(
         problems.append(f"{place} {value!r} refers to itself: write its value")
         return None
     return resolved(found, values, place, problems, followed={*followed, value})
+
+
+def _value_at(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a dotted name, or ``MISSING``."""
+    found: Any = values
+    for key in name.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return MISSING
+        found = found[key]
+    return found

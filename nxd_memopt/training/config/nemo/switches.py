@@ -16,7 +16,7 @@ SWITCHES: dict[str, tuple[str, str, Any]] = {
 # Further options that a switch turns off.
 TURNED_OFF = {"cpu_offloading": ("cpu_offloading_activations", "cpu_offloading_weights")}
 # Options that config.json has.
-OF_THE_MODEL = ("moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax")
+OF_THE_MODEL = ("moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax", "moe_shared_expert_gate")
 REPLACED = {"moe_layer_recompute": "memory.recompute_granularity: selective, memory.recompute_modules: [moe]"}
 
 

@@ -34,45 +34,27 @@ def test_an_unchanged_run_has_no_differences() -> None:
     assert compare(build(), build()) == Changes()
 
 
-def other(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections of two valid configurations that differ in the option ``name``."""
-    section, option = name.split(".")
-    default = getattr(getattr(build(), section), option)
-    values: dict[str, Any] = {
-        "optimizer.lr_schedule": "linear",
-        "optimizer.betas": [0.8, 0.9],
-        "parallel.reduce_dtype": "float32",
-        "data.global_batch_size": 16,
-        "trainer.precision": "bf16-mixed",
-    }
-    # Of conversations only.
-    rows = {"format": "messages"} if option in ("train_on_input", "long_conversations") else {}
-    if rows:
-        return {"data": rows}, {"data": rows | {option: True if option == "train_on_input" else "drop"}}
-    if section == "lora" and option != "lora_rank":
-        changed = {"lora_alpha": 16, "lora_dropout": 0.1, "use_rslora": True, "target_modules": ["o_proj"]}
-        return {"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, option: changed[option]}}
-    if name == "optimizer.wsd_decay_steps":
-        wsd = {"lr_schedule": "wsd", "wsd_decay_steps": 3}
-        return {"optimizer": wsd}, {"optimizer": wsd | {"wsd_decay_steps": 4}}
-    if name == "lora.lora_rank":
-        return {}, {"lora": {"lora_rank": 4}}
-    if name == "data.format":
-        return {"data": {"packing": "best_fit"}}, {"data": {"format": "messages"}}
-    if name in values:
-        value = values[name]
-    elif isinstance(default, bool):
-        value = not default
-    elif isinstance(default, int | float):
-        value = default / 2 if isinstance(default, float) else default + 1
-    else:
-        pytest.skip("an option of names")
-    return {}, {section: {option: value}}
+# Sections before and after, with one change of the results that a resumed run is asked for.
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "optimizer.lr": ({}, {"optimizer": {"lr": 1e-4}}),
+    "optimizer.betas": ({}, {"optimizer": {"betas": [0.8, 0.9]}}),
+    "parallel.reduce_dtype": ({}, {"parallel": {"reduce_dtype": "float32"}}),
+    "data.global_batch_size": ({}, {"data": {"global_batch_size": 16}}),
+    "lora.lora_dropout": ({"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, "lora_dropout": 0.1}}),
+}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "trainer.precision": ({}, {"trainer": {"precision": "bf16-mixed"}}),
+    "trainer.seed": ({}, {"trainer": {"seed": 5}}),
+    "data.seq_length": ({}, {"data": {"seq_length": 512}}),
+    "optimizer.no_decay": ({}, {"optimizer": {"no_decay": ["norm"]}}),
+    "lora.lora_rank": ({}, {"lora": {"lora_rank": 4}}),
+    "lora.use_rslora": ({"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, "use_rslora": True}}),
+}
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.resume is Resume.WHEN_ASKED])
+@pytest.mark.parametrize("name", ASKED)
 def test_a_change_of_the_results_needs_to_be_allowed(name: str) -> None:
-    before, after = (build(**sections) for sections in other(name))
+    before, after = (build(**sections) for sections in ASKED[name])
     refused = compare(before, after, "another.option")
     assert len(refused.refusals) == 1 and not refused.notes
     assert f"{name} was " in refused.refusals[0] and f"--trainer.allow-changes {name}" in refused.refusals[0]
@@ -81,12 +63,18 @@ def test_a_change_of_the_results_needs_to_be_allowed(name: str) -> None:
     assert len(allowed.notes) == 1 and allowed.notes[0].startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.resume is Resume.REFUSED])
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_change_of_the_state_is_refused_with_what_to_do_instead(name: str) -> None:
-    before, after = (build(**sections) for sections in other(name))
+    before, after = (build(**sections) for sections in REFUSED[name])
     changes = compare(before, after, name)
     assert len(changes.refusals) == 1 and not changes.notes
     assert f"{name} was " in changes.refusals[0] and "start a new run" in changes.refusals[0]
+
+
+def test_an_option_that_this_version_lacks_is_said() -> None:
+    stored = flat_config(recorded(build())) | {"optimizer.removed": 3}
+    notes = compare_options(stored, recorded(build()), ()).notes
+    assert notes == ["optimizer.removed was 3: this version has no such option"]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +129,6 @@ def test_content_is_not_said_to_be_equal_where_it_may_differ() -> None:
     before, after = build(data={"dataset": "a.jsonl"}), build(data={"dataset": "b.jsonl"})
     assert compare(before, after).notes == ["data.dataset: a.jsonl -> b.jsonl, with equal content"]
     assert compare(before, after, "data.dataset").notes == ["data.dataset: a.jsonl -> b.jsonl"]
-
-
-def test_other_adapters_start_another_run_with_the_weights() -> None:
-    for name, value in {"lora_rank": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "use_rslora": True}.items():
-        refusals = compare(build(lora={"lora_rank": 4}), build(lora={"lora_rank": 4} | {name: value})).refusals
-        assert len(refusals) == 1 and f"lora.{name} was" in refusals[0] and "--model.warm-start DIR" in refusals[0]
 
 
 def test_an_option_that_the_checkpoint_lacks_had_its_default() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nxd_memopt.training.config.nemo.model import ONLY, SIZES, WITHOUT_EFFECT
+from nxd_memopt.training.config.nemo.model import SIZES
 from nxd_memopt.training.config.parsing import config_from_mapping, read_yaml
 from nxd_memopt.training.model import load_hf_config
 from tests.training.chats import tokenizer
@@ -144,28 +144,10 @@ def test_a_section_pastes_in(tmp_path: Path) -> None:
     assert (config.trainer.seed, config.memory.recompute_granularity) == (7, None)
 
 
-def test_several_prefixes_with_weights_are_a_mixture() -> None:
-    config = config_from_mapping(mapping(data={"data_prefix": [0.25, "/data/a", 0.75, "/data/b"]}))
-    assert config.data.mixture == {"/data/a.idx": 0.25, "/data/b.idx": 0.75}
-
-
-def test_full_recompute_keeps_its_method() -> None:
-    memory = config_from_mapping(
-        mapping(
-            activations_checkpoint_granularity="full",
-            activations_checkpoint_method="block",
-            activations_checkpoint_num_layers=1,
-        )
-    ).memory
-    assert (memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers) == ("full", "block", 1)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_query_groups": None, "num_kv_heads": 3}, {"model_type": "llama", "num_key_value_heads": 3}),
         ({"window_size": [16, 0]}, {"model_type": "mistral", "sliding_window": 16}),
-        ({"sliding_window_size": 8}, {"model_type": "mistral", "sliding_window": 8}),
         ({"window_size": None, "mcore_customization_config": {"parallel_attention": False}}, {"model_type": "llama"}),
         ({"qkv_bias": True, "override_vocab_size": 300}, {"model_type": "qwen2", "vocab_size": 300}),
     ],
@@ -182,7 +164,6 @@ def test_others_of_the_llama_family(changes: dict[str, Any], expected: dict[str,
     [
         ({}, {"use_parallel_residual": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0}),
         ({"transformer_block_type": "pre_ln"}, {"use_parallel_residual": False}),
-        ({"transformer_block_type": None, "activation": None}, {"use_parallel_residual": False, "hidden_act": "gelu"}),
         # NeMo's kernel of bias and activation computes GeLU by tanh.
         (
             {"bias_activation_fusion": True, "hidden_dropout": 0.25},
@@ -198,12 +179,6 @@ def test_layer_norms_are_gpt_neox(changes: dict[str, Any], expected: dict[str, A
     assert (sizes.model_type, sizes.attention_bias, sizes.tie_word_embeddings) == ("gpt_neox", True, False)
     assert (sizes.rope_parameters["partial_rotary_factor"], sizes.rope_parameters["rope_theta"]) == (0.5, 5000)
     assert {name: getattr(sizes, name) for name in expected} == expected
-
-
-def test_gpt_neox_has_no_learned_positions() -> None:
-    section = {name: value for name, value in (MODEL | GPT_NEOX).items() if name != "position_embedding_type"}
-    with pytest.raises(ValueError, match="position_embedding_type is not given, and NeMo's default is"):
-        config_from_mapping({"model": section, "trainer": dict(TRAINER)})
 
 
 def test_scaled_positions_are_those_of_llama_3_1(tmp_path: Path) -> None:
@@ -242,34 +217,14 @@ def test_options_next_to_the_sections() -> None:
             {"optim": {"name": "adam", "weight_decay": 0.1}},
             "model.optim.name 'adam' with weight_decay 0.1 is not supported",
         ),
-        ({"mcore_customization_config": {"parallel_attention": True}}, "mcore_customization_config"),
-        ({"fsdp": True}, "model.fsdp True is not supported"),
         ({"normalization": "layernorm1p"}, "model.normalization 'layernorm1p' is not supported: only 'rmsnorm' is"),
         ({"normalization": "layernorm"}, "swiglu' is not supported: only 'gelu' or None is"),
-        (
-            GPT_NEOX | {"num_query_groups": 2},
-            "model.num_query_groups 2 is not supported with normalization 'layernorm'",
-        ),
         (GPT_NEOX | {"kv_channels": 8}, "model.kv_channels 8 is not supported with normalization 'layernorm': 6 heads"),
-        (GPT_NEOX | {"rotary_percentage": 0}, "model.rotary_percentage 0 is not supported: GPT-NeoX rotates"),
-        ({"hidden_dropout": None}, "model.hidden_dropout is not given, and NeMo's default is 0.1"),
-        ({"attention_dropout": None}, "model.attention_dropout is not given, and NeMo's default is 0.1"),
-        (GPT_NEOX | {"qkv_bias": True}, "model.qkv_bias True with normalization 'layernorm' is not supported"),
-        (
-            GPT_NEOX | {"position_embedding_type": "learned_absolute"},
-            "model.position_embedding_type 'learned_absolute'",
-        ),
-        ({"bias": True}, "model.bias True is not supported"),
-        ({"use_scaled_init_method": True}, "model.use_scaled_init_method True"),
-        ({"num_leyers": 3}, "unknown key 'num_leyers' in model"),
-        ({"pipeline_model_parallel_size": 2}, "model.pipeline_model_parallel_size 2 is not supported"),
         ({"tokenizer": {"library": "sentencepiece", "model": "a.model"}}, "model.tokenizer.library 'sentencepiece'"),
         ({"optim": {"name": "muon"}}, "model.optim.name 'muon' is not supported"),
         ({"optim": {"lr": 1e-4, "sched": {"name": "WarmupHold"}}}, "model.optim.sched.name 'WarmupHold'"),
         ({"data": {"data_prefix": [0.5, "a", 0.5]}}, "data_prefix [0.5, 'a', 0.5] is neither a path nor pairs"),
-        ({"data": {"data_prefix": ["a", "b"]}}, "data_prefix ['a', 'b'] is neither a path nor pairs"),
         ({"data": {"splits_string": "900,50,50"}}, "model.data.splits_string '900,50,50' is not supported"),
-        ({"data": {"eod_mask_loss": True}}, "model.data.eod_mask_loss True is not supported"),
         ({"hidden_size": "${.width}"}, "model.hidden_size '${.width}' refers to nothing"),
         ({"hidden_size": "${.ffn_hidden_size}", "ffn_hidden_size": "${.hidden_size}"}, "refers to itself: write its"),
         ({"optim": {"lr": 1e-3, "sched": {"min_lr": "${.least}"}}}, "model.optim.sched.min_lr '${.least}' refers"),
@@ -303,15 +258,6 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
         "optimizer.lr must be float",
     ):
         assert part in str(raised.value), part
-
-
-def test_no_option_is_translated_and_ignored() -> None:
-    assert not WITHOUT_EFFECT & (SIZES.keys() | ONLY.keys()) and not SIZES.keys() & ONLY.keys()
-
-
-def test_a_section_without_layers_is_not_nemos() -> None:
-    with pytest.raises(ValueError, match="unknown key 'hidden_size' in model"):
-        config_from_mapping({"model": {"pretrained": "a", "hidden_size": 3}})
 
 
 @pytest.mark.parametrize("is_gpt_neox", [False, True])
@@ -373,10 +319,7 @@ def test_a_window_without_a_bound_is_no_window() -> None:
     ("name", "says"),
     [
         ("normalization", "NeMo's default is 'layernorm'"),
-        ("activation", "NeMo's default is 'gelu'"),
-        ("bias", "NeMo's default is True"),
         ("position_embedding_type", "NeMo's default is 'learned_absolute'"),
-        ("attention_dropout", "NeMo's default is 0.1"),
         ("ffn_hidden_size", "usually 4 times hidden_size"),
     ],
 )

@@ -47,11 +47,10 @@ def test_the_lock_names_this_process_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(2), KeyboardInterrupt()])
-def test_the_lock_is_removed_after_an_error(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), locked_output_directory(tmp_path):
+def test_the_lock_is_removed_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), locked_output_directory(tmp_path):
         (tmp_path / "file").write_text("x", encoding="utf-8")
-        raise error
+        raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

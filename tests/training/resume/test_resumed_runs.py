@@ -17,7 +17,7 @@ from nxd_memopt.training.data.packed.sequences import PackedSequences
 from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.schedule import learning_rate
-from tests.training.runs import LINES, Outcome, exact, losses, rows, run_here, summary, write_config, write_jsonl
+from tests.training.runs import LINES, Outcome, losses, rows, run_here, summary, write_config, write_jsonl
 
 SCHEDULE = {"decay_steps": 8}
 HALF = ("--trainer.max-steps", "4")
@@ -126,14 +126,11 @@ def test_another_learning_rate_when_asked(whole: list[float], tmp_path: Path) ->
 @pytest.mark.slow
 def test_other_hyperparameters_of_adam_take_effect(whole: list[float], tmp_path: Path) -> None:
     """The states come from the checkpoint, and its hyperparameters with them."""
-    found = []
-    for name, value in {"betas": ("0.5", "0.6"), "weight-decay": ("0.9",)}.items():
-        config = begin(tmp_path / name)
-        allow = ("--trainer.allow-changes", f"optimizer.{name.replace('-', '_')}")
-        succeed(run_here(config, f"--optimizer.{name}", *value, "--trainer.max-steps", "6", *allow))
-        found.append(losses(tmp_path / name / "run"))
-    assert [run[:5] for run in found] == [whole[:5]] * 2
-    assert all(abs(run[5] - whole[5]) > 1e-4 for run in found), found
+    config = begin(tmp_path)
+    changed = ("--optimizer.betas", "0.5", "0.6", "--trainer.allow-changes", "optimizer.betas")
+    succeed(run_here(config, *changed, "--trainer.max-steps", "6"))
+    found = losses(tmp_path / "run")
+    assert found[:5] == whole[:5] and abs(found[5] - whole[5]) > 1e-4
 
 
 def test_norms_do_not_decay_after_a_resume() -> None:
@@ -151,18 +148,6 @@ def test_norms_do_not_decay_after_a_resume() -> None:
 
 def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
-def test_a_schedule_without_an_end_needs_no_policy(tmp_path: Path, schedule: str) -> None:
-    options = ("--optimizer.lr-schedule", schedule)
-    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4})
-    succeed(run_here(config, *options))
-    succeed(run_here(config, *options, "--trainer.max-steps", "6"))
-    at_once = write_config(tmp_path, trainer={"export": False, "max_steps": 6, "output_dir": str(tmp_path / "once")})
-    succeed(run_here(at_once, *options))
-    assert exact(tmp_path / "run") == exact(tmp_path / "once")
 
 
 def test_raised_max_steps_needs_the_end_of_the_decay(tmp_path: Path) -> None:
@@ -302,20 +287,3 @@ def test_losses_of_other_held_out_tokens_are_not_compared(tmp_path: Path) -> Non
     assert found["held_out_loss_before"] == before["held_out_loss_before"]
     last = [row["held_out_loss"] for row in rows(tmp_path / "run", "evaluation.jsonl") if row["step"] == 8]
     assert len(last) == 2 and last[1] == found["held_out_loss_after"] != last[0]
-
-
-def test_the_start_report_counts_the_sequences_of_changed_batches(tmp_path: Path) -> None:
-    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
-    assert "4 steps read 16" in succeed(run_here(config))
-    larger = ("--data.global-batch-size", "8", "--trainer.allow-changes", "data.global_batch_size")
-    assert "8 steps read 48" in succeed(run_here(config, "--trainer.max-steps", "8", *larger))
-
-
-def test_a_checkpoint_that_is_named_and_not_read_is_said(tmp_path: Path) -> None:
-    """The run goes on from its newest, as a restart with the same command must."""
-    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
-    succeed(run_here(config))
-    earlier = str(tmp_path / "run" / "checkpoints" / "step_00000002")
-    output = succeed(run_here(config, "--trainer.max-steps", "6", "--trainer.resume-from", earlier))
-    assert f"trainer.resume_from {earlier} is not read" in output and "step_00000004" in output
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

@@ -1,15 +1,16 @@
-"""Each combination of the tables is refused, and is accepted with each value that the error offers."""
+"""Each combination of the tables is refused with its reason."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from nxd_memopt.training.config.combinations import EXCLUDED, EXCLUDED_BY_GRAPHS, Excluded
-from nxd_memopt.training.config.parsing import _unchecked_config, config_from_mapping
+from nxd_memopt.training.config.parsing import config_from_mapping
+from nxd_memopt.training.config.train_config import SECTIONS
 
 GRAPH = "trainer.enable_cuda_graph"
 # A value of each option whose values are not listed in the tables.
@@ -46,11 +47,6 @@ def sections(*options: tuple[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def offered(text: str) -> list[Any]:
-    """The values that an error offers, as a YAML file has them."""
-    return [yaml.safe_load(each) for each in text.split(" or ")]
-
-
 def pairs(entry: Excluded) -> list[tuple[Any, Any]]:
     firsts, seconds = (
         values or (VALUES[name],) for name, values in ((entry.option, entry.values), (entry.other, entry.other_values))
@@ -62,17 +58,12 @@ def pairs(entry: Excluded) -> list[tuple[Any, Any]]:
 def test_excluded_values(entry: Excluded) -> None:
     for first, second in pairs(entry):
         values = sections((entry.option, first), (entry.other, second))
-        with pytest.raises(ValueError, match="set "):
+        with pytest.raises(ValueError, match="change one of the two"):
             config_from_mapping(values)
         # The entry's own message: the values may be in another one too.
-        message = entry.conflict(_unchecked_config(values))
+        unchecked: Any = SimpleNamespace(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
+        message = entry.conflict(unchecked)
         assert message is not None and entry.reason in message
-        match = re.search(rf"; set {entry.option} to (.*), or {entry.other} to (.*)$", message)
-        assert match is not None, message
-        for value in offered(match[1]):
-            config_from_mapping(sections((entry.option, value), (entry.other, second)))
-        for value in offered(match[2]):
-            config_from_mapping(sections((entry.option, first), (entry.other, value)))
 
 
 @pytest.mark.parametrize(("name", "values", "reason"), EXCLUDED_BY_GRAPHS)
@@ -80,9 +71,6 @@ def test_what_graphs_exclude(name: str, values: tuple[Any, ...], reason: str) ->
     for value in values or (VALUES[name],):
         with pytest.raises(ValueError, match=re.escape(f"enable_cuda_graph is true and {name} is ")) as raised:
             config_from_mapping(sections((GRAPH, True), (name, value)))
-        match = re.search(r"; set it to (.*), or enable_cuda_graph to false$", str(raised.value))
-        assert match is not None and reason in str(raised.value)
-        for remedy in offered(match[1]):
-            config_from_mapping(sections((GRAPH, True), (name, remedy)))
+        assert reason in str(raised.value)
         for remedy in (False, "auto"):
             config_from_mapping(sections((GRAPH, remedy), (name, value)))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from nxd_memopt.training.config.help import descriptions
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
 from nxd_memopt.training.runtime.errors import user_errors
-from tests.reference import assert_says, error_message
 
 MODEL = {"pretrained": "some/directory"}
 
@@ -68,33 +68,10 @@ def test_lists_of_the_command_line_may_have_commas(entries: tuple[str, ...]) -> 
     arguments = [
         part for name, values in options for part in ([name + values[0]] if values[0][0] == "=" else [name, *values])
     ]
-    more = ["--model.pretrained", "d", "--memory.recompute-granularity", "selective", "--launch.neuron-cc-flags=-a=b,c"]
+    more = ["--model.pretrained", "d", "--memory.recompute-granularity", "selective"]
     config = parse_config([*more, *arguments, "--trainer.seed", "6"])
     assert config.optimizer.betas == (0.8, 0.9) and config.trainer.seed == 6
     assert config.memory.recompute_modules == config.optimizer.no_decay == ("norm", "mlp")
-    assert config.launch.neuron_cc_flags == ("-a=b,c",)  # a flag of the compiler as it is
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("data_parallel: {sharding: zero9}", ("data_parallel.sharding 'zero9'", "'zero3'")),
-        ("memory: {recompute_granularity: ful}", ("memory.recompute_granularity 'ful'", "did you mean 'full'")),
-        ("memory: {recompute_granularity: full, recompute_method: foo}", ("recompute_method 'foo'", "'nested'")),
-        ("optimizer: {lr_schedule: foo}", ("optimizer.lr_schedule 'foo'", "'cosine'")),
-        ("data: {packing: foo}", ("data.packing 'foo'", "'best_fit'")),
-        ("data: {packing: null}", ("data.packing None", "'best_fit'")),
-    ],
-)
-def test_a_word_that_is_no_choice_is_an_error_of_the_file(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    """With the option, as on the command line; tyro's error of a default has neither."""
-    file = write(tmp_path / "c.yaml", f"model: {{pretrained: d}}\n{text}\n")
-    assert_says(error_message(lambda: parse_config(["--config", file])), "c.yaml", *words)
-
-
-def test_command_line_alone() -> None:
-    config = parse_config(["--model.pretrained", "d", "--memory.recompute-granularity", "full"])
-    assert (config.model.pretrained, config.memory.recompute_granularity) == ("d", "full")
 
 
 def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
@@ -115,10 +92,32 @@ def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
     arguments = ["--model.config-overrides.rope-theta", "1e6", "--model.config-overrides.tie-word-embeddings", "false"]
     changed = parse_config(["--config", typed, *arguments]).model.config_overrides
     assert changed == {"model_type": "llama", "rope_theta": 1e6, "tie_word_embeddings": False}
-    flag = parse_config(["--config", typed, "--model.config-overrides.no-tie-word-embeddings"])
-    assert flag.model.config_overrides["tie_word_embeddings"] is False
-    with pytest.raises(ValueError, match="rope-theta has no value"):
-        parse_config(["--config", file, "--model.config-overrides.rope-theta"])
+    shares = ["--data.mixture.~/a-b.txt", "1", "--data.mixture.c.jsonl", "3"]
+    mixture = parse_config(["--config", file, *shares]).data.mixture
+    assert mixture == {str(Path("~/a-b.txt").expanduser()): 1.0, "c.jsonl": 3.0}
+
+
+def test_the_help_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    assert not stop.value.code
+    shown = capsys.readouterr().out
+    assert "--optimizer.min-lr-ratio  number (default 0.1; at least 0; at most 1; resume: when asked)" in shown
+    for section, cls in SECTIONS.items():
+        names = [f"--{section}.{field.name}".replace("_", "-") for field in dataclasses.fields(cls)]
+        assert [name for name in names if f"  {name}  " not in shown] == []
+
+
+@pytest.mark.parametrize("described", ["a: one.", "a: one.\n        b: two.\n        c: three."])
+def test_an_option_without_a_text_and_a_text_without_an_option(described: str) -> None:
+    cls = dataclasses.make_dataclass("Options", [("a", int), ("b", int)])
+    cls.__doc__ = f"""Options.
+
+    Args:
+        {described}
+    """
+    with pytest.raises(ValueError, match="describes other options"):
+        descriptions(cls)
 
 
 def test_nemo_model_section_pastes_in() -> None:
@@ -170,43 +169,25 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
     ("sections", "message"),
     [
         ({"modell": {}}, "unknown key 'modell' in the configuration: did you mean 'model'?"),
-        ({"memory": {"recompute_granularty": "full"}}, "in memory: did you mean 'recompute_granularity'?"),
         ({"data": {"seq_lenght": 8}}, "unknown key 'seq_lenght' in data: did you mean 'seq_length'?"),
         ({"data": {"seq_length": 8.5}}, r"data.seq_length must be int, got 8.5 of type float"),
-        ({"data": {"seq_length": True}}, r"data.seq_length must be int, got True of type bool"),
-        ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
         (
             {"data_parallel": {"sharding": "zero1"}, "optimizer": {"overlap_grad_reduce": True}},
-            "overlap_grad_reduce is true and data_parallel.sharding is zero1: .* set optimizer.overlap_grad_reduce to "
-            "false, or data_parallel.sharding to none",
-        ),
-        (
-            {"data_parallel": {"sharding": "zero4"}},
-            "data_parallel.sharding 'zero4' is not one of .* did you mean 'zero",
+            "overlap_grad_reduce is true and data_parallel.sharding is zero1: .* change one of the two",
         ),
         (
             {"data_parallel": {"sharding": "zero1"}, "optimizer": {"use_distributed_optimizer": False}},
-            "optimizer.use_distributed_optimizer sets data_parallel.sharding a second time: remove one of sharding, ",
+            "optimizer.use_distributed_optimizer sets data_parallel.sharding a second time, to 'none' after 'zero1'",
         ),
         (
             {"optimizer": {"use_distributed_optimizer": "zero1"}},
             r"optimizer.use_distributed_optimizer 'zero1' is not one of \[True, False\]",
         ),
         (
-            {"data_parallel": {"num_distributed_optimizer_instances": "host"}},
-            "num_distributed_optimizer_instances must be int or 'hosts', got 'host'",
-        ),
-        ({"data_parallel": {"num_distributed_optimizer_instances": 0}}, "instances must be at least 1, got 0"),
-        (
             {"trainer": {"enable_cuda_graph": True}, "data_parallel": {"sharding": "zero3"}},
-            "enable_cuda_graph is true and data_parallel.sharding is zero3: .* none or zero1, or enable_cuda_graph to",
+            "enable_cuda_graph is true and data_parallel.sharding is zero3: .*; change one of the two",
         ),
-        ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
-        ({"trainer": {"enable_cuda_graph": "yes please"}}, "trainer.enable_cuda_graph .*'yes please'"),
-        ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
-        ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
-        ({"trainer": {"export": "verified"}}, "trainer.export must be bool or 'verify', got 'verified'"),
         ({"trainer": {"wandb_project": ""}}, "trainer.wandb_project is empty"),
         ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
         ({"model": {"config_overrides": {"hidden_size": 8}}}, "config_overrides has no model_type"),
@@ -235,8 +216,17 @@ def test_errors_name_relation_values_and_remedy(sections: dict[str, object], mes
     ("arguments", "message"),
     [
         (["--config", "absent.yaml"], "configuration file absent.yaml does not exist"),
-        (["--model.pretrained", "d", "--trainer.max-stepz", "3"], "did you mean --trainer.max-steps?"),
-        (["--model.pretrained", "d", "--trainer.max-steps", "x"], "--trainer.max-steps"),
+        (["--recipe"], "--recipe: expected one argument"),
+        (["--recipe", "lama"], "there is no recipe 'lama'"),
+        (["--recipe", "smollm2", "--config", "c.yaml"], "pass one"),
+        (["--trainer.max-stepz", "3"], "did you mean --trainer.max-steps?"),
+        (["--trainer.max-steps", "x"], "--trainer.max-steps must be int, got 'x'"),
+        (["--trainer.max-steps"], "--trainer.max-steps has the values []: write --trainer.max-steps VALUE"),
+        (["--trainer.max-steps", "3", "4"], "--trainer.max-steps has the values ['3', '4']"),
+        (["train", "it"], "unknown option train"),
+        (["--model.config-overrides.rope-theta", "[1"], "not valid YAML"),
+        (["--model.config-overrides.rope-theta"], "rope-theta has no value"),
+        (["--data.dataset", "a", "--data.mixture.b", "1"], "data.dataset and data.mixture are both given"),
         (["--model.pretrained", "d", "--parallel.tensor-model-parallel-size", "0"], "must be at least 1, got 0"),
         ([], "model.pretrained is not set"),
     ],
