@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt import backends
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, select_backend
 from nxd_memopt.backends.cpu import CpuBackend
-from tests.reference import assert_says, tensors
+from tests.reference import assert_says, error_message, tensors
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,19 +36,24 @@ def test_without_a_request_the_best_available_is_taken():
     )
 
 
-def test_unknown_backend_is_refused():
-    result = run_python("import nxd_memopt.backends", NXD_MEMOPT_BACKEND="cud")
-    assert result.returncode != 0
-    assert_says(result.stderr, "ValueError", "NXD_MEMOPT_BACKEND", "'cud'", "did you mean 'cuda'")
-
-
 @pytest.mark.skipif(BACKENDS["cuda"].unavailable_reason() is None, reason="this machine has CUDA")
-def test_absent_backend_is_refused_and_never_replaced():
-    result = run_python("import nxd_memopt.backends", NXD_MEMOPT_BACKEND="cuda")
-    assert result.returncode != 0
-    assert_says(
-        result.stderr, "ValueError", "NXD_MEMOPT_BACKEND=cuda cannot be met", "CUDA", "unset NXD_MEMOPT_BACKEND"
-    )
+def test_unknown_and_absent_backends_are_refused_and_never_replaced():
+    assert_says(error_message(lambda: select_backend("cud")), "NXD_MEMOPT_BACKEND", "'cud'", "did you mean 'cuda'")
+    message = error_message(lambda: select_backend("cuda"))
+    assert_says(message, "NXD_MEMOPT_BACKEND=cuda cannot be met", "unset NXD_MEMOPT_BACKEND")
+
+
+def test_single_process_world_needs_no_process_group(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    backend.init_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_no_group_returns_the_input(collective):
+    x = tensors(4, 3)
+    assert torch.equal(getattr(backend, collective)(x, None), x)
+    assert torch.equal(getattr(backend, f"{collective}_async")(x, None).wait(), x)
 
 
 def test_port_in_use_is_a_clear_error():
@@ -80,29 +84,6 @@ def test_all_groups_have_the_timeout_of_the_world(monkeypatch):
     cpu.init_process_group(timeout=timedelta(minutes=77))
     cpu.new_group([[0], [1]])
     assert given == [timedelta(minutes=77)] * 3
-
-
-def test_single_process_world_needs_no_process_group():
-    code = """
-import torch.distributed as dist
-from nxd_memopt.backends import backend
-backend.init_process_group()
-print(dist.is_initialized())
-"""
-    assert run_python(code, NXD_MEMOPT_BACKEND="cpu").stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_no_group_returns_the_input(collective):
-    x = tensors(4, 3)
-    torch.testing.assert_close(getattr(backend, collective)(x, None), x, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("collective", ["all_reduce_async", "all_gather_async", "reduce_scatter_async"])
-def test_no_group_returns_the_input_at_once(collective):
-    x = tensors(4, 3)
-    result = getattr(backend, collective)(x, None).wait()
-    torch.testing.assert_close(result, x, rtol=0, atol=0)
 
 
 def test_random_state_replays():
@@ -148,17 +129,3 @@ def test_checkpoint_keeps_inputs_alone_and_replays_dropout():
     assert recomputed[0] < plain[0]
     for a, b in zip(plain[1:], recomputed[1:], strict=True):
         assert torch.equal(a, b)
-
-
-def test_optimization_barrier_keeps_values():
-    x = [tensors(3), tensors(2, seed=1)]
-    for before, after in zip(x, backend.optimization_barrier(x), strict=True):
-        assert torch.equal(before, after)
-
-
-def test_every_backend_has_the_contract():
-    assert set(BACKENDS) >= {"cpu", "cuda"}
-    for name, cls in BACKENDS.items():
-        assert cls.name == name and issubclass(cls, backends.Backend)
-        if name != "cuda":  # whose depend on the GPU
-            assert cls.attention_implementations[-1] == "math"

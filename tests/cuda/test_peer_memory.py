@@ -163,14 +163,3 @@ def test_models_learn_as_over_nccl(config, recompute):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
     dist.barrier()
-
-
-@two_gpus
-@distributed(world_size=2)
-def test_refusals():
-    assert backend.peer_memory_refusal([0, 1]) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "1")
-        assert "on several hosts" in backend.peer_memory_refusal([0, 1])
-        patch.setenv(cuda.PEER_MEMORY_SWITCH, "0")
-        assert "switches it off" in backend.peer_memory_refusal([0, 1])

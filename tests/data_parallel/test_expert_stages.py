@@ -206,7 +206,6 @@ def same_step(run: Run) -> None:
     [
         (("zero3", 1, 2, 2), ("zero1", 1, 1, 1)),
         (("zero3", 1, 2, 4), ("zero3", 1, 1, 2)),
-        pytest.param(("zero2", 2, 2, 4), ("zero3", 1, 2, 4), marks=pytest.mark.slow),
         pytest.param((OFFLOAD, 1, 2, 4), ("zero3", 1, 4, 4), marks=pytest.mark.slow),
         pytest.param(("zero3", 2, 2, 4), (OFFLOAD, 1, 4, 4), marks=pytest.mark.slow),
     ],

@@ -78,8 +78,7 @@ def test_the_device_has_rows_and_one_unit_at_a_time(tie):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("source", ["random", "pretrained"])
+@pytest.mark.parametrize(("tensor_size", "source"), [(1, "random"), (2, "pretrained")])
 def test_training_starts_from_the_weights_of_zero1(tensor_size, source, tmp_path):
     """On every rank and in every bit, as does the first loss; D is 4 or 2."""
     initialize(tensor_size)
