@@ -132,11 +132,6 @@ def test_torchs_own_step_passes_numbers_that_change():
 
 
 BETA_TENSORS = {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}
-    {"amsgrad": True},
-    {"maximize": True},
-    {"fused": True},
-    {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False},
-)
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"fused": True}, BETA_TENSORS], ids=str)
