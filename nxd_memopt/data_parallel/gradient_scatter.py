@@ -108,17 +108,15 @@ class GradientScatter:
     def clear(self) -> None:
         """Drop the accumulated shards: the next backward pass starts a new step."""
         self.is_finished = False
-        for bucket in self._buckets:
-            for _, shard in bucket.params:
-                shard.grad = None
+        for _, shard in self._params:
+            shard.grad = None
 
     def finish(self) -> None:
         """Give shards without a gradient zeros; ``clear`` must follow before the next backward."""
         self.is_finished = True
-        for bucket in self._buckets:
-            for _, shard in bucket.params:
-                if shard.grad is None:
-                    shard.grad = torch.zeros_like(shard)
+        for _, shard in self._params:
+            if shard.grad is None:
+                shard.grad = torch.zeros_like(shard)
 
     def _on_gradient(self, number: int, param: Tensor) -> None:
         task = torch._C._current_graph_task_id()

@@ -77,9 +77,6 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         super().__init__(params, optimizer_class, bucket_cap_mb_reduce_scatter=bucket_mb, **options)
 
     def init_zero(self) -> None:
-        if self._scatter is not None:
-            self._scatter.remove()
-            self._scatter = None
         super().init_zero()
         self._scatter_all()
 

@@ -58,13 +58,15 @@ class Zero3Optimizer(NeuronZero1Optimizer):
     ) -> None:
         # a group's parameters are read twice, and may be a generator
         groups = [{**each, "params": list(each["params"])} if isinstance(each, dict) else each for each in params]
+        params = _parameters(groups)
         super().__init__(
             groups,
             optimizer_class,
-            optimizer_dtype=_rows_dtype(groups),
+            # Gradients and states have the dtype of the rows.
+            optimizer_dtype=next((param.dtype for param in params if param.requires_grad), None),
             grad_clipping=grad_clipping,
             max_norm=max_norm,
-            sharding_groups=_sharding_groups(groups),
+            sharding_groups=_sharding_groups(params),
             loss_scaler=loss_scaler,
             **defaults,
         )
@@ -152,14 +154,10 @@ class Zero3Optimizer(NeuronZero1Optimizer):
 
     def nxd_state_dict(self) -> NoReturn:
         """Refuse: neuronx-distributed has no optimizer with this layout."""
-        raise ValueError("neuronx-distributed's optimizer layout is that of zero1: save with save_training_state")
-
-    def save_sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the rows, which are the masters, are stored with the model."""
-        raise ValueError("zero3 has no file per rank: use nxd_memopt.checkpoint.save_training_state")
+        raise ValueError("neuronx-distributed's files per rank are those of zero1: save with save_training_state")
 
     def load_sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: see ``save_sharded_state_dict``."""
+        """Refuse: the rows, which are the masters, are stored with the model."""
         raise ValueError("zero3 has no file per rank: use nxd_memopt.checkpoint.load_training_state")
 
 
@@ -180,20 +178,15 @@ def _take_gradient(each: Sharded) -> None:
     each.param.grad = None
 
 
-def _rows_dtype(groups: list[Any]) -> torch.dtype | None:
-    """Return the dtype of the trained rows, in which gradients and states are too."""
+def _parameters(groups: list[Any]) -> list[Tensor]:
     params: list[Tensor] = []
     for group in groups:
         params += grads.parameters_of(group["params"] if isinstance(group, dict) else group)
-    return next((param.dtype for param in params if param.requires_grad), None)
+    return params
 
 
-def _sharding_groups(groups: list[Any]) -> list[list[int]]:
+def _sharding_groups(params: list[Tensor]) -> list[list[int]]:
     """Return the partition of the world into groups over which the parameters are sharded."""
-    params: list[Tensor] = []
-    for group in groups:
-        listed = group["params"] if isinstance(group, dict) else group
-        params += grads.parameters_of(listed)
     own = common_shard_group(param for param in params if is_data_sharded(param) and not is_expert_parallel(param))
     data_groups = parallel_state.get_data_parallel_replica_groups()
     if own is None:

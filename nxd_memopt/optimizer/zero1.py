@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.weight_offload import weights_to_device
+from nxd_memopt.optimizer.closures import loss_of
 from nxd_memopt.optimizer.groups import (
     expert_sharding_groups,
     join_group,
@@ -133,8 +134,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.expert_sharding_group = join_group(self.expert_sharding_groups)
         # The all-gather option counts one rank's input, ``_gather_bytes`` the gathered output.
         size = backend.group_size(self.sharding_group)
-        self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
-        self._reduce_bytes = _to_bytes(bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB)
+        self._gather_bytes = int((bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB) * 2**20)
+        self._reduce_bytes = int((bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB) * 2**20)
         self.use_grad_acc_hook = use_grad_acc_hook
         self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
@@ -232,10 +233,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce gradients, clip, update, all-gather; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Per step and parameter element: one reduce-scatter of the gradients, the all-reduces of
         # the (scalar) norm, an update of 1/D of the elements, and one all-gather of the parameters.
         self.reduce_gradients()
@@ -457,7 +455,3 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for i, master in masters.items():
             self._set_master(i, master)
         self._gather_parameters()
-
-
-def _to_bytes(mebibytes: float) -> int:
-    return int(mebibytes * (1 << 20))

@@ -232,17 +232,16 @@ def test_a_recording_that_reaches_other_parameters_is_refused(graphed):
 
 
 @pytest.mark.parametrize(
-    ("given", "around", "error", "message"),
+    ("given", "around", "message"),
     [
-        (None, nullcontext, TypeError, "input 0 is a NoneType"),
-        (torch.ones(5, 4, device="meta"), nullcontext, ValueError, "must be on cpu"),
-        (torch.ones(5, 4, requires_grad=True), nullcontext, ValueError, "require no gradient"),
-        (torch.ones(5, 4), torch.no_grad, ValueError, "call loss_of itself"),
-        (torch.ones(5, 4), partial(torch.autocast, "cpu"), ValueError, "put it inside loss_of"),
+        (torch.ones(5, 4, device="meta"), nullcontext, "must be on cpu"),
+        (torch.ones(5, 4, requires_grad=True), nullcontext, "require no gradient"),
+        (torch.ones(5, 4), torch.no_grad, "call loss_of itself"),
+        (torch.ones(5, 4), partial(torch.autocast, "cpu"), "put it inside loss_of"),
     ],
 )
-def test_calls_that_a_replay_would_not_follow_are_refused(graphed, given, around, error, message):
-    with around(), pytest.raises(error, match=message):
+def test_calls_that_a_replay_would_not_follow_are_refused(graphed, given, around, message):
+    with around(), pytest.raises(ValueError, match=message):
         graphed[2](given)
 
 
@@ -252,8 +251,6 @@ def test_gradients_that_would_be_lost_are_refused(graphed):
     some = GraphedLoss(model[1].parameters(), lambda x: model[1](model[0](x)).sum())
     with pytest.raises(ValueError, match=r"2 tensors that are not among the parameters, the first of shape \[3"):
         some(x)
-    with pytest.raises(ValueError, match="none of 0 parameters requires a gradient"):
-        GraphedLoss(iter(()), torch.sum)
     step(x)
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen or released"):
@@ -288,20 +285,6 @@ def test_parameters_that_moved_are_refused(graphed):
     model[0].bias.data = model[0].bias.data.clone()
     with pytest.raises(ValueError, match="copy into them instead"):
         step(x)
-
-
-def test_what_is_no_loss_and_what_are_no_parameters_are_refused(graphed):
-    model = graphed[0]
-    with pytest.raises(TypeError, match="returned a tuple: return the loss"):
-        GraphedLoss(model.parameters(), lambda x: (model[0](x).sum(),))(torch.ones(5, 4))
-    for given, message in (
-        (model, "is a Sequential"),
-        (model[0].weight, "is a Parameter"),
-        (model.named_parameters(), "holds a tuple"),
-        ([model[0].weight * 2], "no leaf"),
-    ):
-        with pytest.raises(TypeError, match=f"{message}.*pass model.parameters"):
-            GraphedLoss(given, torch.sum)
 
 
 @pytest.mark.skipif(backend.name == "cuda", reason="NVIDIA GPUs record graphs")

@@ -152,7 +152,7 @@ def test_bad_options_are_errors(options: dict[str, Any]) -> None:
 
 def test_a_damaged_state_is_an_error() -> None:
     state = LossScaler().state_dict()
-    for damaged in (state | {"scale": 0.0}, state | {"scale": math.nan}, {"scale": 2.0}):
+    for damaged in (state | {"scale": 0.0}, state | {"scale": math.nan}):
         assert_says(error_message(lambda damaged=damaged: LossScaler().load_state_dict(damaged)), "loss scaler's state")
 
 

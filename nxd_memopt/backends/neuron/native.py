@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -287,7 +287,7 @@ def _not_native_reason() -> str | None:
     if PathFinder.find_spec(f"{_PACKAGE}.neuron_dynamo_backend", locations) is not None:
         return None
     version = _version()
-    if version is not None and _release(version) >= _FIRST_NATIVE_VERSION:
+    if version is not None and Version(version).release >= _FIRST_NATIVE_VERSION:
         return None
     if PathFinder.find_spec(f"{_PACKAGE}.xla_impl", locations) is not None:
         return f"{_found()} is the PyTorch/XLA build, which backend xla serves: TorchNeuron is {_PACKAGE} 2.10 or newer"
@@ -317,10 +317,3 @@ def _version() -> str | None:
 
 def _found() -> str:
     return f"{_PACKAGE} {_version() or 'of unknown version'}"
-
-
-def _release(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if not found:
-        return 0, 0
-    return int(found[1]), int(found[2])
