@@ -213,24 +213,6 @@ def test_signals_are_in_line_with_the_rows(monkeypatch, size):
     played(monkeypatch, program, size, 0)
 
 
-def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
-    def no_room(*args):
-        raise RuntimeError("no room")
-
-    def program(world, rank, size, memory) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(peer_memory, "_Slot", no_room)
-            for start in (gathering, reduction):
-                arguments = (size,) if start is reduction else ()
-                with pytest.raises(RuntimeError, match="no room"):
-                    start(world, memory, rank, 0, *arguments)
-        as_layers_do(world, rank, size, memory)
-        memory.barrier()
-
-    for seed in range(SCHEDULES):
-        assert played(monkeypatch, program, 2, seed) == (0, 0, 0), f"schedule {seed}"
-
-
 _wait = PeerAllGather.wait
 FAULTS = [
     (as_replays_do, Slot, "barrier", lambda slot: None),  # replays that do not meet

@@ -256,12 +256,6 @@ def test_names_copies_and_taking_it_off(calls):
 # Errors
 
 
-def test_an_unknown_value_is_refused():
-    model = parallel_model(llama_config())
-    message = error_message(lambda: apply_memory(model, model.memory, compile="layers"))  # pyright: ignore
-    assert_says(message, "compile 'layers'", "did you mean 'layer'")
-
-
 def test_a_compiler_that_is_turned_off_is_refused():
     """torch.compile would return the function itself."""
     program = "from nxd_memopt.backends import backend; print(backend.compile_refusal())"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from nxd_memopt.optimizer import OptimizerInBackward
 class PlayedGraph:
     """Replays by running again, into the memory that the recording had; recording leaves no values."""
 
-    recorded = rehearsed = 0
-    pool_of: ClassVar[list[object]] = []
+    recorded = 0
 
     def __init__(self, function, parameters) -> None:
         PlayedGraph.recorded += 1
@@ -54,21 +52,10 @@ def graphed(monkeypatch):
     model.unused = twin.unused = nn.Linear(1, 1)
     twin.load_state_dict(model.state_dict())
     parameters = list(model.parameters())
-    PlayedGraph.recorded = PlayedGraph.rehearsed = 0
-    PlayedGraph.pool_of.clear()
-
-    def capture(function, pool_of):
-        PlayedGraph.pool_of.append(pool_of)
-        return PlayedGraph(function, parameters)
-
-    @contextmanager
-    def warmup():
-        PlayedGraph.rehearsed += 1
-        yield
+    PlayedGraph.recorded = 0
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    monkeypatch.setattr(backend, "capture", capture)
-    monkeypatch.setattr(backend, "warmup", warmup)
+    monkeypatch.setattr(backend, "capture", lambda function, pool_of: PlayedGraph(function, parameters))
     return model, twin, GraphedLoss(parameters, lambda x: model[1](model[0](x)).square().mean())
 
 
@@ -192,27 +179,6 @@ def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, err
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-def test_hooks_run_without_gradients_as_in_backward(graphed):
-    model, _, step = graphed
-    enabled = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: enabled.append(torch.is_grad_enabled()))
-    for _ in range(4):
-        step(torch.ones(5, 4))
-        model.zero_grad()
-    assert enabled == [False] * 4
-
-
-def test_first_calls_rehearse_and_recordings_share_memory(graphed):
-    model, _, step = graphed
-    for rows in (5, 7):
-        for _ in range(WARM_UP_CALLS + 2):
-            step(torch.ones(rows, 4))
-            model.zero_grad()
-    assert PlayedGraph.rehearsed == 2 * WARM_UP_CALLS
-    first, second = PlayedGraph.pool_of
-    assert first is None and isinstance(second, PlayedGraph)
-
-
 def test_a_recording_that_reaches_other_parameters_is_refused(graphed):
     model, _, _ = graphed
     calls = []
@@ -255,24 +221,6 @@ def test_gradients_that_would_be_lost_are_refused(graphed):
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen or released"):
         step(x)
-
-
-def test_a_first_call_that_fails_does_not_count(graphed):
-    model, twin, _ = graphed
-    failures = [torch.OutOfMemoryError("no memory")] * 3
-
-    def loss_of(x):
-        if failures:
-            raise failures.pop()
-        return model[1](model[0](x)).square().mean()
-
-    step, x = GraphedLoss(model.parameters(), loss_of), torch.ones(5, 4)
-    for _ in range(3):
-        with pytest.raises(torch.OutOfMemoryError):
-            step(x)
-    for _ in range(5):
-        assert torch.equal(step(x), eager(twin, x))
-        model.zero_grad()
 
 
 def test_parameters_that_moved_are_refused(graphed):

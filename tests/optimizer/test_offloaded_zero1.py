@@ -104,21 +104,6 @@ def test_every_number_of_slots(slots: int) -> None:
     assert_equal(values(optimizer, actual), values(reference, expected))
 
 
-def test_weights_that_are_loaded_after_the_optimizer_was_made_are_trained() -> None:
-    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference, optimizer = resident(expected), offloaded(actual, 1.0)
-    for steps in (range(2), range(2, 4)):
-        train(reference, expected, steps)
-        train(optimizer, actual, steps)
-        with torch.no_grad():
-            for params in (expected, actual):
-                params[0].copy_(torch.full(SHAPES[0], 3.0))
-                params[4].mul_(-1)
-    train(reference, expected, range(4, 6))
-    train(optimizer, actual, range(4, 6))
-    assert_equal(values(optimizer, actual), values(reference, expected))
-
-
 CHUNKS_OF_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 
 
