@@ -115,16 +115,16 @@ class Zero2Optimizer(NeuronZero1Optimizer):
             return super().reduce_gradients()
         self._require_shards()
         # A second call of a step changes nothing: the gradients are unscaled and clipped.
-        if self._scatter.is_finished and self._grad_norm is not None:
-            return self._grad_norm
+        if self._scatter.is_finished and self.grad_norm is not None:
+            return self.grad_norm
         self._scatter.finish()
         shards = [cast(Tensor, each.shard.grad) for each in self._sharded]
         grads.average_gradients(shards, self._replica_group, bucket_bytes=self._reduce_bytes)
         # The shards have parts alone: ``GradientScatter`` takes no sum.
         parts = [shard for each, shard in zip(self._sharded, shards, strict=True) if is_sequence_parallel(each.param)]
         grads.sum_over_tensor_ranks(parts)
-        self._grad_norm = self._clip(shards)
-        return self._grad_norm
+        self.grad_norm = self._clip(shards)
+        return self.grad_norm
 
     @torch.no_grad()
     def update_parameters(self) -> None:

@@ -96,13 +96,13 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         self._require_shards()
         # A second call of a step changes nothing: the gradients are unscaled and clipped.
         is_new = any(each.param.grad is not None or each.shard.grad is None for each in self._sharded)
-        if not is_new and self._grad_norm is not None:
-            return self._grad_norm
+        if not is_new and self.grad_norm is not None:
+            return self.grad_norm
         grads.allreduce_sequence_parallel_gradients([each.param for each in self._sharded])
         for each in self._sharded:
             _take_gradient(each)
-        self._grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
-        return self._grad_norm
+        self.grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
+        return self.grad_norm
 
     @torch.no_grad()
     def update_parameters(self) -> None:
@@ -110,9 +110,11 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         self._require_same_memory()
         super().update_parameters()
         # The next forward must gather the new rows, also in units that are still gathered.
-        units = {id(each.param): getattr(each.param, UNIT)() for each in self._sharded}
-        for unit in {id(unit): unit for unit in units.values() if unit is not None}.values():
-            unit.reshard()
+        # Several parameters name one unit; freeing it again costs a look at its state.
+        for each in self._sharded:
+            unit = getattr(each.param, UNIT)()
+            if unit is not None:
+                unit.reshard()
 
     def _require_same_memory(self) -> None:
         """Follow rows that were moved, for example by ``load_state_dict(assign=True)``."""
@@ -191,5 +193,10 @@ def _sharding_groups(params: list[Tensor]) -> list[list[int]]:
     data_groups = parallel_state.get_data_parallel_replica_groups()
     if own is None:
         return [list(ranks) for ranks in data_groups]
+    # Hybrid sharding: runs of ``size`` consecutive data-parallel ranks hold a replica each.
     size = own.size()
-    return [ranks[i : i + size] for ranks in data_groups for i in range(0, len(ranks), size)]
+    groups: list[list[int]] = []
+    for ranks in data_groups:
+        for first in range(0, len(ranks), size):
+            groups.append(ranks[first : first + size])
+    return groups

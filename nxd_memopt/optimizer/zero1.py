@@ -140,7 +140,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
         self.loss_scaler = loss_scaler
-        self._grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
         self._hooks: list[Any] = []
         self._sharded: list[Sharded] = []
         self._reduced_in_place = ReducedInPlace()
@@ -240,18 +241,13 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.update_parameters()
         return loss
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
-        return self._grad_norm
-
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
         if self._reduced_in_place.are_current():
-            assert self._grad_norm is not None
-            return self._grad_norm
+            assert self.grad_norm is not None
+            return self.grad_norm
         # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
         # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
@@ -262,10 +258,10 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             keys = [id(each.param) for each in sharded]
             shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
             reduced |= zip(keys, shards, strict=True)
-        self._grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
+        self.grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
         if self._clips or self.loss_scaler is not None:
             self._reduced_in_place.record(self._sharded)
-        return self._grad_norm
+        return self.grad_norm
 
     def _mean(self, param: Tensor, reduced: Tensor) -> Tensor:
         """Return the mean over all data-parallel ranks, of a mean over the sharding group."""
