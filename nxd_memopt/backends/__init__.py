@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 
 from nxd_memopt.backends.base import Backend, Capture
@@ -11,7 +12,6 @@ from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
 from nxd_memopt.backends.neuron.native import NeuronBackend
 from nxd_memopt.backends.neuron.xla import XlaBackend
-from nxd_memopt.options import require_one_of
 
 BACKENDS: dict[str, type[Backend]] = {
     "neuron": NeuronBackend,
@@ -50,7 +50,12 @@ def _described(chosen: Backend, reasons: list[str]) -> tuple[Backend, str]:
 
 
 def _require_backend(name: str) -> Backend:
-    require_one_of("NXD_MEMOPT_BACKEND", name, tuple(BACKENDS))
+    if name not in BACKENDS:
+        close = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f"known are {sorted(BACKENDS)}"
+        if close:
+            hint = f"did you mean {close[0]!r}?"
+        raise ValueError(f"NXD_MEMOPT_BACKEND {name!r} is not a backend: {hint}")
     reason = BACKENDS[name].unavailable_reason()
     if reason is not None:
         raise ValueError(

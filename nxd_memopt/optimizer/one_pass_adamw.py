@@ -102,8 +102,8 @@ class AdamW(torch.optim.AdamW):
     def _begin_step(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
         """Count the step; return parameters with a gradient, gradients, both moments and steps of ``group``."""
         # ``_init_group`` fills: parameters, gradients, exp_avg, exp_avg_sq, max_exp_avg_sq, steps.
-        params, grads, means, squares, maxima, steps = tensors = [[], [], [], [], [], []]
-        del maxima
+        tensors: list[list[Tensor]] = [[] for _ in range(6)]
+        params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)
         for step in steps:
             step.add_(1)
