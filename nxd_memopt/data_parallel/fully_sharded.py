@@ -80,6 +80,8 @@ def shard_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
     _require_shardable(model)
+    # What describes the tensor-parallel shard, as ``partition_dim``, lies on the Parameter objects, which are
+    # replaced below.
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     dtype = _trained_dtype(model)
@@ -246,6 +248,8 @@ def _mesh(ranks_per_replica: int) -> tuple[DeviceMesh, ProcessGroup]:
         return DeviceMesh.from_group(group, device_type), group
     shards, replicas = hybrid_groups(ranks_per_replica)
     groups: list[Any] = [parallel_state.group_of(replicas), parallel_state.group_of(shards)]
+    # A row of the grid is a replica: its ranks hold one shard each. FSDP2 reduce-scatters gradients along rows,
+    # and all-reduces the shards along columns.
     rank = parallel_state.get_global_rank()
     own = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if rank in ranks)
     grid = torch.tensor(own).view(-1, ranks_per_replica)

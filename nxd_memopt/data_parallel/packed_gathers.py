@@ -70,6 +70,7 @@ def gather_packed(unit: nn.Module, groups: Sequence[PackedGroup], *, dtype: torc
         dtype: dtype of the gathered weights.
         num_ranks: ranks that share the rows.
     """
+    # Keyed by module and name: ``fully_shard`` has replaced the Parameter objects by DTensors.
     state: Any = unit
     params = {
         (id(param._module_info.module), param._module_info.param_name): param
@@ -97,6 +98,8 @@ def _has_internals(param: Any) -> bool:
 
 def _share_storage(params: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     """Make the gathered weights of ``params`` adjacent parts of one storage, which has no memory yet."""
+    # FSDP2 copies the gathered rows into ``all_gather_outputs`` and reads ``_unsharded_param`` as their view. With
+    # both prepared here it allocates nothing itself: its calls to allocate and to free reach the shared storage.
     sizes = [torch.Size(shape).numel() for shape in shapes]
     shared = _SharedStorage(sum(sizes), dtype, params[0].sharded_param.device)
     flat = split_sizes(shared.tensor, sizes)

@@ -62,6 +62,7 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         refusal = backend.gradient_sharding_refusal()
         if refusal is not None:
             raise ValueError(f"zero2 {refusal}")
+        # The hook would move each gradient to ``main_grad`` before this class sees it.
         if options.get("use_grad_acc_hook"):
             raise ValueError("use_grad_acc_hook keeps full gradients, zero2 adds to shards: leave it out")
         self._reduce_dtype = reduce_dtype
@@ -118,6 +119,8 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         if self._scatter.is_finished and self.grad_norm is not None:
             return self.grad_norm
         self._scatter.finish()
+        # ``GradientScatter`` took the mean over the ranks of one replica: the mean over replicas completes it. The
+        # sums over sequence shards follow, on 1/D of the elements.
         shards = [cast(Tensor, each.shard.grad) for each in self._sharded]
         grads.average_gradients(shards, self._replica_group, bucket_bytes=self._reduce_bytes)
         # The shards have parts alone: ``GradientScatter`` takes no sum.

@@ -79,6 +79,7 @@ class Zero3Optimizer(NeuronZero1Optimizer):
                 f"a parameter of shape {list(param.shape)} is not sharded over data-parallel ranks: "
                 "call data_parallel.shard_model before Zero3Optimizer is made"
             )
+        # Shares the memory of the rows: the update of ``shard`` is the update of the model.
         shard: Any = nn.Parameter(local_rows(param).detach())
         source: Any = param
         # For the norm, which counts replicated elements once.
