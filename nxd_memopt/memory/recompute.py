@@ -88,6 +88,8 @@ def checkpoint(
             the recomputation: the flags must contain ``-O1``.
     """
     del use_reentrant, preserve_rng_state
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check must be one of ['default', 'none'], got {determinism_check!r}")
     if debug:
         raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
     # Without gradients nothing is saved, so there is nothing to recompute.
