@@ -8,6 +8,7 @@ a shard differs.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,10 @@ from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards, req
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import is_sharded, padded_size
 
+_ENTRIES = {
+    *("state", "base_state", "param_groups", "shape_info", "sharded_master_weights", "sharding"),
+    *("dp_rank", "tp_rank"),
+}
 OPTIONS_OF_THE_DEVICE = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that select how a device computes a step.
 
@@ -169,6 +174,7 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
         if values:
             state[new_number] = values
         shape_info[new_number] = list(param.shape)
+    _warn_of_unknown(source)
     # the options are the same in all files: those of one rank are enough
     groups = _groups(source.content(_own_rank(files), 0)["param_groups"], target, trained)
     return {
@@ -419,3 +425,13 @@ def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequen
         params = [new_number[i] for i in positions if i in new_number]
         groups.append({**defaults, **options, **device_options, "params": params})
     return groups
+
+
+def _warn_of_unknown(source: OptimizerFiles) -> None:
+    """Warn about entries of the files that are not loaded."""
+    content = source.content(_own_rank(source.files))
+    unknown = sorted(str(name) for name in content if name not in _ENTRIES)
+    if "base_state" in content and content.get("state"):
+        unknown.append("state (base_state holds the optimizer's)")
+    if unknown:
+        warnings.warn(f"{source.files.directory}: entries that are not loaded: {unknown}", stacklevel=2)
