@@ -279,9 +279,7 @@ def test_each_process_needs_one_core(monkeypatch, environment, devices, facts):
     ("change", "facts"),
     [
         ({}, None),
-        ({"kv_heads": 2}, None),
         ({"query_shape": (1, 8, 1000, 64)}, ["1000", "512", "pad to 1024"]),
-        ({"query_shape": (1, 8, 512, 192)}, ["head size 192", "128"]),
         ({"query_shape": (65, 8, 512, 64)}, ["65 sequences of 8 heads", "512", "lower the micro-batch size"]),
         ({"window": 64}, ["window of 64", "S x S"]),
     ],

@@ -320,21 +320,6 @@ def test_new_shards_after_freezing_have_no_more_memory_and_the_same_updates(in_f
     assert_equal(*found)
 
 
-def test_shards_that_do_not_exist_yet_are_named() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = offloaded(params, 1.0, lazy_init=True)
-    optimizer.zero_grad(set_to_none=False)
-    with pytest.raises(RuntimeError, match=r"not sharded yet: call init_zero\(\)"):
-        optimizer.step()
-    # Also after the memory for new ones was not there.
-    small = offloaded(params, 1.0)
-    small._pool = HostPool(1000, block_bytes=1000)
-    small._states.host = []
-    assert_says(error_message(small.init_zero), "optimizer states requires", "1000")
-    with pytest.raises(RuntimeError, match=r"not sharded yet: call init_zero\(\)"):
-        small.step()
-
-
 @pytest.mark.parametrize("end", [0, 3])
 def test_a_parameter_that_is_written_to_before_its_update_is_an_error(end: int) -> None:
     """The update would overwrite the write, also one in the middle of a parameter's updates."""
