@@ -371,6 +371,8 @@ def test_a_device_or_host_without_the_memory_is_an_error_before_anything_is_allo
     message = error_message(lambda: offloaded(params, 0.1, transfers=small))
     assert_says(message, "device memory", required, required - 1, "optimizer_offload_fraction")
     offloaded(params, 0.1, transfers=DeferredTransfers(available_bytes=required))
+    message = error_message(lambda: OffloadedZero1Optimizer(groups(params), lr=0.1))
+    assert_says(message, "optimizer_offload_fraction", "the backend is cpu")
     pool = HostPool(block_bytes=1000)
 
     class Unlockable(DeferredTransfers):
