@@ -86,21 +86,8 @@ class CpuBackend(C10dBackend):
 class _Mallinfo2(ctypes.Structure):
     """glibc's ``struct mallinfo2``: bytes and numbers of blocks of its heaps."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _free_heap_bytes() -> int | None:

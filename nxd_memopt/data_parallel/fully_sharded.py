@@ -17,8 +17,9 @@ from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.optimizer.groups import require_no_context_parallelism
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
+from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded, require_replicated
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ def shard_model(
 
     Raises:
         ValueError: the backend cannot shard gradients, there is one data-parallel rank, context
-            parallelism is enabled, the model is sharded already or on the meta device, its trained
-            parameters have several dtypes, or ``ranks_per_replica`` is no divisor above 1 of D, or
-            smaller than D under expert parallelism.
+            parallelism is enabled, the model is sharded already, its trained parameters have several
+            dtypes, or ``ranks_per_replica`` is no divisor above 1 of D, or smaller than D under expert
+            parallelism.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
     _require_shardable(model)
+    # What describes the tensor-parallel shard, as ``partition_dim``, lies on the Parameter objects, which are
+    # replaced below.
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     dtype = _trained_dtype(model)
@@ -194,18 +197,10 @@ def _require_shardable(model: nn.Module) -> None:
     size = parallel_state.get_data_parallel_size()
     if size == 1:
         raise ValueError("zero3 shards over data-parallel ranks, and there is 1: use zero1, or more ranks")
-    context = parallel_state.get_context_model_parallel_size()
-    if context > 1:
-        raise ValueError(
-            f"context_parallel_size {context}: gradients are not reduced over context-parallel ranks; use 1"
-        )
+    require_no_context_parallelism()
     if has_offloaded_weights(model.parameters()):
         raise ValueError("zero3 gathers weights for one layer at a time: turn cpu_offloading_weights off, or use zero2")
-    for name, param in model.named_parameters():
-        if is_data_sharded(param):
-            raise ValueError(f"{name} is sharded already: call shard_model once")
-        if param.is_meta:
-            raise ValueError(f"{name} is on the meta device: load or initialize the model before shard_model")
+    require_replicated(model.parameters(), "shard_model", "call it once")
 
 
 def _trained_dtype(model: nn.Module) -> torch.dtype:
@@ -253,6 +248,8 @@ def _mesh(ranks_per_replica: int) -> tuple[DeviceMesh, ProcessGroup]:
         return DeviceMesh.from_group(group, device_type), group
     shards, replicas = hybrid_groups(ranks_per_replica)
     groups: list[Any] = [parallel_state.group_of(replicas), parallel_state.group_of(shards)]
+    # A row of the grid is a replica: its ranks hold one shard each. FSDP2 reduce-scatters gradients along rows,
+    # and all-reduces the shards along columns.
     rank = parallel_state.get_global_rank()
     own = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if rank in ranks)
     grid = torch.tensor(own).view(-1, ranks_per_replica)

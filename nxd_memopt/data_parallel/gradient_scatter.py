@@ -58,6 +58,7 @@ class GradientScatter:
         self._group = group
         self._expert_group = expert_group
         self._bucket_bytes = bucket_bytes
+        # At most SCATTERED_BUCKETS at a time: each has a matrix of its bucket's size.
         self._in_progress: deque[_Pending] = deque()
         self._backward = -1  # graph task of the backward pass that the arrivals belong to
         self._arrived: list[int] | None = []  # numbers of parameters, until the order is known
@@ -72,6 +73,8 @@ class GradientScatter:
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
         """Divide the parameters into buckets; ``order`` has their numbers in the order in which gradients arrive."""
+        # One collective has one group: experts, which fewer ranks share, have buckets of their own. Their buckets
+        # are sorted among the others by arrival, because they are started in one order.
         place = {number: index for index, number in enumerate(order)}
         found: list[tuple[list[int], ProcessGroup | None]] = []
         for is_expert, over in ((False, self._group), (True, self._expert_group)):
@@ -94,6 +97,8 @@ class GradientScatter:
         A bucket that waits for a late gradient holds up all buckets after it, and so their gradients: an optimizer
         may have its parameters in another order than the model, by groups of weight decay.
         """
+        # Ranks may reach other parameters, or the same in another order, with mixtures of experts: the order of
+        # the first rank holds for all of them, and parameters that it has not reached come last.
         unreached = set(range(len(self._params))) - set(arrived)
         order = torch.tensor([*arrived, *sorted(unreached)], device=backend.device)
         first = backend.all_gather_async(order, self._group).wait()[: len(self._params)]
@@ -108,19 +113,18 @@ class GradientScatter:
     def clear(self) -> None:
         """Drop the accumulated shards: the next backward pass starts a new step."""
         self.is_finished = False
-        for bucket in self._buckets:
-            for _, shard in bucket.params:
-                shard.grad = None
+        for _, shard in self._params:
+            shard.grad = None
 
     def finish(self) -> None:
         """Give shards without a gradient zeros; ``clear`` must follow before the next backward."""
         self.is_finished = True
-        for bucket in self._buckets:
-            for _, shard in bucket.params:
-                if shard.grad is None:
-                    shard.grad = torch.zeros_like(shard)
+        for _, shard in self._params:
+            if shard.grad is None:
+                shard.grad = torch.zeros_like(shard)
 
     def _on_gradient(self, number: int, param: Tensor) -> None:
+        # The engine numbers each backward(), also one that runs inside another one. Outside of any it is -1.
         task = torch._C._current_graph_task_id()
         if task < 0:
             raise RuntimeError(
@@ -158,6 +162,7 @@ class GradientScatter:
         engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        # Buckets that wait for a gradient which did not come: the rows of such a parameter are zeros.
         self._start(self._buckets)
         while self._in_progress:
             self._in_progress.popleft().finish()
@@ -213,6 +218,7 @@ class _Bucket:
 
 def copy_to_rows(flat: Tensor, rows: Tensor) -> None:
     """Copy ``flat`` to the first elements of ``rows``, row by row; the other elements stay as they are."""
+    # Without padding ``flat``, which would copy a gradient once more: full rows first, then the rest of one row.
     if not flat.numel():
         return
     width = rows.size(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +17,8 @@ from nxd_memopt.ops.parts import packed_view, split_sizes
 _INTERNALS = ("all_gather_outputs", "alloc_all_gather_outputs", "free_unsharded_param", "_module_info")
 
 
-@dataclass(frozen=True)
-class PackedGroup:
-    """Layers whose weights are adjacent in memory, in this order.
-
-    Attributes:
-        layers: modules with the parameter ``weight``.
-    """
-
-    layers: tuple[nn.Module, ...]
+PackedGroup = tuple[nn.Module, ...]
+"""Layers whose weights are adjacent in memory, in this order."""
 
 
 class _SharedStorage:
@@ -59,14 +51,12 @@ def packed_groups(model: nn.Module) -> list[PackedGroup]:
         if not all(isinstance(weight, nn.Parameter) and weight.requires_grad for weight in weights):
             continue
         if packed_view([weight for weight in weights if weight is not None], 0) is not None:
-            groups.append(PackedGroup(tuple(layers)))
+            groups.append(tuple(layers))
     return groups
 
 
-def gather_packed(
-    unit: nn.Module, groups: Sequence[PackedGroup], *, dtype: torch.dtype, num_ranks: int
-) -> list[PackedGroup]:
-    """Let the weights of each group in ``unit`` be gathered next to each other; return these groups.
+def gather_packed(unit: nn.Module, groups: Sequence[PackedGroup], *, dtype: torch.dtype, num_ranks: int) -> None:
+    """Let the weights of each group in ``unit`` be gathered next to each other.
 
     FSDP2 gathers the rows of each parameter into a tensor of its own and keeps that tensor for later
     gathers. These tensors are created here, as adjacent parts of one storage.
@@ -80,23 +70,18 @@ def gather_packed(
         dtype: dtype of the gathered weights.
         num_ranks: ranks that share the rows.
     """
+    # Keyed by module and name: ``fully_shard`` has replaced the Parameter objects by DTensors.
     state: Any = unit
     params = {
         (id(param._module_info.module), param._module_info.param_name): param
         for param in state._get_fsdp_state()._fsdp_param_group.fsdp_params
         if _has_internals(param)
     }
-    packed: list[PackedGroup] = []
-    for group in groups:
-        found = [params.get((id(layer), "weight")) for layer in group.layers]
-        if any(param is None for param in found):
-            continue
-        shapes = [tuple(layer.get_parameter("weight").shape) for layer in group.layers]
-        if any(shape[0] % num_ranks for shape in shapes):
-            continue
-        _share_storage(found, shapes, dtype)
-        packed.append(group)
-    return packed
+    for layers in groups:
+        found = [params.get((id(layer), "weight")) for layer in layers]
+        shapes = [tuple(layer.get_parameter("weight").shape) for layer in layers]
+        if None not in found and not any(shape[0] % num_ranks for shape in shapes):
+            _share_storage(found, shapes, dtype)
 
 
 def _has_internals(param: Any) -> bool:
@@ -113,6 +98,8 @@ def _has_internals(param: Any) -> bool:
 
 def _share_storage(params: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     """Make the gathered weights of ``params`` adjacent parts of one storage, which has no memory yet."""
+    # FSDP2 copies the gathered rows into ``all_gather_outputs`` and reads ``_unsharded_param`` as their view. With
+    # both prepared here it allocates nothing itself: its calls to allocate and to free reach the shared storage.
     sizes = [torch.Size(shape).numel() for shape in shapes]
     shared = _SharedStorage(sum(sizes), dtype, params[0].sharded_param.device)
     flat = split_sizes(shared.tensor, sizes)

@@ -62,6 +62,7 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         refusal = backend.gradient_sharding_refusal()
         if refusal is not None:
             raise ValueError(f"zero2 {refusal}")
+        # The hook would move each gradient to ``main_grad`` before this class sees it.
         if options.get("use_grad_acc_hook"):
             raise ValueError("use_grad_acc_hook keeps full gradients, zero2 adds to shards: leave it out")
         self._reduce_dtype = reduce_dtype
@@ -77,9 +78,6 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         super().__init__(params, optimizer_class, bucket_cap_mb_reduce_scatter=bucket_mb, **options)
 
     def init_zero(self) -> None:
-        if self._scatter is not None:
-            self._scatter.remove()
-            self._scatter = None
         super().init_zero()
         self._scatter_all()
 
@@ -118,16 +116,18 @@ class Zero2Optimizer(NeuronZero1Optimizer):
             return super().reduce_gradients()
         self._require_shards()
         # A second call of a step changes nothing: the gradients are unscaled and clipped.
-        if self._scatter.is_finished and self._grad_norm is not None:
-            return self._grad_norm
+        if self._scatter.is_finished and self.grad_norm is not None:
+            return self.grad_norm
         self._scatter.finish()
+        # ``GradientScatter`` took the mean over the ranks of one replica: the mean over replicas completes it. The
+        # sums over sequence shards follow, on 1/D of the elements.
         shards = [cast(Tensor, each.shard.grad) for each in self._sharded]
         grads.average_gradients(shards, self._replica_group, bucket_bytes=self._reduce_bytes)
         # The shards have parts alone: ``GradientScatter`` takes no sum.
         parts = [shard for each, shard in zip(self._sharded, shards, strict=True) if is_sequence_parallel(each.param)]
         grads.sum_over_tensor_ranks(parts)
-        self._grad_norm = self._clip(shards)
-        return self._grad_norm
+        self.grad_norm = self._clip(shards)
+        return self.grad_norm
 
     @torch.no_grad()
     def update_parameters(self) -> None:

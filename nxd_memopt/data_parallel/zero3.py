@@ -58,13 +58,15 @@ class Zero3Optimizer(NeuronZero1Optimizer):
     ) -> None:
         # a group's parameters are read twice, and may be a generator
         groups = [{**each, "params": list(each["params"])} if isinstance(each, dict) else each for each in params]
+        params = _parameters(groups)
         super().__init__(
             groups,
             optimizer_class,
-            optimizer_dtype=_rows_dtype(groups),
+            # Gradients and states have the dtype of the rows.
+            optimizer_dtype=next((param.dtype for param in params if param.requires_grad), None),
             grad_clipping=grad_clipping,
             max_norm=max_norm,
-            sharding_groups=_sharding_groups(groups),
+            sharding_groups=_sharding_groups(params),
             loss_scaler=loss_scaler,
             **defaults,
         )
@@ -77,6 +79,7 @@ class Zero3Optimizer(NeuronZero1Optimizer):
                 f"a parameter of shape {list(param.shape)} is not sharded over data-parallel ranks: "
                 "call data_parallel.shard_model before Zero3Optimizer is made"
             )
+        # Shares the memory of the rows: the update of ``shard`` is the update of the model.
         shard: Any = nn.Parameter(local_rows(param).detach())
         source: Any = param
         # For the norm, which counts replicated elements once.
@@ -94,13 +97,13 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         self._require_shards()
         # A second call of a step changes nothing: the gradients are unscaled and clipped.
         is_new = any(each.param.grad is not None or each.shard.grad is None for each in self._sharded)
-        if not is_new and self._grad_norm is not None:
-            return self._grad_norm
+        if not is_new and self.grad_norm is not None:
+            return self.grad_norm
         grads.allreduce_sequence_parallel_gradients([each.param for each in self._sharded])
         for each in self._sharded:
             _take_gradient(each)
-        self._grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
-        return self._grad_norm
+        self.grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
+        return self.grad_norm
 
     @torch.no_grad()
     def update_parameters(self) -> None:
@@ -108,9 +111,11 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         self._require_same_memory()
         super().update_parameters()
         # The next forward must gather the new rows, also in units that are still gathered.
-        units = {id(each.param): getattr(each.param, UNIT)() for each in self._sharded}
-        for unit in {id(unit): unit for unit in units.values() if unit is not None}.values():
-            unit.reshard()
+        # Several parameters name one unit; freeing it again costs a look at its state.
+        for each in self._sharded:
+            unit = getattr(each.param, UNIT)()
+            if unit is not None:
+                unit.reshard()
 
     def _require_same_memory(self) -> None:
         """Follow rows that were moved, for example by ``load_state_dict(assign=True)``."""
@@ -152,14 +157,10 @@ class Zero3Optimizer(NeuronZero1Optimizer):
 
     def nxd_state_dict(self) -> NoReturn:
         """Refuse: neuronx-distributed has no optimizer with this layout."""
-        raise ValueError("neuronx-distributed's optimizer layout is that of zero1: save with save_training_state")
-
-    def save_sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the rows, which are the masters, are stored with the model."""
-        raise ValueError("zero3 has no file per rank: use nxd_memopt.checkpoint.save_training_state")
+        raise ValueError("neuronx-distributed's files per rank are those of zero1: save with save_training_state")
 
     def load_sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: see ``save_sharded_state_dict``."""
+        """Refuse: the rows, which are the masters, are stored with the model."""
         raise ValueError("zero3 has no file per rank: use nxd_memopt.checkpoint.load_training_state")
 
 
@@ -180,23 +181,23 @@ def _take_gradient(each: Sharded) -> None:
     each.param.grad = None
 
 
-def _rows_dtype(groups: list[Any]) -> torch.dtype | None:
-    """Return the dtype of the trained rows, in which gradients and states are too."""
+def _parameters(groups: list[Any]) -> list[Tensor]:
     params: list[Tensor] = []
     for group in groups:
         params += grads.parameters_of(group["params"] if isinstance(group, dict) else group)
-    return next((param.dtype for param in params if param.requires_grad), None)
+    return params
 
 
-def _sharding_groups(groups: list[Any]) -> list[list[int]]:
+def _sharding_groups(params: list[Tensor]) -> list[list[int]]:
     """Return the partition of the world into groups over which the parameters are sharded."""
-    params: list[Tensor] = []
-    for group in groups:
-        listed = group["params"] if isinstance(group, dict) else group
-        params += grads.parameters_of(listed)
     own = common_shard_group(param for param in params if is_data_sharded(param) and not is_expert_parallel(param))
     data_groups = parallel_state.get_data_parallel_replica_groups()
     if own is None:
         return [list(ranks) for ranks in data_groups]
+    # Hybrid sharding: runs of ``size`` consecutive data-parallel ranks hold a replica each.
     size = own.size()
-    return [ranks[i : i + size] for ranks in data_groups for i in range(0, len(ranks), size)]
+    groups: list[list[int]] = []
+    for ranks in data_groups:
+        for first in range(0, len(ranks), size):
+            groups.append(ranks[first : first + size])
+    return groups

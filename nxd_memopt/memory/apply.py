@@ -86,21 +86,19 @@ def apply_memory(
         apply_tiles(mlps, memory.mlp_tile_tokens)
     if memory.attention_head_groups is not None:
         apply_head_groups(attentions, memory.attention_head_groups)
-    # Recompute of parts runs inside the compiled graph: chunks must exist before ``apply_compile``
-    # groups layers by chunk. Otherwise layers are compiled first, because the checkpoint of a chunk
-    # captures the (compiled) forwards of all layers of the chunk.
-    if compile == "layer" and recomputes_parts(memory):
-        # The graph saves the kept results of attention like its other tensors: the offload hooks
-        # receive them.
-        apply_recompute(model, memory)
+    # Recompute of parts runs inside the compiled graph, which saves the kept results of attention like its other
+    # tensors: chunks must exist before ``apply_compile`` groups layers by chunk. Otherwise layers are compiled first,
+    # because the checkpoint of a chunk captures the (compiled) forwards of all layers of the chunk.
+    is_traced = compile == "layer" and recomputes_parts(memory)
+    if compile == "layer" and not is_traced:
         apply_compile(layers)
-    else:
-        if compile == "layer":
-            apply_compile(layers)
-        # Without ``cpu_offloading_activations`` the layers that recompute are those that do not
-        # offload.
-        keep = offload.keep if offload is not None and memory.cpu_offloading_activations else None
-        apply_recompute(model, memory, keep=keep)
+    # Without ``cpu_offloading_activations`` the layers that recompute are those that do not offload.
+    keep = None
+    if offload is not None and memory.cpu_offloading_activations and not is_traced:
+        keep = offload.keep
+    apply_recompute(model, memory, keep=keep)
+    if is_traced:
+        apply_compile(layers)
     if offload is not None:
         apply_offload(layers, memory.num_offloaded_layers(len(layers)), offload)
     if memory.cpu_offloading_weights:

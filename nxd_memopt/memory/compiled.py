@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_memopt.backends import backend
@@ -34,11 +34,7 @@ def apply_compile(layers: Sequence[nn.Module]) -> None:
 
     Layers that a recomputed chunk runs (``recompute_method="uniform"``) become part of the graph of
     the first layer of the chunk.
-
-    Raises:
-        ValueError: see ``require_compile``.
     """
-    require_compile(layers)
     # A layer that is passed over runs inside the graph of the chunk's first layer. It gets no
     # wrapper, but the first layer's wrapper needs its parameters for the gradient hooks.
     for chunk in layer_units(layers):
@@ -71,8 +67,8 @@ def is_compiled(layer: nn.Module) -> bool:
 class CompiledForward:
     """A layer's forward, compiled at the first call.
 
-    It is an object rather than a closure: ``copy.deepcopy`` and pickle rebuild it for the
-    parameters of the copied model.
+    It is an object rather than a closure: ``copy.deepcopy`` rebuilds it for the parameters of the
+    copied model.
 
     Args:
         layers: the layers whose parameters the graph reads.
@@ -108,9 +104,6 @@ class CompiledForward:
         # Compiled code and hooks belong to the original's parameters: the copy compiles again.
         layers = copy.deepcopy(self._layers, memo)
         return CompiledForward(layers, copy.deepcopy(self._forward, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledForward, (self._layers, self._forward)
 
 
 class _Gradients:
@@ -170,51 +163,13 @@ def _copy_if_shared(spans: dict[int, tuple[int, int]], index: int, grad: Tensor)
     return grad.clone() if is_shared else None
 
 
-class _Product(torch.autograd.Function):
-    """A matmul inside an autograd Function, as in this library's linear layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight.t(), x.t() @ grads[0]
-
-
-@functools.cache
 def graphs_recompute() -> bool:
     """Return whether torch recomputes the result of an autograd Function inside a compiled graph.
 
-    A small graph is compiled to find out. torch 2.11 traces the operations of the Function without
-    the tags that request recomputation and saves the results of matmuls: it raises no error and
-    saves no memory. torch 2.9 and 2.13 recompute.
+    torch 2.11 traces the operations of the Function without the tags that request recomputation and saves the results
+    of matmuls: it raises no error and saves no memory. torch 2.9 and 2.13 recompute; 2.10 and 2.12 are not measured.
     """
-
-    def square(x: Tensor, weight: Tensor) -> Tensor:
-        return _Product.apply(x, weight).sin()
-
-    def recomputed(x: Tensor, weight: Tensor) -> Tensor:
-        return checkpoint(square, x, weight, use_reentrant=False)
-
-    saved_sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved_sizes.append(tensor.numel())
-        return tensor
-
-    # Inputs have 8 and 128 elements, x @ weight has 4 x 64 = 256. If the product is recomputed, the
-    # largest saved tensor is an input, smaller than 256 elements.
-    x = torch.ones(4, 2, requires_grad=True)
-    weight = torch.ones(2, 64, requires_grad=True)
-    # This backend partitions forward and backward as Inductor does, without generating kernels.
-    compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
-    # The pack hook records the element count of every tensor that the compiled graph saves.
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compiled(x, weight)
-    return max(saved_sizes) < 4 * 64
+    return Version(torch.__version__).release[:2] not in ((2, 10), (2, 11), (2, 12))
 
 
 def require_recompute_in_graphs() -> None:
@@ -222,8 +177,8 @@ def require_recompute_in_graphs() -> None:
     if not graphs_recompute():
         raise ValueError(
             "compile 'layer' and recompute of parts of a layer (selective, or recompute_keep_core_attn): torch "
-            f"{torch.__version__} keeps in a compiled graph what it was to recompute: use recompute_granularity 'full' "
-            "without recompute_keep_core_attn, torch 2.13, or set compile to null"
+            f"{torch.__version__} may keep in a compiled graph what it was to recompute: use recompute_granularity "
+            "'full' without recompute_keep_core_attn, torch 2.13, or set compile to null"
         )
 
 

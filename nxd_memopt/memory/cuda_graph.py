@@ -77,9 +77,8 @@ class GraphedLoss:
             only during the warm-up calls and the capture.
 
     Raises:
-        TypeError: ``parameters`` contains something other than leaf tensors.
-        ValueError: the device cannot capture graphs, no parameter requires a gradient, or
-            parameters are sharded over data-parallel ranks, which gathers them to new addresses.
+        ValueError: the device cannot capture graphs, or parameters are sharded over data-parallel
+            ranks, which gathers them to new addresses.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], loss_of: Callable[..., Tensor]) -> None:
@@ -87,13 +86,9 @@ class GraphedLoss:
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
         # Tied parameters appear once. Frozen parameters are included, to detect that they moved.
-        self._all_parameters = _unique_leaves(parameters)
+        self._all_parameters = list(dict.fromkeys(parameters))
         require_replicated(self._all_parameters, "a CUDA graph", "run loss_of and backward() without a graph")
         self._parameters = [p for p in self._all_parameters if p.requires_grad]
-        if not self._parameters:
-            raise ValueError(
-                f"none of {len(self._all_parameters)} parameters requires a gradient: pass model.parameters()"
-            )
         self._loss_of = loss_of
         # Static gradient buffers: all graphs overwrite or accumulate into the same ones.
         self._static_grads: list[Tensor | None] = [None] * len(self._parameters)
@@ -108,7 +103,6 @@ class GraphedLoss:
             inputs: tensors on the device that do not require gradients.
 
         Raises:
-            TypeError: an input or the return value of ``loss_of`` is not a tensor.
             ValueError: an input is on another device or requires a gradient, the call is inside
                 ``torch.autocast`` or ``torch.no_grad``, parameters were frozen, unfrozen or moved,
                 or the loss has gradients for tensors that are not in ``parameters``.
@@ -132,8 +126,6 @@ class GraphedLoss:
 
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
         for i, value in enumerate(inputs):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"input {i} is a {type(value).__name__}: only tensors can change between replays")
             if value.device.type != backend.device.type or value.requires_grad:
                 raise ValueError(
                     f"input {i} must be on {backend.device} and require no gradient, "
@@ -178,8 +170,6 @@ class GraphedLoss:
 
         A graph would write the gradients of other tensors into memory that no caller can find.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_of returned a {type(loss).__name__}: return the loss, a tensor of one element")
         known = {id(parameter) for parameter in self._parameters}
         unknown = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if unknown:
@@ -336,16 +326,6 @@ class GraphedLoss:
 def _set_flag(flags: list[bool], index: int, parameter: Tensor) -> None:
     del parameter
     flags[index] = True
-
-
-def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    if isinstance(parameters, nn.Module | Tensor):
-        raise TypeError(f"parameters is a {type(parameters).__name__}: pass model.parameters()")
-    listed = list(parameters)
-    for each in listed:
-        if not (isinstance(each, Tensor) and each.is_leaf):
-            raise TypeError(f"parameters holds a {type(each).__name__} that is no leaf tensor: pass model.parameters()")
-    return list(dict.fromkeys(listed))  # unique, in order; tensors hash by identity
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

@@ -88,8 +88,8 @@ def checkpoint(
             the recomputation: the flags must contain ``-O1``.
     """
     del use_reentrant, preserve_rng_state
-    if determinism_check not in _DETERMINISM_CHECKS:
-        raise ValueError(f"determinism_check must be one of {list(_DETERMINISM_CHECKS)}, got {determinism_check!r}")
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check must be one of ['default', 'none'], got {determinism_check!r}")
     if debug:
         raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
     # Without gradients nothing is saved, so there is nothing to recompute.
@@ -124,17 +124,12 @@ def _contexts(
             contexts.insert(0, replay_contexts)
     if not contexts:
         return None
-    if len(contexts) == 1:
-        return contexts[0]
     return functools.reduce(_both, contexts)
 
 
 def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
     """Return a context function that nests the contexts of ``second`` inside those of ``first``."""
     return functools.partial(both_contexts, first, second)
-
-
-_DETERMINISM_CHECKS = ("default", "none")
 
 
 class _Checkpointed:

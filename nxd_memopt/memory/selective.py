@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,8 +129,6 @@ def both_contexts(first: Callable[[], ContextPair], second: Callable[[], Context
 
 
 @contextmanager
-def _nested(*contexts: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _nested(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,6 @@ from nxd_memopt.modules.tiled_mlp import MLPLayers, tiled_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.wrapping import Forward, unwrap_forward, wrap_forward
 from nxd_memopt.planner.techniques.tiling import auto_head_groups, auto_tile_tokens, head_group_bytes, mlp_tile_bytes
-
-
-class TileableMLP(Protocol):
-    """An MLP module that names its submodules."""
-
-    def layers(self) -> MLPLayers: ...
 
 
 class MLPTiles:
@@ -38,7 +32,7 @@ class MLPTiles:
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """Return the output of the MLP ``module`` for ``hidden``."""
-        layers = cast(TileableMLP, module).layers()
+        layers = cast(Any, module).layers()
         tile_tokens = self._tile_tokens
         if isinstance(tile_tokens, str):
             tile_tokens = _fitting_tokens(layers, hidden)
@@ -71,12 +65,7 @@ def _free_bytes(layer: ColumnParallelLinear, device: torch.device) -> int | None
 
 
 def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
-    """Compute the MLPs ``modules`` by tiles; replaces an earlier choice.
-
-    Raises:
-        ValueError: see ``require_tiles``.
-    """
-    require_tiles(modules, tile_tokens)
+    """Compute the MLPs ``modules``, which ``require_tiles`` accepts, by tiles; replaces an earlier choice."""
     tiles = MLPTiles(tile_tokens)
     for module in modules:
         wrap_forward(module, "tiles", functools.partial(_tiled, tiles, module))
@@ -96,12 +85,6 @@ def require_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto
             raise ValueError(f"mlp_tile_tokens {tile_tokens!r} has no tiles of a {type(module).__name__}: leave it out")
 
 
-class GroupableAttention(Protocol):
-    """An attention module that names its submodules."""
-
-    def layers(self) -> AttentionLayers: ...
-
-
 class HeadGroups:
     """The groups of heads of all attention modules of a model.
 
@@ -117,7 +100,7 @@ class HeadGroups:
 
     def run(self, module: nn.Module, forward: Forward, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Return the output of the attention ``module``, whose own forward is ``forward``."""
-        layers = cast(GroupableAttention, module).layers()
+        layers = cast(Any, module).layers()
         num_groups = self._num_groups
         if isinstance(num_groups, str):
             num_groups = _fitting_groups(layers, hidden)
@@ -149,12 +132,7 @@ def _fitting_groups(layers: AttentionLayers, hidden: Tensor) -> int:
 
 
 def apply_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["auto"]) -> None:
-    """Compute the attention ``modules`` by groups of heads; replaces an earlier choice.
-
-    Raises:
-        ValueError: see ``require_head_groups``.
-    """
-    require_head_groups(modules, num_groups)
+    """Compute ``modules``, which ``require_head_groups`` accepts, by groups of heads; replaces an earlier choice."""
     groups = HeadGroups(num_groups)
     for module in modules:
         wrap_forward(module, "tiles", functools.partial(_by_head_groups, groups, module))

@@ -222,12 +222,9 @@ class WeightOffload:
         output = forward(hidden, *context)
         unit.evict()
         # After the last unit no copy on the device is left: a write to one would be lost.
-        is_last = index == len(self._units) - 1
-        if is_last:
+        if index == len(self._units) - 1:
             self._free_all()
-        first = next(tensors_in(output), None)
-        if torch.is_grad_enabled() and first is not None and first.requires_grad:
-            first.register_hook(functools.partial(self._begin_backward, index))
+        self._watch_backward(index, output)
         return output
 
     def run_following(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
@@ -236,10 +233,14 @@ class WeightOffload:
         When its backward begins, the weights of the last unit are fetched.
         """
         output = forward(hidden, *context)
+        self._watch_backward(len(self._units), output)
+        return output
+
+    def _watch_backward(self, index: int, output: Any) -> None:
+        """Call ``_begin_backward`` when the gradient of ``output`` arrives."""
         first = next(tensors_in(output), None)
         if torch.is_grad_enabled() and first is not None and first.requires_grad:
-            first.register_hook(functools.partial(self._begin_backward, len(self._units)))
-        return output
+            first.register_hook(functools.partial(self._begin_backward, index))
 
     def to_device(self) -> None:
         """Bring all weights to the device. The next forward and backward return them to the host."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.adamw import number_tensor
+from nxd_memopt.optimizer.closures import loss_of
 
 Numbers = dict[tuple[Any, ...], tuple[float | Tensor, float | Tensor]]
 """Step size and decay by what they depend on: step, device, dtype, and whether the parameter is 0-dim."""
@@ -63,10 +64,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             numbers: Numbers = {}
             for param in group["params"]:

@@ -22,10 +22,11 @@ def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
     # A partition of equal groups: every rank takes part in one collective with shards of equal
     # length. A rank of no group, or of two, would leave the other ranks of a collective waiting.
     members = [rank for ranks in rank_groups for rank in ranks]
-    if sorted(members) != list(range(world_size)):
-        raise ValueError(f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once")
-    if len({len(ranks) for ranks in rank_groups}) != 1:
-        raise ValueError(f"sharding_groups {rank_groups} must be of one size: the ranks hold equal shards")
+    sizes = set(map(len, rank_groups))
+    if sorted(members) != list(range(world_size)) or len(sizes) != 1:
+        raise ValueError(
+            f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once, in equal groups"
+        )
     if len(rank_groups[0]) == 1:
         return None
     return parallel_state.group_of(rank_groups)

@@ -160,8 +160,7 @@ def _require_no_gradient(param: Tensor) -> None:
     A gradient from before would be added to the first one that the hook sees.
     """
     if not param.requires_grad or param.grad is not None:
-        article = "no" if param.grad is None else "a"
         raise ValueError(
-            f"a parameter of shape {list(param.shape)} has requires_grad={param.requires_grad} "
-            f"and {article} gradient: leave frozen ones out, and call zero_grad() first"
+            f"a parameter of shape {list(param.shape)} is frozen or has a gradient already: leave frozen ones out, and "
+            "call zero_grad() first"
         )

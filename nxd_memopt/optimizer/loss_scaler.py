@@ -47,6 +47,12 @@ class LossScaler:
         growth_interval: consecutive steps without overflow after which the scale is doubled.
         hysteresis: overflows before the scale is lowered, at least 1.
 
+    Attributes:
+        scale: the current scale, 0-dim fp32, on the device; updated in place.
+        last_scale: the scale with which the gradients of the last step were computed.
+        skipped_last: whether the last step was skipped.
+        skipped_steps: the number of skipped steps since the start of the training.
+
     Raises:
         ValueError: a value is outside its range.
 
@@ -80,36 +86,16 @@ class LossScaler:
         self._steps_without_overflow = 0
         self._remaining_overflows = hysteresis
         self._skips_at_min_scale = 0
-        self._skipped_steps = 0
-        self._last_scale = self._value
-        self._skipped_last = False
-        # 0-dim fp32, written in place only: a CUDA graph reads this memory in each replay.
-        self._scale = torch.full((), self._value, device=backend.device)
+        self.skipped_steps = 0
+        self.last_scale = self._value
+        self.skipped_last = False
+        # Written in place only: a CUDA graph reads this memory in each replay.
+        self.scale = torch.full((), self._value, device=backend.device)
         self._found_inf: Tensor | None = None
-
-    @property
-    def scale(self) -> Tensor:
-        """The current scale, 0-dim fp32, on the device. The tensor is updated in place."""
-        return self._scale
-
-    @property
-    def last_scale(self) -> float:
-        """The scale with which the gradients of the last step were computed."""
-        return self._last_scale
-
-    @property
-    def skipped_last(self) -> bool:
-        """Whether the last step was skipped."""
-        return self._skipped_last
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of skipped steps since the start of the training."""
-        return self._skipped_steps
 
     def scale_gradients_of(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with its value; its backward computes gradients times the scale."""
-        return cast(Tensor, _ScaleGradient.apply(loss, self._scale))
+        return cast(Tensor, _ScaleGradient.apply(loss, self.scale))
 
     @torch.no_grad()
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -121,8 +107,8 @@ class LossScaler:
             gradients: this rank's gradients, or shards of them; fp32 or wider.
         """
         # 1 if a gradient is infinite or NaN. One kernel reads and writes each gradient once.
-        found_inf = torch.zeros((), device=self._scale.device)
-        inverse = self._scale.double().reciprocal().float()
+        found_inf = torch.zeros((), device=self.scale.device)
+        inverse = self.scale.double().reciprocal().float()
         if gradients:
             # Unscaling is linear: a summed sequence-parallel gradient stays a sum.
             with keep_sums(gradients):
@@ -148,17 +134,17 @@ class LossScaler:
             raise RuntimeError("update() without gradients: call unscale() first, once a step")
         overflow = self._found_inf.item() > 0
         self._found_inf = None
-        self._last_scale = self._value
-        self._skipped_last = overflow
+        self.last_scale = self._value
+        self.skipped_last = overflow
         if overflow:
             self._after_overflow()
         else:
             self._after_finite_step()
-        self._scale.fill_(self._value)
+        self.scale.fill_(self._value)
         return overflow
 
     def _after_overflow(self) -> None:
-        self._skipped_steps += 1
+        self.skipped_steps += 1
         self._steps_without_overflow = 0
         if self._value <= self.min_scale:
             self._skips_at_min_scale += 1
@@ -189,7 +175,7 @@ class LossScaler:
             "steps_without_overflow": self._steps_without_overflow,
             "remaining_overflows": self._remaining_overflows,
             "skips_at_min_scale": self._skips_at_min_scale,
-            "skipped_steps": self._skipped_steps,
+            "skipped_steps": self.skipped_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,11 +185,8 @@ class LossScaler:
         scale, and a smaller ``hysteresis`` is the most overflows that are left before it is lowered.
 
         Raises:
-            ValueError: the state lacks a value, or its scale is not a positive number.
+            ValueError: its scale is not a positive number.
         """
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
-            raise ValueError(f"the loss scaler's state lacks {', '.join(missing)}: pass what state_dict() returned")
         scale = float(state["scale"])
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"the loss scaler's state has scale {scale}: it must be a positive number")
@@ -212,8 +195,8 @@ class LossScaler:
         self._steps_without_overflow = int(state["steps_without_overflow"])
         self._remaining_overflows = min(int(state["remaining_overflows"]), self.hysteresis)
         self._skips_at_min_scale = int(state["skips_at_min_scale"])
-        self._skipped_steps = int(state["skipped_steps"])
-        self._scale.fill_(self._value)
+        self.skipped_steps = int(state["skipped_steps"])
+        self.scale.fill_(self._value)
 
 
 def _maximum_over_ranks(value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.optimizer.closures import loss_of
 
 _TORCH_ONLY_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
@@ -34,10 +35,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Every group takes the same path: torch's step does not update single groups.
         if not _is_capturing() and all(self._is_supported(group) for group in self.param_groups):
             for group in self.param_groups:
@@ -67,12 +65,7 @@ class AdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any]) -> None:
         """Update one group with the Triton kernel."""
-        # ``_init_group`` fills: parameters, gradients, exp_avg, exp_avg_sq, max_exp_avg_sq, steps.
-        tensors: list[list[Tensor]] = [[] for _ in range(6)]
-        params, grads, means, squares, _, steps = tensors
-        self._init_group(group, *tensors)
-        for step in steps:
-            step.add_(1)
+        params, grads, means, squares, steps = self._begin_step(group)
         beta1, beta2 = group["betas"]
         # All parameters of the group go to one call of the kernel, not several calls per parameter.
         updates = [
@@ -92,9 +85,7 @@ class AdamW(torch.optim.AdamW):
 
     def _update_by_tensors(self, group: dict[str, Any]) -> None:
         """Update one group with step size and decay as tensors on the device."""
-        tensors: list[list[Tensor]] = [[] for _ in range(6)]
-        params, grads, means, squares, _, steps = tensors
-        self._init_group(group, *tensors)
+        params, grads, means, squares, steps = self._begin_step(group)
         betas = group["betas"]
         eps = group["eps"]
         # Parameters of one dtype share the numbers, unless one of them had no gradient in some
@@ -102,12 +93,21 @@ class AdamW(torch.optim.AdamW):
         numbers: dict[tuple[Any, ...], StepNumbers] = {}
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
             # ``step`` is on the host: reading it does not wait for the device
-            step.add_(1)
             key = (int(step), param.device, arithmetic_dtype(param), param.dim() == 0)
             if key not in numbers:
                 options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
                 numbers[key] = step_numbers(key[0], param, betas=betas, **options)
             adamw_update(param, grad, mean, square, numbers[key], betas=betas, eps=eps)
+
+    def _begin_step(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
+        """Count the step; return parameters with a gradient, gradients, both moments and steps of ``group``."""
+        # ``_init_group`` fills: parameters, gradients, exp_avg, exp_avg_sq, max_exp_avg_sq, steps.
+        tensors: list[list[Tensor]] = [[] for _ in range(6)]
+        params, grads, means, squares, _, steps = tensors
+        self._init_group(group, *tensors)
+        for step in steps:
+            step.add_(1)
+        return params, grads, means, squares, steps
 
     def _is_supported(self, group: dict[str, Any]) -> bool:
         """Return whether the Triton kernel supports all parameters of ``group``."""

@@ -20,6 +20,7 @@ from nxd_memopt.ops.adamw import adamw_update, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
+from nxd_memopt.optimizer.closures import loss_of
 from nxd_memopt.parallel_layers.grads import gradient_of
 from nxd_memopt.planner.sizes.states import (
     CHUNK_ELEMENTS,
@@ -64,10 +65,6 @@ class Chunk:
     pieces: list[Piece]
     resident: tuple[int, int] | None = None
     number: int | None = None
-
-    def has_any_of(self, indices: Collection[int]) -> bool:
-        """Return whether a part of a parameter of ``indices`` lies in the chunk."""
-        return any(piece.index in indices for piece in self.pieces)
 
 
 class PlacedStates:
@@ -233,12 +230,16 @@ class StreamedAdamW(torch.optim.AdamW):
         **defaults: Any,
     ) -> None:
         super().__init__(params, **defaults)
+        self._states = states
+        # The weights in the order of ``states``, and the group of each one.
+        self._weights: list[nn.Parameter] = []
+        self._groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             for name in _UNSUPPORTED_OPTIONS:
                 if group[name]:
                     raise ValueError(f"{name} {group[name]} is not supported with states in host memory: leave it out")
-        self._states = states
-        self._weights = [weight for group in self.param_groups for weight in group["params"]]
+            self._weights += group["params"]
+            self._groups += [group] * len(group["params"])
         self._outputs = [output.detach().view(-1) for output in outputs]
         # A model that is smaller than a chunk needs no buffers of a chunk's size.
         longest = max(states.host_elements, states.device_elements, 1)
@@ -296,20 +297,21 @@ class StreamedAdamW(torch.optim.AdamW):
         order = sorted(range(len(uses)), key=uses.__getitem__)
         self._chunks = [self._chunks[each] for each in order]
         self._end_of_step = uses.count(-1)
-        self._ends = [
-            max((end for end, chunk in enumerate(self._chunks, 1) if chunk.has_any_of(unit)), default=0)
-            for unit in units
-        ]
+        self._ends = []
+        for unit in units:
+            # One past the last chunk that has a part of the unit's weights.
+            end = 0
+            for position, chunk in enumerate(self._chunks, 1):
+                if any(piece.index in unit for piece in chunk.pieces):
+                    end = position
+            self._ends.append(end)
         if self._stream is not None:
             self._stream.reorder([chunk.number for chunk in self._chunks if chunk.number is not None])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every weight that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.finish()
         self._gradient_versions.clear()
         for index, weight in enumerate(self._weights):
@@ -360,19 +362,15 @@ class StreamedAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state of ``torch.optim.AdamW`` into the buffers."""
         self.synchronize()
-        weights = dict(enumerate(self._weights))
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        if len(saved) != len(weights):
-            raise ValueError(f"the saved optimizer has {len(saved)} parameters, this one {len(weights)}")
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in options.items() if name != "params"})
         # What is saved may be views of the buffers, as of ``state_dict()`` of this optimizer.
         views = cast(_StateViews, self.state)
-        for position, index in enumerate(saved):
-            if index in state_dict["state"]:
-                views[weights[position]] = state_dict["state"][index]
-            else:
-                views.reset(weights[position])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for weight, index in zip(group["params"], saved["params"], strict=True):
+                if index in state_dict["state"]:
+                    views[weight] = state_dict["state"][index]
+                else:
+                    views.reset(weight)
+            group.update({name: value for name, value in saved.items() if name != "params"})
 
     def _update(self, chunk: Chunk) -> None:
         """Update the weights and moments of a chunk."""
@@ -421,7 +419,7 @@ class StreamedAdamW(torch.optim.AdamW):
         inside = slice(piece.first, piece.first + piece.length)
         master, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
         output = self._outputs[piece.index][inside]
-        group = self._group_of(piece.index)
+        group = self._groups[piece.index]
         step = int(self.state[self._weights[piece.index]]["step"])
         if can_use_triton(mean):
             # One tensor a call needs no table on the device: its copy would wait for the chunks.
@@ -442,13 +440,6 @@ class StreamedAdamW(torch.optim.AdamW):
         output.copy_(weight)
         if self._states.param_remainders:
             master.copy_(remainder_of(weight, output))
-
-    def _group_of(self, index: int) -> dict[str, Any]:
-        for group in self.param_groups:
-            if index < len(group["params"]):
-                return group
-            index -= len(group["params"])
-        raise AssertionError("the groups have all weights")
 
 
 class _StateViews(dict[nn.Parameter, dict[str, Any]]):

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.weight_offload import weights_to_device
+from nxd_memopt.optimizer.closures import loss_of
 from nxd_memopt.optimizer.groups import (
     expert_sharding_groups,
     join_group,
@@ -133,13 +134,14 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.expert_sharding_group = join_group(self.expert_sharding_groups)
         # The all-gather option counts one rank's input, ``_gather_bytes`` the gathered output.
         size = backend.group_size(self.sharding_group)
-        self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
-        self._reduce_bytes = _to_bytes(bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB)
+        self._gather_bytes = int((bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB) * 2**20)
+        self._reduce_bytes = int((bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB) * 2**20)
         self.use_grad_acc_hook = use_grad_acc_hook
         self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
         self.loss_scaler = loss_scaler
-        self._grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
         self._hooks: list[Any] = []
         self._sharded: list[Sharded] = []
         self._reduced_in_place = ReducedInPlace()
@@ -232,28 +234,20 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce gradients, clip, update, all-gather; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Per step and parameter element: one reduce-scatter of the gradients, the all-reduces of
         # the (scalar) norm, an update of 1/D of the elements, and one all-gather of the parameters.
         self.reduce_gradients()
         self.update_parameters()
         return loss
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
-        return self._grad_norm
-
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
         if self._reduced_in_place.are_current():
-            assert self._grad_norm is not None
-            return self._grad_norm
+            assert self.grad_norm is not None
+            return self.grad_norm
         # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
         # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
@@ -264,10 +258,10 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             keys = [id(each.param) for each in sharded]
             shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
             reduced |= zip(keys, shards, strict=True)
-        self._grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
+        self.grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
         if self._clips or self.loss_scaler is not None:
             self._reduced_in_place.record(self._sharded)
-        return self._grad_norm
+        return self.grad_norm
 
     def _mean(self, param: Tensor, reduced: Tensor) -> Tensor:
         """Return the mean over all data-parallel ranks, of a mean over the sharding group."""
@@ -457,7 +451,3 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for i, master in masters.items():
             self._set_master(i, master)
         self._gather_parameters()
-
-
-def _to_bytes(mebibytes: float) -> int:
-    return int(mebibytes * (1 << 20))

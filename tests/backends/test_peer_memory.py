@@ -213,41 +213,19 @@ def test_signals_are_in_line_with_the_rows(monkeypatch, size):
     played(monkeypatch, program, size, 0)
 
 
-def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
-    def no_room(*args):
-        raise RuntimeError("no room")
-
-    def program(world, rank, size, memory) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(peer_memory, "_Slot", no_room)
-            for start in (gathering, reduction):
-                arguments = (size,) if start is reduction else ()
-                with pytest.raises(RuntimeError, match="no room"):
-                    start(world, memory, rank, 0, *arguments)
-        as_layers_do(world, rank, size, memory)
-        memory.barrier()
-
-    for seed in range(SCHEDULES):
-        assert played(monkeypatch, program, 2, seed) == (0, 0, 0), f"schedule {seed}"
+_wait = PeerAllGather.wait
+FAULTS = [
+    (as_replays_do, Slot, "barrier", lambda slot: None),  # replays that do not meet
+    (as_the_head_does, PeerAllGather, "wait", lambda gathering, copy=False: _wait(gathering)),  # rows are used late
+    (as_layers_do, peer_memory, "_SLOTS", 1),  # a slot is used again at once
+]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
-    monkeypatch.setattr(Slot, "barrier", lambda slot: None)
-    assert any(played(monkeypatch, as_replays_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_simulation_notices_rows_that_are_used_behind_the_next_gather(monkeypatch, size):
-    wait = PeerAllGather.wait
-    monkeypatch.setattr(PeerAllGather, "wait", lambda gathering, copy=False: wait(gathering))
-    assert any(played(monkeypatch, as_the_head_does, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_simulation_notices_a_slot_that_is_used_again_at_once(monkeypatch, size):
-    monkeypatch.setattr(peer_memory, "_SLOTS", 1)
-    assert any(played(monkeypatch, as_layers_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
+@pytest.mark.parametrize(("program", "owner", "name", "fault"), FAULTS)
+def test_the_simulation_notices_faults(monkeypatch, program, owner, name, fault):
+    monkeypatch.setattr(owner, name, fault)
+    for size in (2, 4):
+        assert any(played(monkeypatch, program, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
 
 
 def test_graphs_that_others_capture_take_no_peer_memory(monkeypatch):
@@ -263,12 +241,3 @@ def test_graphs_that_others_capture_take_no_peer_memory(monkeypatch):
         with found._recording():
             assert found._peer_memory(group, small, False) is memory
             assert found._peer_memory(group, small - 1, True) is None
-
-
-def test_a_second_reduction_before_the_first_is_whole_is_an_error(monkeypatch):
-    def program(world, rank, size, memory) -> None:
-        reduction(world, memory, rank, 0, size, pieces=1)
-        with pytest.raises(AssertionError, match="another reduction began"):
-            reduction(world, memory, rank, 1, size)
-
-    played(monkeypatch, program, 2, 0)

@@ -25,15 +25,7 @@ def test_trn1_groups_of_four_are_strided_within_each_node():
     assert groups[7:9] == [[7, 15, 23, 31], [32, 40, 48, 56]] and groups[-1] == [39, 47, 55, 63]
 
 
-def test_trn1_data_groups_are_each_others_counterparts():
-    order = trn1_order(64, 4, workers_per_node=32)
-    data = rank_grid({"data": 16, "tensor": 4}, order)["data"]
-    assert data[0] == [*range(8), *range(32, 40)] and data[3] == [*range(24, 32), *range(56, 64)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "size", "workers"), [(32, 2, 32), (32, 8, 32), (64, 32, 32), (4, 4, 2), (6, 4, 6)]
-)
+@pytest.mark.parametrize(("world_size", "size", "workers"), [(32, 2, 32), (64, 32, 32), (4, 4, 2), (6, 4, 6)])
 def test_trn1_takes_neighbours_otherwise(world_size, size, workers):
     assert trn1_order(world_size, size, workers_per_node=workers) == list(range(world_size))
 
@@ -48,21 +40,15 @@ def test_trn2_groups_of_half_a_node_are_linked_rows(lnc, row):
 
 @pytest.mark.parametrize(
     ("world_size", "size", "lnc", "workers"),
-    [
-        (64, 4, 2, 64),
-        (64, 16, 2, 64),
-        (64, 64, 2, 64),
-        (32, 32, 2, 32),  # half of a node
-        (128, 32, 1, 128),  # a quarter of a node is one row
-        (96, 32, 2, 32),
-    ],
+    # a whole node, half of one, and a quarter, which is one row
+    [(64, 64, 2, 64), (32, 32, 2, 32), (128, 32, 1, 128)],
 )
 def test_trn2_takes_neighbours_otherwise(world_size, size, lnc, workers):
     order = trn2_order(world_size, size, logical_nc_config=lnc, workers_per_node=workers)
     assert tensor_groups(order, size) == neighbours(world_size, size)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("size", [2, 4, 32])
 def test_every_rank_occurs_once_and_groups_ascend(size):
     """torch.distributed numbers a group's ranks in ascending order."""
     orders = [trn1_order(64, size, workers_per_node=32), trn2_order(64, size, logical_nc_config=2, workers_per_node=64)]

@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("attention_backend", "dtype"),
-    [("math", torch.float32), ("efficient", torch.float32), ("auto", torch.bfloat16)],
+    [("math", torch.float32), ("auto", torch.bfloat16)],
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 @pytest.mark.parametrize("recompute", [None, "full"])

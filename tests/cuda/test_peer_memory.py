@@ -117,24 +117,6 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
 
 @two_gpus
 @distributed(world_size=SIZES)
-def test_abandoned_and_interleaved_operations():
-    group = group_of_all()
-    x = torch.full((256, 16384), float(dist.get_rank()), device=backend.device)
-    for turn in range(9):
-        delay(turn)
-        backend.start_all_gather(x, group, **SMALL_CHUNKS)  # nobody reads it
-        gathering = backend.start_all_gather(x + turn, group, **SMALL_CHUNKS)
-        shape = (256 * dist.get_world_size(), 16384)
-        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL_CHUNKS)
-        for start, stop in reduction.chunks:
-            reduction.put(start, torch.ones(stop - start, 16384, device=backend.device))
-        whole = gathering.wait()
-        assert whole[:, 0].sum().item() == 256 * sum(rank + turn for rank in range(dist.get_world_size()))
-        assert reduction.wait().eq(dist.get_world_size()).all()
-
-
-@two_gpus
-@distributed(world_size=SIZES)
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_models_learn_as_over_nccl(config, recompute):
@@ -163,14 +145,3 @@ def test_models_learn_as_over_nccl(config, recompute):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
     dist.barrier()
-
-
-@two_gpus
-@distributed(world_size=2)
-def test_refusals():
-    assert backend.peer_memory_refusal([0, 1]) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "1")
-        assert "on several hosts" in backend.peer_memory_refusal([0, 1])
-        patch.setenv(cuda.PEER_MEMORY_SWITCH, "0")
-        assert "switches it off" in backend.peer_memory_refusal([0, 1])

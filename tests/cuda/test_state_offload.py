@@ -41,7 +41,7 @@ def train(optimizer: NeuronZero1Optimizer, params: list[nn.Parameter]) -> list[T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("slots", [2, 5, 1000])
+@pytest.mark.parametrize("slots", [2, 1000])
 def test_states_on_the_host_equal_resident_ones(dtype: torch.dtype, fraction: float, slots: int) -> None:
     parallel_state.initialize_model_parallel()
     chunk = 100_000
@@ -106,20 +106,3 @@ def test_a_dropped_optimizer_leaves_the_device_usable() -> None:
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     assert torch.zeros(1, device=backend.device).item() == 0
-
-
-def test_free_memory_is_what_the_process_may_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers = backend.host_transfers()
-    assert transfers is not None
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
-    # What the driver reports as free changes with the other processes on the GPU.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total // 2, total))
-    torch.cuda.set_per_process_memory_fraction(0.1)
-    try:
-        # The allocator keeps the fraction as a number of bytes.
-        assert transfers.free_bytes() == pytest.approx(0.1 * total - torch.cuda.memory_allocated(), abs=1024)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    assert transfers.free_bytes() == total // 2 + cached

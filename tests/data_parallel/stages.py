@@ -43,6 +43,14 @@ def build(name: str, *, memory: MemoryConfig | None = None, dtype=torch.float32,
     return model
 
 
+def parameter_groups(params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    params = list(params)
+    matrices = [param for param in params if param.dim() > 1]
+    vectors = [param for param in params if param.dim() == 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
 @dataclass
 class Run:
     """A model and its optimizer at one stage, and what each step gave."""
@@ -58,22 +66,14 @@ class Run:
         if stage == "zero3":
             shard_model(model, reduce_dtype=reduce_dtype, **options)
         trained = [param for param in model.parameters() if param.requires_grad]
-        matrices = [param for param in trained if param.dim() > 1]
-        vectors = [param for param in trained if param.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+        groups = parameter_groups(trained)
         shared: dict[str, Any] = {"max_norm": max_norm, "lr": 1e-2, "eps": 1e-3, "betas": (0.8, 0.9)}
         if stage == "zero3":
             return cls(model, stage, Zero3Optimizer(groups, AdamW, **shared))
         if stage == "zero2":
             # 2 KiB: several buckets
-            return cls(
-                model,
-                stage,
-                Zero2Optimizer(
-                    groups, AdamW, bucket_cap_mb_reduce_scatter=2 / 1024, reduce_dtype=reduce_dtype, **shared, **options
-                ),
-            )
+            shared |= {"bucket_cap_mb_reduce_scatter": 2 / 1024, "reduce_dtype": reduce_dtype}
+            return cls(model, stage, Zero2Optimizer(groups, AdamW, **shared, **options))
         if stage in (OFFLOAD, REMAINDERS):
             # half of each rank's shards on the host, in chunks of 64 elements
             places = {"optimizer_offload_fraction": fraction, "transfers": DeferredTransfers(), "chunk_elements": 64}

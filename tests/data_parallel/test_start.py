@@ -12,13 +12,11 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.data_parallel import fully_sharded, shard_model
-from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.parallel_layers.data_shards import gather_rows, is_data_sharded, local_rows, row_range
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.training.model import build_model, load_hf_config
 from nxd_memopt.training.parallelize import parallelize
 from tests.data_parallel.stages import batch_of, build, initialize
-from tests.data_parallel.test_stages import is_packed, shared_weights
 from tests.dist.pool import distributed
 from tests.training.resume.test_rules import build as build_config
 from tests.training.runs import LLAMA
@@ -78,8 +76,7 @@ def test_the_device_has_rows_and_one_unit_at_a_time(tie):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("source", ["random", "pretrained"])
+@pytest.mark.parametrize(("tensor_size", "source"), [(1, "random"), (2, "pretrained")])
 def test_training_starts_from_the_weights_of_zero1(tensor_size, source, tmp_path):
     """On every rank and in every bit, as does the first loss; D is 4 or 2."""
     initialize(tensor_size)
@@ -109,33 +106,6 @@ def test_training_starts_from_the_weights_of_zero1(tensor_size, source, tmp_path
         rows = slice(*row_range(weight))
         assert torch.equal(local_rows(weight), expected[name][rows].to(local_rows(weight).dtype)), name
         assert torch.equal(gather_rows(weight), expected[name]), name
-
-
-@distributed(world_size=4)
-def test_weights_are_packed_on_the_device():
-    """As on GPUs: one matmul for the weights of one input, although they come from the host separately."""
-    initialize(2)
-    model = build("llama")
-    seen: list[bool] = []
-    for layer in model.model.layers:
-        for module in (layer.self_attn, layer.mlp):
-            assert not is_packed(module)
-            module.register_forward_pre_hook(lambda module, _: seen.append(is_packed(module)))
-    with mock.patch.object(fully_sharded, "pack_weights", pack):
-        shard_model(model)
-    model(batch_of(0))
-    assert seen == [True] * 2 * len(model.model.layers)
-
-
-def pack(unit: torch.nn.Module) -> None:
-    """``pack_weights`` of a GPU."""
-    for module in unit.modules():
-        if not isinstance(module, PackedWeights) or any(map(is_data_sharded, shared_weights(module))):
-            continue
-        weights = shared_weights(module)
-        parts = torch.cat([weight.detach() for weight in weights]).split([len(weight) for weight in weights])
-        for weight, values in zip(weights, parts, strict=True):
-            weight.data = values
 
 
 def test_the_model_is_built_on_the_host(monkeypatch):

@@ -48,9 +48,9 @@ def take_step(optimizer: NeuronZero1Optimizer, parameter: nn.Parameter, bad: flo
 
 
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize("zero1", [False, True])
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("tensor_size", "zero1", "bad"), [(1, True, math.inf), (2, True, math.nan), (2, False, math.inf)]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_every_rank(world_size, tensor_size, zero1, bad):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
     parameter, scaler, optimizer = build(zero1)

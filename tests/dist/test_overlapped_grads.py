@@ -44,9 +44,7 @@ def gradients(model, reduction=None, *, count: int = 2):
 
 
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(("tensor_parallel", "wide", "recompute"), [(1, False, "full"), (2, True, None)])
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
 def test_equals_the_plain_reductions(config, tensor_parallel, wide, recompute):
     parallel_state.initialize_model_parallel(tensor_parallel)
@@ -165,7 +163,7 @@ def test_nothing_to_reduce_starts_nothing():
     assert started_during_backward(pytest.MonkeyPatch(), Chain(3)) == []
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=4)
 def test_what_is_summed_is_not_summed_again():
     parallel_state.initialize_model_parallel(2)
     options = {"input_is_parallel": True, "sequence_parallel_enabled": True}

@@ -210,9 +210,9 @@ def test_bf16_parameters_follow_fp32_masters(optimizer_class, tensor_size):
     assert model.up.weight.grad is None and model.up.weight.main_grad.dtype == torch.float32
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resume_is_bit_equal(dtype, world_size, tmp_path):
+def test_resume_is_bit_equal(dtype, tmp_path):
     """Six steps at once, or three, files, fresh objects, three; with the learning rate of a scheduler."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 
@@ -228,7 +228,7 @@ def test_resume_is_bit_equal(dtype, world_size, tmp_path):
     optimizer.param_groups[0]["lr"] = 3e-3
     weights = {name: value.clone() for name, value in straight.state_dict().items()}
     optimizer.save_sharded_state_dict(tmp_path, num_workers_per_step=1)
-    assert len(list(tmp_path.iterdir())) == world_size
+    assert len(list(tmp_path.iterdir())) == 4
     train(straight, optimizer, range(3, 6), sequence_parallel=True)
 
     resumed, optimizer = build()

@@ -17,6 +17,10 @@ FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 REFUSED = {
     "more layers than there are": (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, "model's 2 layers"),
+    "parts of more layers than there are": (
+        SELECTIVE | {"recompute_modules": ("norm",), "recompute_method": "block", "recompute_num_layers": 3},
+        "2 layers",
+    ),
     "chunks that do not divide": (FULL | {"recompute_method": "uniform", "recompute_num_layers": 3}, "2 layers"),
     "parts that do not exist": (SELECTIVE | {"recompute_modules": ("moe",)}, "'moe' names no module"),
     "attention of several operators": (

@@ -66,11 +66,6 @@ def test_the_limits_of_the_first_version_of_cgroups_count(root):
     assert available_host_bytes() == 1050
 
 
-@pytest.mark.skipif(available_host_bytes() is None, reason="needs Linux")
-def test_this_hosts_memory_is_plausible():
-    assert 1 << 20 < available_host_bytes() < 1 << 50
-
-
 def test_one_process_is_told_what_it_requires(monkeypatch):
     monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 1000)
     require_host_memory(1000, "checkpoint")

@@ -44,7 +44,12 @@ def gradients(model):
     return [loss.detach(), *(param.grad.clone() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize(
     "memory", [{}, {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp_act")}]
 )
@@ -55,8 +60,7 @@ def test_gradients_are_bit_equal(config, memory, num_layers):
     transfers = HostOnly()
     offload_first(model.decoder_layers(), num_layers, transfers)
     for _ in range(2):
-        for a, b in zip(gradients(model), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(gradients(model), expected)
     count = transfers.events.count("out")
     assert count > 2 * num_layers and transfers.events.count("back") == count
     remove_offload(model.decoder_layers())
@@ -73,12 +77,10 @@ def test_full_recompute_behind_the_offloaded_layers():
         apply_memory(model, memory)
     layers = model.decoder_layers()
     assert [is_recomputed(layer) for layer in layers] == [False, False, True, True]
-    for a, b in zip(gradients(model), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(model), expected)
     apply_recompute(model, MemoryConfig())  # takes recompute off and leaves the other
     assert not any(is_recomputed(layer) for layer in layers) and "forward" in layers[0].__dict__
-    for a, b in zip(gradients(model), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(model), expected)
     apply_memory(model, MemoryConfig())
     assert not any("forward" in layer.__dict__ for layer in layers)
 
@@ -124,31 +126,8 @@ def test_waits_where_the_device_is_full():
         expected = gradients(model)
         transfers = HostOnly(free_bytes, SlowCopy)
         offload_first(model.decoder_layers(), 1, transfers)
-        for a, b in zip(gradients(model), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(gradients(model), expected)
         assert ("back" in transfers.events) == (free_bytes == 0)  # otherwise nothing had left when backward began
-
-
-@pytest.mark.parametrize("free", [250, 3000])
-def test_waits_where_a_layer_that_stays_on_the_device_needs_more_than_offloaded_ones(free):
-    """Layers after the offloaded one lower the free memory by 100 bytes each; it saves 16 bytes."""
-    transfers = HostOnly(free + 300, SlowCopy)
-
-    class Layer(torch.nn.Module):
-        def forward(self, x):
-            transfers._free_bytes -= 100
-            return x * x
-
-    layers = [Layer() for _ in range(4)]
-    offload_first(layers, 1, transfers)
-    x = torch.ones(4, requires_grad=True)
-    hidden = x * 1
-    for layer in layers:
-        hidden = layer(hidden)
-    hidden.sum().backward()
-    assert transfers._free_bytes == free - 100
-    assert ("back" in transfers.events) == (free == 250)
-    assert torch.equal(x.grad, torch.full((4,), 16.0))
 
 
 def test_a_dropped_graph_keeps_nothing():
@@ -215,29 +194,18 @@ def test_two_graphs_at_once_and_copies_of_the_model():
         loss.backward()
     for param, grad in zip(model.parameters(), expected[1:], strict=True):
         torch.testing.assert_close(param.grad, 2 * grad)
-    for a, b in zip(gradients(twin), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(twin), expected)
     with torch.no_grad():
         model(**batch())
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
     model = parallel_model(llama_config())
-    assert_says(error_message(lambda: MemoryConfig(cpu_offloading_num_layers=-1)), "at least 0", "-1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
-        too_many = MemoryConfig(recompute_granularity="full", cpu_offloading_num_layers=3)
-        assert_says(error_message(lambda: apply_memory(model, too_many)), "3 exceeds", "2 layers")
-    assert not any(is_recomputed(layer) for layer in model.decoder_layers())
-    assert_says(
-        error_message(lambda: apply_memory(model, MemoryConfig(cpu_offloading_num_layers=1))),
-        "an NVIDIA GPU",
-        "cpu",
-    )
+    first = MemoryConfig(cpu_offloading_num_layers=1)
+    assert_says(error_message(lambda: apply_memory(model, first)), "an NVIDIA GPU", "cpu")
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
     everything = MemoryConfig(recompute_granularity="full", cpu_offloading_num_layers=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
-        assert_says(error_message(lambda: apply_memory(model, everything)), "left no layer", "leave one out")
+    assert_says(error_message(lambda: apply_memory(model, everything)), "left no layer", "leave one out")
 
 
 def test_conjugates_stay():
@@ -258,20 +226,18 @@ def test_conjugates_stay():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("config", [pytest.param(llama_config, marks=pytest.mark.slow), gpt_neox_config])
-def test_what_a_compiled_layer_keeps_leaves_too(config, monkeypatch):
+def test_what_a_compiled_layer_keeps_leaves_too(monkeypatch):
     """By Inductor, whose backward may write into what forward kept: to the bit as without offload, twice."""
     torch._dynamo.reset()
     transfers = HostOnly()
     monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: transfers)
-    model = parallel_model(config(num_hidden_layers=3))
+    model = parallel_model(gpt_neox_config(num_hidden_layers=3))
     apply_memory(model, MemoryConfig(), compile="layer")
     expected = gradients(model)
     apply_memory(model, MemoryConfig(cpu_offloading_num_layers=2), compile="layer")
     assert all(map(is_compiled, model.decoder_layers()))
     for _ in range(2):
-        for a, b in zip(gradients(model), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(gradients(model), expected)
     count = transfers.events.count("out")
     assert count > 2 * 2 and transfers.events.count("back") == count
 
@@ -280,19 +246,13 @@ VARIANTS = {
     "full": {},
     "kept attention": {"recompute_keep_core_attn": True},
     "uniform": {"recompute_method": "uniform", "recompute_num_layers": 2},
-    "block": {"recompute_method": "block", "recompute_num_layers": 3},
     "nested": {"recompute_method": "nested", "recompute_num_layers": 3},
-    "nested, chosen": {"recompute_method": "nested"},
-    "first two": {"cpu_offloading_num_layers": 2},
     "first two, kept attention": {"cpu_offloading_num_layers": 2, "recompute_keep_core_attn": True},
     "first three, two kept": {"cpu_offloading_num_layers": 3, "recompute_keep_core_attn": 2},
 }
 NUM_CHECKPOINTS = {
     "uniform": 2,
-    "block": 3,
     "nested": 2,
-    "nested, chosen": 2,
-    "first two": 2,
     "first two, kept attention": 2,
     "first three, two kept": 3,
 }
@@ -313,8 +273,7 @@ def test_checkpoints_leave_alone_and_come_back(config, variant, monkeypatch):
     apply_memory(model, memory, pool=pool)
     for _ in range(2):
         transfers.events.clear()
-        for a, b in zip(gradients(model), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(gradients(model), expected)
     count = NUM_CHECKPOINTS.get(variant, 4)
     if variant == "first three, two kept":
         count += 2  # the results of the third layer
@@ -332,8 +291,7 @@ def test_attention_is_kept_in_layers_that_do_not_offload(monkeypatch):
     expected = gradients(model)
     kept = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True, **options)
     apply_memory(model, replace(kept, cpu_offloading_num_layers=2))
-    for a, b in zip(gradients(model), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(model), expected)
 
 
 def test_host_memory_is_that_of_the_formula(monkeypatch):

@@ -79,16 +79,14 @@ def assert_equal(found, expected):
 FULL = {"recompute_granularity": "full"}
 
 
-@pytest.mark.parametrize("num_layers", [2, LAYERS])
 @pytest.mark.parametrize(
-    "memory",
+    ("num_layers", "memory"),
     [
-        {},
-        FULL,
-        FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
-        FULL | {"recompute_method": "nested", "recompute_num_layers": 3},
-        {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp_act")},
-        {"mlp_tile_tokens": 16},
+        (2, {}),
+        (LAYERS, FULL),
+        (2, FULL | {"recompute_method": "nested", "recompute_num_layers": 3}),
+        (LAYERS, {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp_act")}),
+        (LAYERS, {"mlp_tile_tokens": 16}),
     ],
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
@@ -141,30 +139,14 @@ OPTIMIZERS = {
 }
 
 
-class Update(torch.optim.SGD):
-    """Looks for the weights in its update, in which memory that is freed would end the process."""
-
-    def step(self, closure=None):
-        if closure is not None:
-            closure()
-        assert all(param.untyped_storage().nbytes() for group in self.param_groups for param in group["params"])
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_the_weights_are_on_the_device_in_every_step(closure):
-    model = offloaded()
-    backward(model)
-    optimizer = Update(model.parameters(), lr=0.1)
-    optimizer.step(functools.partial(backward, model)) if closure else optimizer.step()
-
-
-@pytest.mark.parametrize("num_layers", [1, LAYERS])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("closure", [None, "positional", "keyword"])
-def test_an_optimizer_updates_the_weights(name, num_layers, closure):
+@pytest.mark.parametrize(
+    ("name", "closure"),
+    [("torch", "positional"), ("loop", None), ("library", "keyword"), ("zero1", "positional"), ("wrapped", None)],
+)
+def test_an_optimizer_updates_the_weights(name, closure):
     """A closure runs forward and backward inside of the step, after which the weights are on the host again."""
     parallel_state.initialize_model_parallel()
-    expected, model = build(), offloaded(num_layers=num_layers)
+    expected, model = build(), offloaded()
     backward(model)  # the optimizer finds the weights on the host
     model.zero_grad()
     optimizers = [OPTIMIZERS[name](each) for each in (expected, model)]
@@ -224,17 +206,7 @@ def test_loaded_weights_are_used():
         assert torch.equal(value, other.state_dict()[name])
 
 
-def test_a_failed_backward_leaves_a_model_that_trains():
-    expected, model = build(), offloaded()
-    hook = model.decoder_layers()[1].mlp.register_full_backward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backward(model)
-    hook.remove()
-    assert_equal(gradients(model), gradients(expected))
-    assert not any(device_bytes(layer) for layer in model.decoder_layers())
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_writes_after_a_failed_pass_are_not_lost(where, num_layers):
     """A failed pass leaves a copy of the next layer on the device."""
@@ -277,9 +249,6 @@ def test_refusals(monkeypatch, transfers):
     for _ in range(2):
         assert_says(error_message(lambda: copy.deepcopy(model)), "cpu_offloading_weights", "before apply_memory")
         backward(model)  # the weights are on the host
-    assert_says(
-        error_message(lambda: MemoryConfig(cpu_offloading_weights=True)), "cpu_offloading_num_layers above 0", "got 0"
-    )
     plain = build()
     many = MemoryConfig(cpu_offloading_weights=True, cpu_offloading_num_layers=LAYERS + 1)
     assert_says(error_message(lambda: apply_memory(plain, many)), f"{LAYERS + 1} exceeds", f"{LAYERS} layers")

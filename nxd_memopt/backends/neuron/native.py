@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,21 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.base import Backend
-from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Completed, Pending
-from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL, MOST_OF_TOP_K
-from nxd_memopt.backends.neuron.topology import (
-    PHYSICAL_CORES_PER_CHIP,
-    hardware_name,
-    logical_nc_config,
-    neuron_kv_rank_stride,
-    neuron_order,
-)
+from nxd_memopt.backends.neuron.topology import PHYSICAL_CORES_PER_CHIP, logical_nc_config
+from nxd_memopt.backends.neuron.trainium import TrainiumBackend
 
 _PACKAGE = "torch_neuronx"
 _FIRST_NATIVE_VERSION = (2, 10)
@@ -54,7 +46,7 @@ settings before this line.
 """
 
 
-class NeuronBackend(C10dBackend):
+class NeuronBackend(TrainiumBackend):
     """Trainium2 and Trainium3 through TorchNeuron, one logical core per process.
 
     TorchNeuron's process group assigns the device. The device index is the process's rank on this
@@ -68,12 +60,7 @@ class NeuronBackend(C10dBackend):
     name = "neuron"
     distributed_backend = "neuron"
     attention_implementations = ("sdpa", "tiled", "math")
-    views_share_memory = False  # not known to hold on the beta
     equal_heads_implementations = ("sdpa",)
-    all_to_all_rows = Backend.all_to_all_rows
-    shapes_are_static = True
-    most_of_top_k = MOST_OF_TOP_K
-    scalars_are_compiled = True  # by torch.compile, and by eager operations according to AWS
 
     def __init__(self) -> None:
         self._device_module = _import_device_module()
@@ -140,18 +127,6 @@ class NeuronBackend(C10dBackend):
         if "RANK" in os.environ and not dist.is_initialized():
             _require_a_core(self._device_module.device_count())
         super().init_process_group(**kwargs)
-
-    def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        return neuron_order(os.environ, world_size, tensor_model_parallel_size)
-
-    def loss_scaling_refusal(self) -> str | None:
-        return LOSS_SCALING_REFUSAL
-
-    def hardware_name(self) -> str:
-        return hardware_name(os.environ)
-
-    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
-        return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
     # Collectives. The device reduces integers in fp32, which is exact only up to 2^24. Integers are
     # all-gathered, which does not change their bits, and reduced on the host.
@@ -287,7 +262,7 @@ def _not_native_reason() -> str | None:
     if PathFinder.find_spec(f"{_PACKAGE}.neuron_dynamo_backend", locations) is not None:
         return None
     version = _version()
-    if version is not None and _release(version) >= _FIRST_NATIVE_VERSION:
+    if version is not None and Version(version).release >= _FIRST_NATIVE_VERSION:
         return None
     if PathFinder.find_spec(f"{_PACKAGE}.xla_impl", locations) is not None:
         return f"{_found()} is the PyTorch/XLA build, which backend xla serves: TorchNeuron is {_PACKAGE} 2.10 or newer"
@@ -317,10 +292,3 @@ def _version() -> str | None:
 
 def _found() -> str:
     return f"{_PACKAGE} {_version() or 'of unknown version'}"
-
-
-def _release(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if not found:
-        return 0, 0
-    return int(found[1]), int(found[2])

@@ -15,20 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.base import Backend, ContextPair
-from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
-from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL, MOST_OF_TOP_K
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
-from nxd_memopt.backends.neuron.topology import hardware_name, neuron_kv_rank_stride, neuron_order
+from nxd_memopt.backends.neuron.trainium import TrainiumBackend
 
 _SEED_BITS = 64
 _FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"
 
 
-class XlaBackend(C10dBackend):
+class XlaBackend(TrainiumBackend):
     """Lazy tensors: operations are recorded, then compiled and run once per step, at ``mark_step``.
 
     Collectives are part of the graph. They name the groups of all ranks and leave the layout open,
@@ -39,12 +37,8 @@ class XlaBackend(C10dBackend):
 
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
-    shapes_are_static = True
-    scalars_are_compiled = True  # those that are 0 or 1; the others are inputs of the graph
-    most_of_top_k = MOST_OF_TOP_K
     default_group_is_complete = False  # it has no _mesh, from which scripts for neuronx-distributed read the ranks
     narrows_float64 = True  # torch_xla makes F64 F32 on NeuronCores; the simulation alone computes in float64
-    views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
@@ -130,15 +124,6 @@ class XlaBackend(C10dBackend):
         with self.outside_step():
             _total = self.all_reduce(torch.zeros(1).to(self.device), dist.group.WORLD)
 
-    def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        return neuron_order(os.environ, world_size, tensor_model_parallel_size)
-
-    def hardware_name(self) -> str:
-        return hardware_name(os.environ)
-
-    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
-        return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
-
     def _groups(self, group: ProcessGroup | None) -> list[list[int]]:
         """Return the partition of the world with ``group``, all of which a collective names."""
         assert group is not None
@@ -219,22 +204,16 @@ class XlaBackend(C10dBackend):
         return self._xm.all_gather(tensor, dim=0, groups=self._groups(group), pin_layout=False)
 
     def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        size = self.group_size(group)
-        if size == 1:
+        if self.group_size(group) == 1:
             return tensor
         if self._through_host:
             return super().reduce_scatter_async(self._on_host(tensor), group).wait().to(self.device)
-        groups = self._groups(group)
-        # scale 1.0, scatter dimension 0, one chunk per rank
-        return self._xm.reduce_scatter(
-            "sum",
-            tensor,
-            1.0,
-            0,
-            size,
-            groups=groups,
-            pin_layout=False,
-        )
+        return self._scattered_sum(tensor, group)
+
+    def _scattered_sum(self, rows: Any, group: ProcessGroup | None) -> Any:
+        """Return this rank's chunk of the sum of ``rows``, a tensor or a list, along dimension 0, unscaled."""
+        options: dict[str, Any] = {"groups": self._groups(group), "pin_layout": False}
+        return self._xm.reduce_scatter("sum", rows, 1.0, 0, self.group_size(group), **options)
 
     def reduce_scatter_mean_list(
         self,
@@ -250,16 +229,7 @@ class XlaBackend(C10dBackend):
         if size == 1 or self._through_host:
             return super().reduce_scatter_mean_list(tensors, group)
         # divide before the sum, as the default implementation does
-        parts = [tensor / size for tensor in tensors]
-        return self._xm.reduce_scatter(
-            "sum",
-            parts,
-            1.0,
-            0,
-            size,
-            groups=self._groups(group),
-            pin_layout=False,
-        )
+        return self._scattered_sum([tensor / size for tensor in tensors], group)
 
     def all_gather_list(
         self,
@@ -279,9 +249,6 @@ class XlaBackend(C10dBackend):
         if self._through_host:
             return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
-
-    # The shapes of a graph are fixed when it is traced.
-    all_to_all_rows = Backend.all_to_all_rows
 
     # A graph has no asynchronous handles to wait for: use the complete results of Collectives, not
     # the handles of C10dCollectives.
@@ -392,9 +359,6 @@ class XlaBackend(C10dBackend):
         del determinism_check, early_stop
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
-
-    def loss_scaling_refusal(self) -> str | None:
-        return LOSS_SCALING_REFUSAL
 
     def compile_refusal(self) -> str | None:
         return "is not for the backend xla, which records and compiles each step already"

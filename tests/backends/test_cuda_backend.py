@@ -1,4 +1,4 @@
-"""Free memory of a GPU as the offloading of activations reads it."""
+"""The CUDA backend without a GPU: free memory, page-locked memory, and the allocator's setting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nxd_memopt.backends.base import ALLOCATOR_VARIABLES
+from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.backends.cuda.registered_memory import registered_buffer
 from nxd_memopt.backends.cuda.transfers import CudaTransfers
 
@@ -61,3 +63,30 @@ def test_registered_memory_is_unregistered_before_it_is_unmapped(monkeypatch):
     assert view.sum() == 3 * view.numel() and not mapped
     del view
     assert mapped == [True]
+
+
+@pytest.fixture(params=["torch 2.11", "torch 2.9"])
+def applied(request, monkeypatch) -> list[str]:
+    """The settings that were applied, by either of PyTorch's functions."""
+    found: list[str] = []
+    name = "_accelerator_setAllocatorSettings"
+    if request.param == "torch 2.11":
+        monkeypatch.setattr(torch._C, name, found.append, raising=False)
+    else:
+        monkeypatch.delattr(torch._C, name, raising=False)
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
+    for variable in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    return found
+
+
+def test_segments_are_expandable(applied):
+    CudaBackend.expand_segments(object.__new__(CudaBackend))
+    assert applied == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
+def test_the_users_settings_stand(applied, monkeypatch, variable):
+    monkeypatch.setenv(variable, "max_split_size_mb:512")
+    CudaBackend.expand_segments(object.__new__(CudaBackend))
+    assert applied == []
