@@ -70,12 +70,16 @@ def test_without_the_barrier_the_certificate_fails(tmp_path):
 
 
 def test_ranks_share_a_graph_with_the_formulas_collectives():
-    """T=8 on 4 KV heads."""
-    asked = request("xla", LLAMA, FULL, parallel=parallel(8, sequence=True), sequence_length=64)
+    """T=4 on 2 KV heads."""
+    options = {"parallel": parallel(4, sequence=True), "overrides": {"num_key_value_heads": 2}}
+    asked = request("xla", LLAMA, FULL, sequence_length=64, **options)
     answer = run_worker(asked)
     by_name = checks(asked, answer)
-    assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 8
+    assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 4
     assert by_name["collectives"].passed, by_name["collectives"].detail
+    # Of the flags, the compiler's optimization level decides whether recomputation is merged.
+    assert checks(asked, answer, compiler_flags="-O2")["compiler flags"].passed is False
+    assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
 
 
 def test_equal_graphs_are_both_measured():
@@ -83,13 +87,6 @@ def test_equal_graphs_are_both_measured():
     survival = run_worker(request("xla", LLAMA, {}, layer_counts=(2,), sequence_length=64)).survivals[2]
     assert survival.recompute.matmuls == survival.baseline.matmuls > 0
     assert_says(survival.failure() or "", "recomputes nothing")
-
-
-def test_flags_that_merge_recomputation_fail():
-    asked = request("xla", LLAMA, FULL, layer_counts=(2, 3), sequence_length=64)
-    answer = run_worker(asked)
-    assert checks(asked, answer, compiler_flags="-O2")["compiler flags"].passed is False
-    assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
 
 
 def test_users_assertion_says_which_flags_it_needs():

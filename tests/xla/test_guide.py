@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.checkpoint.test_public_checkpoint import (
     test_a_retained_graph_recomputes_again,
     test_contexts_are_entered_around_both_passes,
@@ -62,14 +60,7 @@ def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
     assert finished.stdout.strip() == "barriers are there", finished.stderr
 
 
-@pytest.mark.parametrize("flags", ["", "-O2"])
-def test_torchs_checkpoint_refuses_flags_that_undo_it(flags: str) -> None:
-    finished = run_python(IMPORTS, NEURON_CC_FLAGS=flags)
+def test_torchs_checkpoint_refuses_flags_that_undo_it() -> None:
+    finished = run_python(IMPORTS, NEURON_CC_FLAGS="-O2")
     assert finished.returncode != 0 and "there" not in finished.stdout
     assert_says(finished.stderr, "ValueError", "NEURON_CC_FLAGS=-O1")
-
-
-def test_torchs_checkpoint_is_its_own_without_the_alias() -> None:
-    code = "import nxd_memopt.memory, torch.utils.checkpoint as c; print(c.checkpoint.__module__)"
-    finished = run_python(code)
-    assert finished.stdout.strip() == "torch.utils.checkpoint", finished.stderr

@@ -16,7 +16,7 @@ from tests.packed_rows import check_packed_losses, packed_rows, run_steps
 from tests.reference_models import llama_config, parallel_model
 
 
-@distributed(world_size=[1, 2])
+@distributed(2, slow=[1])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_packed_rows_have_the_loss_of_separate_documents(name, world_size):
     assert backend.name == "xla"
