@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,37 +18,27 @@ from tests.golden.runs import MODELS, recorded_losses, train
 from tests.reference import tensors
 from tests.reference_models import batch, gpt_neox_config, parallel_model
 from tests.xla.functionalization import MODES, VARIABLE, functionalization
+from tests.xla.test_backend import run_python
 
 BOUND = 1e-5  # fp32 sums in another order
 
-IMPORT_LATE = """
+IMPORT_LATE = f"""
 import warnings, torch_xla
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import nxd_memopt.backends
     import os
-print([str(w.message) for w in caught if "functionalization" in str(w.message)], os.environ[{variable!r}])
+print([str(w.message) for w in caught if "functionalization" in str(w.message)], os.environ[{VARIABLE!r}])
 """
 
 
-def python(code: str, **environment: str | None) -> str:
-    env = {**os.environ, **environment}
-    env = {name: value for name, value in env.items() if value is not None}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.strip().splitlines()[-1]
-
-
-def test_it_is_on_unless_the_user_chose():
+def test_it_is_on_unless_the_user_chose_and_a_late_import_is_warned_about(monkeypatch):
     assert f"{VARIABLE}={os.environ[VARIABLE]}" in BACKEND_REASON
-    code = f"from nxd_memopt.backends import BACKEND_REASON as r; import os; print(r, os.environ[{VARIABLE!r}])"
-    assert python(code, **{VARIABLE: None}).endswith(f"{VARIABLE}=0) 0")
-
-
-def test_a_late_import_is_warned_about_once():
-    warnings, _, value = python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: None}).rpartition(" ")
-    assert warnings.count("torch_xla was imported before nxd_memopt") == 1 and value == "0"
-    assert python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: "1"}) == "[] 1"
+    monkeypatch.delenv(VARIABLE)
+    *_, line = run_python(IMPORT_LATE).stdout.splitlines()
+    assert line.count("torch_xla was imported before nxd_memopt") == 1 and line.endswith("] 0")
+    *_, line = run_python(IMPORT_LATE, **{VARIABLE: "1"}).stdout.splitlines()
+    assert line == "[] 1"
 
 
 @distributed(1)

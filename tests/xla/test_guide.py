@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 from tests.checkpoint.test_public_checkpoint import (
     test_a_retained_graph_recomputes_again,
     test_contexts_are_entered_around_both_passes,
@@ -15,6 +11,7 @@ from tests.checkpoint.test_public_checkpoint import (
 )
 from tests.guide.test_guide import test_blocks_equal_one_rank
 from tests.reference import assert_says
+from tests.xla.test_backend import run_python
 
 __all__ = [
     "test_a_retained_graph_recomputes_again",
@@ -47,12 +44,6 @@ module.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=False).
 assert torch.allclose(x.grad.cpu(), -torch.sin(torch.sin(torch.ones(4))) * torch.cos(torch.ones(4)))
 print("barriers are there")
 """
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
 
 
 def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
