@@ -126,12 +126,6 @@ def test_experts_of_other_ranks_change_the_certified_step(config):
     assert certified(base) != certified(changed(base, "parallel", {"expert_model_parallel_size": 2}))
 
 
-def test_some_last_layers_that_keep_attention_are_refused(config):
-    for number in (1, 2):
-        some = changed(config, "memory", {"recompute_keep_core_attn": number})
-        assert_says(error_message(lambda: certified(some)), "certif", "recompute_keep_core_attn")  # noqa: B023
-
-
 def test_techniques_that_the_device_chooses_are_refused(config):
     assert_says(
         error_message(lambda: certified(dataclasses.replace(config, memory=MemoryConfig(), auto_memory=True))), "certif"
