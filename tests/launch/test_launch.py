@@ -163,8 +163,6 @@ def test_techniques_that_certify_cannot_measure_are_refused() -> None:
         certified(planned("llama3_8b", "--platform", "cuda"))
     for option, message in (
         (("--data.isolate-documents",), "data.isolate_documents on trn2 cannot be measured .*: set it to false"),
-        (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set it to 0"),
-        (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set it to true"),
         (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2: set it to zero1"),
     ):
         with pytest.raises(ValueError, match=message):
