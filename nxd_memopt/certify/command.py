@@ -12,21 +12,20 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.certify.request import Request, request_of
+from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.report.verdict import Certificate
+from nxd_memopt.certify.request import Answer, Request, request_of
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.files import write_text
 from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import RESERVE_GIB
 from nxd_memopt.planner.search.problem import require_memory, require_size
-
-if TYPE_CHECKING:
-    from nxd_memopt.certify.memory_terms import OptimizerState
-    from nxd_memopt.certify.report.verdict import Certificate
-    from nxd_memopt.certify.request import Answer
+from nxd_memopt.planner.sizes.states import FP32_BYTES, StateLayout
 
 BACKENDS = ("auto", "xla", "cpu", "cuda", "compiled")
 _WORKER = "nxd_memopt.certify.worker"
@@ -40,14 +39,14 @@ class Asked:
         options: the command's own flags.
         run: the run.
         capacity_gib: memory of one rank's device.
-        optimizer: memory of the optimizer.
+        states: how the run stores parameters, gradients and the states of AdamW.
         request: what to measure.
     """
 
     options: argparse.Namespace
     run: Run
     capacity_gib: float
-    optimizer: OptimizerState
+    states: StateLayout
     request: Request
 
 
@@ -126,7 +125,7 @@ def read(arguments: Sequence[str]) -> Asked:
         device=device,
         layer_counts=None if layers is None else (layers[0], layers[1]),
     )
-    return Asked(options, run, capacity_gib, _optimizer(run, devices), request)
+    return Asked(options, run, capacity_gib, _states(run, devices), request)
 
 
 def _require_valid_numbers(options: argparse.Namespace) -> None:
@@ -180,35 +179,32 @@ def _model_config(run: Run) -> dict[str, object]:
     return json.loads(json.dumps(content, default=str))
 
 
-def _optimizer(run: Run, devices: int) -> OptimizerState:
-    """Return the memory of the run's optimizer.
+def _states(run: Run, devices: int) -> StateLayout:
+    """Return how the run stores parameters, gradients and the states of AdamW.
 
     Raises:
         ValueError: the parallel sizes do not divide the number of ranks.
     """
-    from nxd_memopt.certify.memory_terms import OptimizerState
-
     config = run.config
+    element_bytes = getattr(torch, config.dtype).itemsize
     # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards states.
-    has_masters = config.dtype != "float32" and config.master_weights
+    has_masters = config.master_weights and element_bytes < FP32_BYTES
     replicas = config.data_parallel_size(devices)
     config.require_expert_ranks(devices)
-    experts = config.parallel.expert_model_parallel_size
     if config.data_parallel.sharding != "zero1":
-        return OptimizerState(has_masters, expert_ranks=experts)
-    return OptimizerState(has_masters, True, replicas, experts)
+        return StateLayout(element_bytes, has_masters)
+    experts = config.parallel.expert_model_parallel_size
+    return StateLayout(element_bytes, has_masters, "zero1", replicas, expert_ranks=experts)
 
 
 def certificate(asked: Asked, answer: Answer) -> Certificate:
     """Return the checks of the measurements."""
-    from nxd_memopt.certify.report.judge import Device, judge
-
     # stands_for is the run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
     return judge(
         asked.request,
         answer,
         device=Device(asked.capacity_gib, asked.options.reserve_gib),
-        optimizer=asked.optimizer,
+        states=asked.states,
         max_temp_ratio=asked.options.max_temp_ratio,
         stands_for=asked.run.config.dtype,
         compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
@@ -237,8 +233,6 @@ def run_worker(request: Request) -> Answer:
     Raises:
         ValueError: the measurement failed; the message has the process's last line of output.
     """
-    from nxd_memopt.certify.request import Answer
-
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
         # Both are files and not pipes: the libraries in the worker may print to its stdout.
         question = Path(directory, "request.json")

@@ -36,7 +36,12 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         ValueError: the hardware has no collectives for the tensor-parallel size, or flags or
             variables contradict the configuration.
     """
-    _require_trn1_groups(run.config.parallel.tensor_model_parallel_size, group_sizes)
+    size = run.config.parallel.tensor_model_parallel_size
+    if size not in group_sizes:
+        raise ValueError(
+            f"parallel.tensor_model_parallel_size {size} is not one of {list(group_sizes)}, the group sizes for which "
+            "the platform has collectives: choose one of them"
+        )
     refuse_downcasts(run.environ)
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     cores = str(run.processes)
@@ -273,15 +278,6 @@ def _between_hosts(run: Run) -> list[Variable]:
         reason = "the interface over which collectives are set up, as in AWS's containers: the default route's"
         variables.append(Variable("CCOM_SOCKET_IFNAME", interface, reason))
     return variables
-
-
-def _require_trn1_groups(size: int, group_sizes: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` if the instance has no collectives for groups of ``size`` ranks."""
-    if size not in group_sizes:
-        raise ValueError(
-            f"parallel.tensor_model_parallel_size {size} is not one of {list(group_sizes)}, "
-            "the group sizes for which the platform has collectives: choose one of them"
-        )
 
 
 def refuse_downcasts(environ: Mapping[str, str]) -> None:

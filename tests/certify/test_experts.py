@@ -8,10 +8,11 @@ import pytest
 
 from nxd_memopt.certify import worker
 from nxd_memopt.certify.command import read
-from nxd_memopt.certify.memory_terms import OptimizerState, memory_terms
+from nxd_memopt.certify.memory_terms import memory_terms
 from nxd_memopt.certify.request import Request
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.collectives import Collective
 from tests.certify.test_certify import certificate
 from tests.certify_steps import SIZES
@@ -182,14 +183,11 @@ def test_states_of_experts_are_sharded_over_the_ranks_that_have_them(tmp_path):
     terms = memory_terms(
         num_parameters=total,
         num_expert_parameters=experts,
-        element_bytes=4,
-        optimizer=OptimizerState(zero1=True, data_parallel_size=4, expert_ranks=2),
+        states=StateLayout(4, sharding="zero1", data_parallel_size=4, expert_ranks=2),
         temporary_bytes=0,
         input_bytes=0,
         capacity_gib=16,
     ).terms
     assert terms["optimizer moments"] == 2 * 4 * (-(-(total - experts) // 4) + experts // 2)
-    message = error_message(lambda: OptimizerState(zero1=True, data_parallel_size=3, expert_ranks=2))
-    assert_says(message, "data_parallel_size 3", "expert_model_parallel_size 2")
     message = error_message(lambda: asked(tmp_path, SIZES | {"model_type": "llama"}, (), **EXPERT_PARALLEL))
     assert_says(message, "expert_model_parallel_size 2", "llama", "leave it out")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
-from nxd_memopt.certify.command import _optimizer
+from nxd_memopt.certify.command import _states
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.command_line import Run
 from nxd_memopt.config import MemoryConfig
@@ -84,7 +84,7 @@ def certified(config: TrainConfig) -> object:
     """Everything that a certificate depends on."""
     run = Run("", config, frozenset(), is_bare=False)
     request = request_of(config, run.model_config(), backend="xla", device="trn1", layer_counts=None)
-    return request, _optimizer(run, 32)
+    return request, _states(run, 32)
 
 
 def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:

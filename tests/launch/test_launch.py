@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from nxd_memopt.certify.command import Asked, read
-from nxd_memopt.certify.memory_terms import OptimizerState
 from nxd_memopt.certify.request import Request
 from nxd_memopt.launch.command import Launch, certify_arguments
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.platforms import PLATFORMS
+from nxd_memopt.planner.sizes.states import StateLayout
 from tests.launch.launching import EFA, FOUR_HOSTS, ROOT, TOKENIZER, TRN1, planned
 from tests.training.runs import LLAMA, write_config
 
@@ -127,7 +127,7 @@ def test_what_a_dry_run_certifies() -> None:
     assert request.parallel == config.parallel and request.memory == config.memory
     assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
     assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
-    assert asked.optimizer == OptimizerState(master_weights=True, zero1=True, data_parallel_size=4)
+    assert asked.states == StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=4)
     assert asked.capacity_gib == 16.0 and asked.options.reserve_gib == 1.25
 
 
@@ -146,7 +146,7 @@ def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
     launch = planned("fine_tune", *options, "--model.config-overrides.num-hidden-layers", "6", "--platform", "cpu")
     asked = certified(launch, 23.5)
     assert (asked.request.config["num_hidden_layers"], asked.request.config["hidden_size"]) == (6, 64)
-    assert asked.capacity_gib == 23.5 and not asked.optimizer.zero1
+    assert asked.capacity_gib == 23.5 and asked.states.sharding == "none"
 
 
 def test_techniques_that_certify_cannot_measure_are_refused() -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nxd_memopt.certify import assert_recompute_survives
 from nxd_memopt.certify.command import _worker_environment, run_worker
 from nxd_memopt.certify.measure.measurement import is_square_in
-from nxd_memopt.certify.memory_terms import OptimizerState
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
+from nxd_memopt.planner.sizes.states import StateLayout
 from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, GATED, MIXTRAL, PADDED, SENT, SHARED
 from tests.certify.test_experts import asked as experts_request
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
@@ -33,7 +34,7 @@ def checks(asked, answer, **options):
         asked,
         answer,
         device=Device(16.0, 1.25),
-        optimizer=OptimizerState(),
+        states=StateLayout(getattr(torch, asked.dtype).itemsize),
         stands_for=asked.dtype,
         **{"compiler_flags": "-O1", "max_temp_ratio": None, **options},
     )

@@ -33,8 +33,8 @@ def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
     graphs = _Graphs()
     compiler = aot_autograd(
         fw_compiler=graphs.forward_compiler,
-        bw_compiler=graphs.backward_compiler,
-        inference_compiler=graphs.no_gradient_compiler,
+        bw_compiler=graphs.keep,
+        inference_compiler=graphs.keep,
         partition_fn=min_cut_rematerialization_partition,
     )
     # A graph that was compiled for another variant of the step, such as the one without
@@ -57,17 +57,9 @@ class _Graphs:
     def forward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Record a forward graph, whose outputs include the tensors saved for backward."""
         self.forward_graphs.append(module.graph)
-        return self._keep(module, inputs)
+        return self.keep(module, inputs)
 
-    def backward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Record a backward graph."""
-        return self._keep(module, inputs)
-
-    def no_gradient_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Record a graph without gradients, which saves nothing."""
-        return self._keep(module, inputs)
-
-    def _keep(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def keep(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Record the graph and return a function that interprets it."""
         del inputs
         from functorch.compile import make_boxed_func

@@ -76,13 +76,6 @@ class Survival:
         )
 
 
-def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
-    """Return ``step`` measured as configured and then without recomputation."""
-    recompute = measure(step)
-    with without_recompute():
-        return Survival(recompute, measure(step))
-
-
 def assert_recompute_survives(
     step: Callable[[], Any], *, max_temp_ratio: float | None = None, compiled: bool = False
 ) -> Survival:
@@ -113,7 +106,10 @@ def assert_recompute_survives(
 
         assert_recompute_survives(step, max_temp_ratio=0.4)
     """
-    survival = compare(step, _measure_for(compiled=compiled))
+    measure = _measure_for(compiled=compiled)
+    recompute = measure(step)
+    with without_recompute():
+        survival = Survival(recompute, measure(step))
     failure = survival.failure(max_temp_ratio)
     if failure is not None:
         raise AssertionError(failure)

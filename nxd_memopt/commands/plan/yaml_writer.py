@@ -48,6 +48,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
     ]
+    # What the file leaves to the user. It is written into the file too, where it is read later.
     notes: list[str] = []
     if not problem.isolate_documents:
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
@@ -72,6 +73,8 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
         setting: the chosen setting.
         run: the run, of which the plan keeps all options that it does not choose.
     """
+    # Three sources, the later ones for what the earlier ones leave open: the setting, the run that
+    # was asked for, and the training program's defaults, which are not written.
     content = _chosen(problem, setting)
     # Compared after the sections have replaced "auto" values, as those of the run have.
     defaults = TrainConfig(ModelConfig(pretrained=_NO_MODEL))
@@ -80,6 +83,8 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
         given[name] = _given(getattr(run.config, name), getattr(defaults, name))
     given["model"] = _model(run, given["model"])
     given["moe"] |= _static_form(problem)
+    # Options that the search chooses are dropped from the run's: a chosen default would otherwise
+    # leave the run's own value in the file.
     for name, section in given.items():
         kept = {option: value for option, value in section.items() if option not in _CHOSEN.get(name, ())}
         if kept:
@@ -116,6 +121,7 @@ def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
 
 def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:
     """Return the sections with what was chosen and planned."""
+    # Options with the training program's default are left out, so that the file shows what was chosen.
     size = setting.tensor_model_parallel_size
     replicas = problem.devices // size
     parallel: dict[str, Any] = {
@@ -162,6 +168,7 @@ def _offload(setting: Setting) -> dict[str, Any]:
 
 def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
     """Return the ``model`` section to write."""
+    # The placeholder of a run that names no tokenizer must not get into the file.
     if not run.has_tokenizer:
         given.pop("tokenizer")
     if given["pretrained"] is None:
@@ -177,6 +184,7 @@ def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
 
 def _static_form(problem: Problem) -> dict[str, Any]:
     """Return the options of the static form of experts, which is planned for Trainium."""
+    # Blocks of GPUs are the run's own choice, and among its options already.
     moe = problem.moe
     if moe is None or moe.moe_expert_block_size is None:
         return {}
