@@ -46,7 +46,9 @@ def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
     assert re.search(r"host memory: activations and optimizer states can be offloaded \([0-9.]+ GiB", printed)
 
 
-@pytest.mark.parametrize(("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")]
+)
 def test_convert_keeps_the_dtype_of_the_weights(stored, configured, monkeypatch, capsys, tmp_path):
     """Another dtype of config.json would round them, or make 1e5 infinite."""
     config = transformers.LlamaConfig(

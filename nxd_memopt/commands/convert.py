@@ -178,7 +178,9 @@ class Convert:
         else:
             load_upcycled(model, self.source, seed=self.seed)
         with companions_of(self.source) as companions:
-            save_pretrained(model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30), companions=companions)
+            save_pretrained(
+                model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30), companions=companions
+            )
 
     def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
         """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""

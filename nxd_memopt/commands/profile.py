@@ -74,7 +74,9 @@ def _parser() -> Parser:
         usage=USAGE,
     )
     parser.add_argument("--nproc", type=count, metavar="N", help="ranks of the run on this host")
-    parser.add_argument("--output", type=Path, metavar="DIRECTORY", default="profile", help="new directory of the files")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIRECTORY", default="profile", help="new directory of the files"
+    )
     parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one; default: 3")
     steps = "steps whose time is profiled, by default 3; one more is for memory"
     parser.add_argument("--steps", type=int, default=3, help=steps)

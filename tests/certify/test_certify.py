@@ -302,11 +302,11 @@ ARGUMENTS = (
     "--model.config-overrides.hidden_size=64 --model.config-overrides.intermediate_size=96 "
     "--model.config-overrides.num_attention_heads=4 --model.config-overrides.num_key_value_heads=2 "
     "--model.config-overrides.vocab_size=61 --model.config-overrides.num_hidden_layers=6 "
-).split()
+)
 
 
 def certify(monkeypatch, *arguments) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxd-memopt", "certify", *ARGUMENTS, *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["nxd-memopt", "certify", *ARGUMENTS.split(), *map(str, arguments)])
     return cli.main()
 
 
@@ -362,7 +362,7 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
     ],
 )
 def test_refusals(options, words):
-    assert_says(error_message(lambda: read([*ARGUMENTS, *options.split()])), *words)
+    assert_says(error_message(lambda: read([*ARGUMENTS.split(), *options.split()])), *words)
 
 
 @pytest.mark.parametrize(("is_installed", "chosen"), [(True, "xla"), (False, "cpu")])

@@ -103,6 +103,8 @@ OPTIMUM_NEURON = {
     "torch_xla.distributed.parallel_loader": "ParallelLoader PerDeviceLoader",
     "torch_xla.distributed.xla_backend": "ProcessGroupXla",
 }
+
+
 def look_up(module: str, name: str) -> object:
     """As ``from module import name`` does; ``module`` may itself be an attribute."""
     try:

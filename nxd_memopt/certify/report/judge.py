@@ -162,9 +162,7 @@ def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
 
 
-def _fit(
-    request: Request, answer: Answer, device: Device, states: StateLayout, temporary_bytes: int
-) -> MemoryTerms:
+def _fit(request: Request, answer: Answer, device: Device, states: StateLayout, temporary_bytes: int) -> MemoryTerms:
     """Return the memory of one rank at full depth."""
     # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels. Isolated
     # documents add their numbers and the positions.
