@@ -17,7 +17,6 @@ import torch
 
 from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.certify.report.judge import Device, judge
-from nxd_memopt.certify.report.verdict import Certificate
 from nxd_memopt.certify.request import Answer, Request, request_of
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
@@ -64,7 +63,16 @@ def main(arguments: Sequence[str]) -> int:
     require_transformers("nxd-memopt certify")
     from nxd_memopt.certify.report.render import show
 
-    found = certificate(asked, run_worker(asked.request))
+    found = judge(
+        asked.request,
+        run_worker(asked.request),
+        device=Device(asked.capacity_gib, asked.options.reserve_gib),
+        states=asked.states,
+        max_temp_ratio=asked.options.max_temp_ratio,
+        # The run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
+        stands_for=asked.run.config.dtype,
+        compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
+    )
     show(found, _title(asked))
     if asked.options.json is not None:
         document = {"request": dataclasses.asdict(asked.request), **found.to_json()}
@@ -195,20 +203,6 @@ def _states(run: Run, devices: int) -> StateLayout:
         return StateLayout(element_bytes, has_masters)
     experts = config.parallel.expert_model_parallel_size
     return StateLayout(element_bytes, has_masters, "zero1", replicas, expert_ranks=experts)
-
-
-def certificate(asked: Asked, answer: Answer) -> Certificate:
-    """Return the checks of the measurements."""
-    # stands_for is the run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
-    return judge(
-        asked.request,
-        answer,
-        device=Device(asked.capacity_gib, asked.options.reserve_gib),
-        states=asked.states,
-        max_temp_ratio=asked.options.max_temp_ratio,
-        stands_for=asked.run.config.dtype,
-        compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
-    )
 
 
 def _title(asked: Asked) -> str:

@@ -112,18 +112,13 @@ def functionalization() -> Variable:
     return Variable("XLA_DISABLE_FUNCTIONALIZATION", "0", reason, versions="torch-xla 2.1 to 2.9")
 
 
-def stochastic_rounding(config: TrainConfig) -> bool:
-    """Return whether weights are bf16 without fp32 master weights.
-
-    Stochastic rounding then keeps updates smaller than the rounding step of bf16, on average.
-    """
-    return config.dtype == "bfloat16" and not config.master_weights
-
-
 def _stochastic_rounding(config: TrainConfig) -> Variable:
     """Return the variable that turns the device's stochastic rounding on or off."""
+    # Without fp32 masters, updates smaller than the rounding step of bf16 would be lost; rounded
+    # stochastically they are kept on average.
+    is_on = config.dtype == "bfloat16" and not config.master_weights
     reason = "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)"
-    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(stochastic_rounding(config))), reason, "fixed")
+    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(is_on)), reason, "fixed")
 
 
 def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:

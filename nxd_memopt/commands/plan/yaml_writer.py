@@ -156,14 +156,8 @@ def _offload(setting: Setting) -> dict[str, Any]:
     """Return the options of optimizer states in host memory; none if they are on the device."""
     if not setting.optimizer_offload_fraction:
         return {}
-    optimizer: dict[str, Any] = {"optimizer_offload_fraction": setting.optimizer_offload_fraction}
-    if setting.optimizer_update_in_forward:
-        optimizer["optimizer_update_in_forward"] = True
-    if setting.store_param_remainders:
-        optimizer["store_param_remainders"] = True
-    if setting.optimizer_staging_gib != OptimizerConfig.optimizer_staging_gib:
-        optimizer["optimizer_staging_gib"] = setting.optimizer_staging_gib
-    return optimizer
+    values = {name: getattr(setting, name) for name in _CHOSEN["optimizer"]}
+    return {name: value for name, value in values.items() if value != getattr(OptimizerConfig, name)}
 
 
 def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
