@@ -107,13 +107,8 @@ def test_isolated_documents_never_make_sequence_squared():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "options"),
-    [
-        (PADDED, {}),
-        (BLOCKS, {}),
-        ((*PADDED, SENT), EXPERT_PARALLEL),
-        ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL),
-    ],
-    ids=["padded", "blocks", "EP, padded, rows sent", "EP, blocks, shared expert with a gate"],
+    [((*PADDED, SENT), EXPERT_PARALLEL), ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL)],
+    ids=["padded, rows sent", "blocks, shared expert with a gate"],
 )
 def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
     asked = experts_request(tmp_path, MIXTRAL, moe, backend="xla", sequence_parallel_enabled=True, **FULL, **options)
@@ -122,5 +117,4 @@ def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
     assert not failed, failed
     survival = answer.survivals[3]
     assert survival.extra_matmuls == survival.traced_extra_matmuls > 0
-    ranks = 2 * options.get("expert_model_parallel_size", 1)
-    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == ranks
+    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == 4
