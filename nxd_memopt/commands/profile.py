@@ -56,6 +56,7 @@ _FLAGS = {"report": "--report", "compare": "--compare", "run": "a run's options"
 
 def _mode(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> str:
     """Return which of ``_FLAGS`` the arguments ask for."""
+    # The four read different flags: what one of them ignores would look as if it had been done.
     given = {"report": options.report, "compare": options.compare, "run": rest, "command": command}
     asked = [name for name, value in given.items() if value]
     if not asked:
@@ -93,7 +94,8 @@ def _show(options: argparse.Namespace) -> int:
     if options.report is not None:
         lines = write_report(options.report)
     else:
-        lines = write_comparison(*options.compare, options.html)
+        first, second = options.compare
+        lines = write_comparison(first, second, options.html)
     print("\n".join(lines))
     return 0
 

@@ -86,7 +86,8 @@ class LinearWithAsyncCommunication:
     @staticmethod
     def apply(*args: Any) -> Tensor:
         """Return ``X W^t + b``; see ``linear_with_async_allreduce``, whose ``autograd_func_class`` is left out here."""
-        return linear_with_async_allreduce(*args[:6], None, *args[6:])
+        arguments: list[Any] = [*args[:6], None, *args[6:]]
+        return linear_with_async_allreduce(*arguments)
 
 
 class BaseParallelLinear(base_linear.BaseParallelLinear):

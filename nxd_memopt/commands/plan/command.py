@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:
         _print(options, run.name, problem, found, best, changes)
+    # Without a setting that fits, the smallest one shows which term is too large.
     if options.plot is not None:
         _draw(options, run.name, problem, found[: options.show] or [best])
     if not found:
@@ -260,6 +261,7 @@ def _draw(options: argparse.Namespace, name: str, problem: Problem, found: Seque
 
 def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -> dict[str, Any]:
     """Return all figures as values of JSON."""
+    # Bytes and seconds, unrounded: the table's GiB hide differences of some MiB between settings.
     return {
         "device": problem.device.name,
         "devices": problem.devices,

@@ -193,6 +193,7 @@ def _given(section: Any, default: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return ``value`` with lists, dicts and texts in place of tuples, dataclasses and paths."""
+    # A safe loader reads plain types alone. Of a tuple or a path, yaml would write a tag of Python.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
