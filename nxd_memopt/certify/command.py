@@ -26,7 +26,7 @@ from nxd_memopt.planner.hardware import RESERVE_GIB
 from nxd_memopt.planner.search.problem import require_memory, require_size
 from nxd_memopt.planner.sizes.states import FP32_BYTES, StateLayout
 
-BACKENDS = ("auto", "xla", "cpu", "cuda", "compiled")
+BACKENDS = ("auto", "xla", "cpu", "cuda")
 _WORKER = "nxd_memopt.certify.worker"
 
 
@@ -93,7 +93,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", default="trn1", help="a device of nxd-memopt plan, cuda or cpu; default: trn1")
     parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: those of one host")
     backends = (
-        "xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile; "
+        "xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; "
         "auto: xla for trn1 if torch_xla is installed, else cpu"
     )
     parser.add_argument("--backend", default="auto", help=backends)
@@ -249,10 +249,7 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
     # The worker is a single process even inside a torchrun job: it simulates its ranks.
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    # torch.compile is not a backend of its own: it compiles the CPU backend's operations.
     environment["NXD_MEMOPT_BACKEND"] = request.backend
-    if request.backend == "compiled":
-        environment["NXD_MEMOPT_BACKEND"] = "cpu"
     if request.backend == "xla":
         from nxd_memopt.backends.neuron.xla_inspect import dump_flags
 

@@ -22,7 +22,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron import xla_inspect
 from nxd_memopt.certify.measure import hlo
 from nxd_memopt.certify.measure.baseline import without_recompute
-from nxd_memopt.certify.measure.compiled import measure_compiled
 from nxd_memopt.certify.measure.eager import measure_eager
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
@@ -66,11 +65,6 @@ def measure_variant(request: Request, layers: int, rank: int = 0) -> Measurement
     if request.backend == "xla":
         with traced_step(request, layers, rank=rank) as outputs:
             return measure_outputs(outputs)
-    if request.backend == "compiled":
-        # Real tensors: dynamo and AOTAutograd create fake ones themselves while they trace.
-        with pretended_world(request, rank=rank):
-            model, inputs = build(request, layers)
-            return measure_compiled(lambda: model(**inputs).loss)
     # Eager steps run with fake tensors and a fake process group: operations are dispatched with
     # their shapes, but no memory is allocated and nothing is computed or sent.
     with pretended_world(request, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,4 +1,4 @@
-"""Certificates of eager and compiled steps: survival, collectives against the formulas, graphs, memory, the command."""
+"""Certificates of eager steps: survival, collectives against the formulas, graphs, memory, the command."""
 
 from __future__ import annotations
 
@@ -135,17 +135,6 @@ def test_the_cost_of_isolated_documents_is_named():
         assert ("DMA ring spills" in terms) == ("updated parameters" in terms) == (each.backend == "xla")
     assert "isolated documents" not in found[False]
     assert_says(found[True]["isolated documents"], "3 tiles of 512 x 512 scores", "75% of all scores", "flash kernels")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "memory", "extra"), [("llama", FULL, 4 * 8 + 1), ("gpt_neox", FULL, 4 * 4 + 2), ("llama", CORE_ATTN, 4)]
-)
-def test_recompute_survives_torch_compile(config, memory, extra):
-    """The last layer's output is no recomputed layer's input: the partitioner recomputes all that leads to it."""
-    survivals = worker.measure(request("compiled", CONFIGS[config], memory, layer_counts=(4,))).survivals
-    assert survivals[4].failure(MAX_RATIO[memory["recompute_granularity"]]) is None
-    assert survivals[4].extra_matmuls == extra
 
 
 # Collectives
@@ -352,11 +341,7 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
             "--memory.recompute-granularity selective --memory.recompute-method block --memory.recompute-num-layers 3",
             ("--measure-layers 2 3", "the first at least 3"),
         ),
-        (
-            "--backend compiled --parallel.tensor-model-parallel-size 2",
-            ("backend compiled measures one process", "tensor_model_parallel_size 2"),
-        ),
-        ("--backend cpu --data.isolate-documents", ("data.isolate_documents on trn1", "backend xla or compiled")),
+        ("--backend cpu --data.isolate-documents", ("data.isolate_documents on trn1", "backend xla")),
         ("--model llama-3-9b", ("'llama-3-9b'", "did you mean 'llama-3-8b'")),
         ("--parallel.sequence-parallel-enabled", ("tensor_model_parallel_size",)),
     ],
@@ -368,5 +353,5 @@ def test_refusals(options, words):
 @pytest.mark.parametrize(("is_installed", "chosen"), [(True, "xla"), (False, "cpu")])
 def test_the_backend_that_is_chosen_is_one_that_works(is_installed, chosen, monkeypatch):
     monkeypatch.setattr("nxd_memopt.certify.command.is_importable", lambda module: is_installed)
-    for arguments, expected in (([], chosen), (["--device", "trn2"], "cpu"), (["--backend", "compiled"], "compiled")):
+    for arguments, expected in (([], chosen), (["--device", "trn2"], "cpu"), (["--backend", "cuda"], "cuda")):
         assert read(["--model", "gpt-neox-20b", *arguments]).request.backend == expected

@@ -150,13 +150,8 @@ def _check_isolation(request: Request) -> Check:
 
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
-    # The peak where it is known; torch.compile reports only what is saved between its graphs.
     depth = request.config["num_hidden_layers"]
-    measured: dict[int, int] = {}
-    for layers, measurement in variants.items():
-        measured[layers] = measurement.held_bytes
-        if measurement.peak_bytes is not None:
-            measured[layers] = measurement.peak_bytes
+    measured = {layers: measurement.peak_bytes for layers, measurement in variants.items()}
     # A layer's input is what full recomputation of single layers keeps; see extrapolate for why the
     # line must not be less steep.
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
@@ -193,6 +188,4 @@ def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
         notes.append(
             f"{request.dtype} stands in for {stands_for}, of the same size: XLA:CPU would widen {stands_for} to fp32."
         )
-    if request.backend == "compiled":
-        notes.append("Tensors between the forward and backward graphs are counted; scratch inside a graph is not.")
     return tuple(notes)
