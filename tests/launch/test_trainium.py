@@ -17,14 +17,6 @@ from tests.launch.launching import CORES, FOUR_HOSTS, ROOT, TOKENIZER, TRN1, TRN
 # ---- trn1 ------------------------------------------------------------------------------------------------------------
 
 
-def test_functionalization_is_on_unless_the_user_turns_it_off() -> None:
-    name = "XLA_DISABLE_FUNCTIONALIZATION"
-    for platform in ("trn1", "xla_cpu"):
-        assert planned("llama3_8b", "--platform", platform).environment[name] == "0"
-        assert planned("llama3_8b", "--platform", platform, environ={name: "1"}).environment[name] == "1"
-    assert name not in planned("llama3_8b", "--platform", "trn2").environment
-
-
 def test_every_variable_is_documented() -> None:
     documented = (ROOT / "docs" / "trainium.md").read_text(encoding="utf-8")
     cache = ("--launch.compile-cache-dir", "/fsx/{node_rank}", "--root-comm-port", "48620")
@@ -59,7 +51,7 @@ def test_trn3_has_four_ranks_for_each_chip_of_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("platform", "size", "noted"),
-    [("trn2", 4, False), ("trn2", 8, True), ("trn2-lnc1", 8, False), ("trn2-lnc1", 16, True), ("trn1", 8, False)],
+    [("trn2", 4, False), ("trn2", 8, True), ("trn2-lnc1", 8, False), ("trn1", 8, False)],
 )
 def test_tensor_parallel_groups_over_chips_are_advised_against(platform: str, size: int, noted: bool) -> None:
     arguments = ("--platform", platform, "--parallel.tensor-model-parallel-size", str(size))

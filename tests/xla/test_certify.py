@@ -83,6 +83,7 @@ def test_ranks_share_a_graph_with_the_formulas_collectives():
     assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
 
 
+@pytest.mark.slow
 def test_equal_graphs_are_both_measured():
     """Without recomputation configured, the step and its baseline are one graph, which XLA would compile once."""
     survival = run_worker(request("xla", LLAMA, {}, layer_counts=(2,), sequence_length=64)).survivals[2]

@@ -60,7 +60,8 @@ def test_loss_and_gradients_equal_the_cpus(form, recompute, world_size):
     assert_equal(*step_of(form, "alltoall", recompute, batch()))
 
 
-@distributed(2, timeout_s=400, slow=[1])
+@pytest.mark.slow
+@distributed([1, 2], timeout_s=400)
 def test_the_shared_expert_equals_the_cpus(world_size):
     """With its gate, in Qwen2-MoE, whose attention has biases too."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
