@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.checkpoint.test_public_checkpoint import (
     test_a_retained_graph_recomputes_again,
     test_contexts_are_entered_around_both_passes,
@@ -9,13 +13,12 @@ from tests.checkpoint.test_public_checkpoint import (
     test_what_it_cannot_honour_is_refused,
     test_without_gradients_it_only_runs,
 )
-from tests.guide.test_guide import test_blocks_equal_one_rank
+from tests.guide import test_guide
 from tests.reference import assert_says
 from tests.xla.test_backend import run_python
 
 __all__ = [
     "test_a_retained_graph_recomputes_again",
-    "test_blocks_equal_one_rank",
     "test_contexts_are_entered_around_both_passes",
     "test_options_change_no_result",
     "test_what_it_cannot_honour_is_refused",
@@ -44,6 +47,11 @@ module.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=False).
 assert torch.allclose(x.grad.cpu(), -torch.sin(torch.sin(torch.ones(4))) * torch.cos(torch.ones(4)))
 print("barriers are there")
 """
+
+
+@pytest.mark.slow
+def test_blocks_of_the_guide_equal_one_rank(tmp_path: Path) -> None:
+    test_guide.test_blocks_equal_one_rank(False, tmp_path)
 
 
 def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
