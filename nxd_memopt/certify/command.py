@@ -114,6 +114,7 @@ def read(arguments: Sequence[str]) -> Asked:
     Raises:
         ValueError: arguments contradict each other or the model's configuration.
     """
+    # Everything that can be refused is refused here, before minutes of measuring.
     options, overrides = _parser().separate(arguments)
     require_one_of("--backend", options.backend, BACKENDS)
     _require_valid_numbers(options)
@@ -143,7 +144,6 @@ def _require_valid_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0 and finite, got {value}")
-    # Before minutes of measuring.
     if options.json is not None:
         require_directory("--json", options.json)
 
@@ -154,6 +154,8 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
     Raises:
         ValueError: there is no such device, or nothing says how much memory it has.
     """
+    # One host of a device has as many ranks as the device says, and at least one group of ranks with
+    # all parts of the model.
     parallel = run.config.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
     if options.device in ("cuda", "cpu"):

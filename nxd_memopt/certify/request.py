@@ -92,6 +92,7 @@ def request_of(
     Raises:
         ValueError: an option would change the step without changing the certificate, or contradicts another one.
     """
+    # A certificate of another step than the one that runs would be worse than none.
     if config.auto_memory:
         raise ValueError(
             "memory: auto is chosen on the device when the run starts: nxd-memopt plan --write FILE chooses it now, "

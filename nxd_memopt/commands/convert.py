@@ -134,6 +134,7 @@ class Convert:
         # changes nothing and is accepted.
         defaults = {option.name: option.default for option in dataclasses.fields(self)}
         unused = [name for names, is_used in used.items() if not is_used for name in names]
+        # All of them at once, so that a command line is corrected in one go.
         names = [name for name in unused if getattr(self, name) != defaults[name]]
         if names:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)

@@ -51,6 +51,7 @@ def _describe_sharding() -> str:
     """Return the ZeRO stages that the backend supports."""
     from nxd_memopt.backends import backend
 
+    # ZeRO-1 shards optimizer states alone, which every backend can.
     refusal = backend.gradient_sharding_refusal()
     if refusal is None:
         return "zero1, zero2, zero3"

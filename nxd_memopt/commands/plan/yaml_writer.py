@@ -103,6 +103,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     """
     from nxd_memopt.training.config.parsing import config_from_mapping
 
+    # The program's own parser and its checks: the planner has no second set of rules.
     model = content["model"]
     # The user adds it to the written file.
     if _lacks_tokenizer(model):
