@@ -68,8 +68,7 @@ def _collectives(certificate: Certificate) -> Table:
     columns = ("kind", "over ranks", "MiB each", "per step", "per layer*", "GiB")
     table = _table("Collectives per rank at full depth", *columns)
     for collective, count in sorted(certificate.collectives.items()):
-        # Recomputation repeats a part of a layer's collectives: the column per layer is without it, so
-        # that layers can be compared with the formulas of the literature.
+        # Recomputation repeats a part of a layer's collectives; the column per layer is without it.
         each = collective.full_bytes
         in_layer = str(certificate.per_layer[collective])
         sizes = (f"{each / 2**20:.2f}", str(count), in_layer, f"{each * count / GIB:.2f}")

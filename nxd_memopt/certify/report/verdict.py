@@ -82,7 +82,6 @@ class Certificate:
 
 def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_temp_ratio: float | None) -> Check:
     """Check that recomputation survives in the deepest of the measured models."""
-    # One depth is enough: a compiler removes recomputation from all layers or from none.
     # The deepest model is closest to the full one: the embedding and the loss, which recomputation
     # does not change, have the smallest part in its bytes.
     layers = max(survivals)
@@ -174,8 +173,8 @@ def _named(tensors: Iterable[LiveTensor]) -> str:
 
 def check_fit(memory: MemoryTerms) -> Check:
     """Check that one rank's memory fits the device."""
-    # Not a sum of peaks: parameters and states are allocated through the step, and the activations
-    # are those at their own peak.
+    # An upper bound: parameters, gradients and states are allocated throughout, and activations and
+    # temporaries count with their peak.
     total = memory.total_bytes / GIB
     capacity = memory.capacity_bytes / GIB
     verb = "fits" if memory.fits else "does not fit"
