@@ -28,15 +28,13 @@ CONFIGS = {"llama": LLAMA, "gpt_neox": GPT_NEOX}
 SMALL = {"sequence_length": 32, "layer_counts": (2,)}
 
 
-def certificate(
-    asked: Request, *, answer: Answer | None = None, memory_gib: float = 16.0, max_temp_ratio: float | None = None
-):
+def certificate(asked: Request, *, answer: Answer | None = None, max_temp_ratio: float | None = None):
     """Of ``answer``, or of a measurement, as it travels between the processes."""
     answer = answer or Answer.from_json(json.loads(json.dumps(worker.measure(asked).to_json())))
     return judge(
         asked,
         answer,
-        device=Device(memory_gib, 1.25),
+        device=Device(16.0, 1.25),
         states=StateLayout(getattr(torch, asked.dtype).itemsize),
         max_temp_ratio=max_temp_ratio,
         stands_for=asked.dtype,
