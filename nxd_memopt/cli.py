@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from nxd_memopt._optional import MissingDependencyError, require_installed
+from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.options import require_one_of
 
 _SIGNALLED = 128  # greater statuses are those of processes that a signal has stopped
@@ -29,6 +29,7 @@ _MODULES = {
     "plan": "nxd_memopt.commands.plan.command",
     "profile": "nxd_memopt.commands.profile",
     "certify": "nxd_memopt.certify.command",
+    "convert": "nxd_memopt.commands.convert",
     "doctor": "nxd_memopt.commands.doctor",
 }
 
@@ -54,17 +55,6 @@ def _train(arguments: Sequence[str]) -> int:
     return main(arguments, program="nxd-memopt train")
 
 
-def _convert(arguments: Sequence[str]) -> int:
-    """Run the command whose options tyro builds from the fields of a dataclass."""
-    require_installed("nxd-memopt convert", "tyro", "rich", extra="cli")
-    import tyro
-
-    from nxd_memopt.commands.convert import Convert
-
-    tyro.cli(Convert, prog="nxd-memopt convert", args=list(arguments))()
-    return 0
-
-
 def _run(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status."""
     require_one_of("command", name, tuple(COMMANDS))
@@ -77,8 +67,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     # Neither opens a device, which a run may have: convert works in host memory, and certify
     # measures in a process of its own.
     with host_only():
-        if name == "convert":
-            return _convert(arguments)
         return importlib.import_module(_MODULES[name]).main(arguments)
 
 

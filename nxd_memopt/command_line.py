@@ -29,13 +29,6 @@ OVERRIDES = (
     "Every option of a run overrides the file's: --SECTION.OPTION VALUE, such as --data.seq-length 8192 or "
     "--parallel.tensor-model-parallel-size 8. nxd-memopt train --help shows them all."
 )
-FORMER_NAMES = {
-    "--processes-per-node": "--nproc",
-    "--data-parallel-size": "--devices",
-    "--override": "--model.config-overrides.KEY VALUE",
-    "--moe": "--moe.OPTION VALUE",
-}
-"""Flags of earlier versions, with what replaces them."""
 INSTANCES = {"trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1n", "trn1.2xlarge": "trn1-2xlarge"} | {
     "trn2.48xlarge": "trn2",
     "trn2.3xlarge": "trn2-3xlarge",
@@ -93,7 +86,7 @@ class Parser(argparse.ArgumentParser):
             return
         sections = _options_of_sections()
         own = [flag for action in self._actions for flag in action.option_strings]
-        meant = FORMER_NAMES.get(name) or sections.get(name)
+        meant = sections.get(name)
         if meant is None:
             close = difflib.get_close_matches(name, [*own, *sections], n=1)
             if not close:

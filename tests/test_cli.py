@@ -31,6 +31,10 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     assert "data-parallel sharding: zero1, zero2, zero3\n" in printed
     assert "host memory: nothing is offloaded: the backend cpu has no copies" in printed
     assert "RMSNorm, residual + RMSNorm: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu)" in printed
+    lines = printed.splitlines()
+    llama, neox = lines.index("fused paths of llama:"), lines.index("fused paths of gpt_neox:")
+    assert any(line.startswith("  projection of q_proj, k_proj, v_proj: on in 1 of 1") for line in lines[llama:])
+    assert "  attention and MLP in parallel: on in 1 of 1" in lines[neox:]
 
 
 def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
@@ -42,30 +46,9 @@ def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
     assert re.search(r"host memory: activations and optimizer states can be offloaded \([0-9.]+ GiB", printed)
 
 
-def test_doctor_lists_the_fused_paths_of_each_architecture(monkeypatch, capsys):
-    assert run(monkeypatch, "doctor") == 0
-    lines = capsys.readouterr().out.splitlines()
-    llama, neox = lines.index("fused paths of llama:"), lines.index("fused paths of gpt_neox:")
-    assert any(line.startswith("  projection of q_proj, k_proj, v_proj: on in 1 of 1") for line in lines[llama:])
-    assert "  attention and MLP in parallel: on in 1 of 1" in lines[neox:]
-    assert any(line.startswith("  in-place RoPE: off (the kernels are for NVIDIA GPUs") for line in lines)
-
-
-def test_convert_writes_what_transformers_loads(monkeypatch, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
-    source = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
-    config.dtype = torch.bfloat16
-    config.save_pretrained(tmp_path)
-    assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "out") == 0
-    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for (name, expected), actual in zip(source.named_parameters(), converted.parameters(), strict=True):
-        assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected), name
-
-
-@pytest.mark.parametrize(("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize(
+    ("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")]
+)
 def test_convert_keeps_the_dtype_of_the_weights(stored, configured, monkeypatch, capsys, tmp_path):
     """Another dtype of config.json would round them, or make 1e5 infinite."""
     config = transformers.LlamaConfig(
@@ -78,16 +61,11 @@ def test_convert_keeps_the_dtype_of_the_weights(stored, configured, monkeypatch,
     content = json.loads((tmp_path / "config.json").read_text()) | {"dtype": configured}
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "out") == 0
-    assert f"the weights are torch.{stored}, and config.json says" in capsys.readouterr().out
+    said = f"the weights are torch.{stored}, and config.json says" in capsys.readouterr().out
+    assert said == (stored != configured)
     converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (name, expected), actual in zip(source.named_parameters(), converted.parameters(), strict=True):
         assert torch.equal(actual, expected) and actual.dtype == expected.dtype, name
-
-
-def test_user_errors_are_one_line_and_status_2(monkeypatch, capsys, tmp_path):
-    assert run(monkeypatch, "convert", "--source", tmp_path / "absent", "--target", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("nxd-memopt: error:") and "absent" in error and error.count("\n") == 1
 
 
 def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
@@ -109,9 +87,7 @@ def test_usage_errors_exit_with_2(monkeypatch, capsys):
         ),
         (["plan", "--model", "x"], "--device; nxd-memopt plan --help"),
         (["certify", "--tensor-model-parallel-size", "8"], "did you mean --parallel.tensor-model-parallel-size?"),
-        (["profile", "--global-batch", "8"], "did you mean --data.global-batch-size?"),
         (["prepare", "--workers", "0"], "--workers: must be at least 1, got '0'"),
-        (["launch", "--processes-per-node", "8"], "did you mean --nproc?"),
     ):
         assert run(monkeypatch, *words) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -132,11 +108,11 @@ def test_help_of_each_command_needs_no_package():
     assert done.returncode == 0 and done.stdout.count("--SECTION.OPTION VALUE") == 4, done.stderr
 
 
-@pytest.mark.parametrize("command", ["convert", "certify"])
-def test_commands_of_the_host_open_no_device(command):
+def test_commands_of_the_host_open_no_device():
     """With a backend that this machine lacks, as a NeuronCore that a run has."""
-    program = [sys.executable, "-m", "nxd_memopt.cli", command, "--help"]
-    subprocess.run(program, env=os.environ | {"NXD_MEMOPT_BACKEND": "neuron"}, check=True, capture_output=True)
+    code = "from nxd_memopt.cli import run\nfor name in ('certify', 'convert'): assert run([name, '--help']) == 0"
+    environ = os.environ | {"NXD_MEMOPT_BACKEND": "neuron"}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True)
 
 
 def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
@@ -167,7 +143,6 @@ def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
     ("options", "message"),
     [
         (["--xser", "--kv-order", "strided"], "--from hf --to hf takes no --xser, --kv-order"),
-        (["--from", "nxd", "--fused-qkv"], "--from nxd --to hf takes no --fused-qkv"),
         (["--to", "nxd", "--config", "x"], "--from hf --to nxd takes no --config"),
         (["--from", "nxd", "--to", "nxd"], "convert to hf, and from there"),
         (
@@ -175,7 +150,6 @@ def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
             "--tensor-model-parallel-size must be at least 1, got 0",
         ),
         (["--max-shard-size-gib", "nan"], "--max-shard-size-gib must be a positive number, got nan"),
-        (["--from", "nxd", "--config", "."], "--config . is no file: name the model's config.json"),
         (["--to", "nxd"], "needs --tensor-model-parallel-size"),
     ],
 )

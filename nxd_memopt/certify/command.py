@@ -12,23 +12,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.certify.request import Request, request_of
+from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.request import Answer, Request, request_of
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.files import write_text
 from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import RESERVE_GIB
 from nxd_memopt.planner.search.problem import require_memory, require_size
+from nxd_memopt.planner.sizes.states import FP32_BYTES, StateLayout
 
-if TYPE_CHECKING:
-    from nxd_memopt.certify.memory_terms import OptimizerState
-    from nxd_memopt.certify.report.verdict import Certificate
-    from nxd_memopt.certify.request import Answer
-
-BACKENDS = ("auto", "xla", "cpu", "cuda", "compiled")
+BACKENDS = ("auto", "xla", "cpu", "cuda")
 _WORKER = "nxd_memopt.certify.worker"
 
 
@@ -40,14 +38,14 @@ class Asked:
         options: the command's own flags.
         run: the run.
         capacity_gib: memory of one rank's device.
-        optimizer: memory of the optimizer.
+        states: how the run stores parameters, gradients and the states of AdamW.
         request: what to measure.
     """
 
     options: argparse.Namespace
     run: Run
     capacity_gib: float
-    optimizer: OptimizerState
+    states: StateLayout
     request: Request
 
 
@@ -65,7 +63,16 @@ def main(arguments: Sequence[str]) -> int:
     require_transformers("nxd-memopt certify")
     from nxd_memopt.certify.report.render import show
 
-    found = certificate(asked, run_worker(asked.request))
+    found = judge(
+        asked.request,
+        run_worker(asked.request),
+        device=Device(asked.capacity_gib, asked.options.reserve_gib),
+        states=asked.states,
+        max_temp_ratio=asked.options.max_temp_ratio,
+        # The run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
+        stands_for=asked.run.config.dtype,
+        compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
+    )
     show(found, _title(asked))
     if asked.options.json is not None:
         document = {"request": dataclasses.asdict(asked.request), **found.to_json()}
@@ -86,7 +93,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", default="trn1", help="a device of nxd-memopt plan, cuda or cpu; default: trn1")
     parser.add_argument("--devices", type=count, metavar="N", help="ranks in all; default: those of one host")
     backends = (
-        "xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile; "
+        "xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; "
         "auto: xla for trn1 if torch_xla is installed, else cpu"
     )
     parser.add_argument("--backend", default="auto", help=backends)
@@ -107,6 +114,7 @@ def read(arguments: Sequence[str]) -> Asked:
     Raises:
         ValueError: arguments contradict each other or the model's configuration.
     """
+    # Everything that can be refused is refused here, before minutes of measuring.
     options, overrides = _parser().separate(arguments)
     require_one_of("--backend", options.backend, BACKENDS)
     _require_valid_numbers(options)
@@ -126,7 +134,7 @@ def read(arguments: Sequence[str]) -> Asked:
         device=device,
         layer_counts=None if layers is None else (layers[0], layers[1]),
     )
-    return Asked(options, run, capacity_gib, _optimizer(run, devices), request)
+    return Asked(options, run, capacity_gib, _states(run, devices), request)
 
 
 def _require_valid_numbers(options: argparse.Namespace) -> None:
@@ -136,7 +144,6 @@ def _require_valid_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0 and finite, got {value}")
-    # Before minutes of measuring.
     if options.json is not None:
         require_directory("--json", options.json)
 
@@ -147,6 +154,8 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
     Raises:
         ValueError: there is no such device, or nothing says how much memory it has.
     """
+    # One host of a device has as many ranks as the device says, and at least one group of ranks with
+    # all parts of the model.
     parallel = run.config.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
     if options.device in ("cuda", "cpu"):
@@ -180,39 +189,22 @@ def _model_config(run: Run) -> dict[str, object]:
     return json.loads(json.dumps(content, default=str))
 
 
-def _optimizer(run: Run, devices: int) -> OptimizerState:
-    """Return the memory of the run's optimizer.
+def _states(run: Run, devices: int) -> StateLayout:
+    """Return how the run stores parameters, gradients and the states of AdamW.
 
     Raises:
         ValueError: the parallel sizes do not divide the number of ranks.
     """
-    from nxd_memopt.certify.memory_terms import OptimizerState
-
     config = run.config
+    element_bytes = getattr(torch, config.dtype).itemsize
     # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards states.
-    has_masters = config.dtype != "float32" and config.master_weights
+    has_masters = config.master_weights and element_bytes < FP32_BYTES
     replicas = config.data_parallel_size(devices)
     config.require_expert_ranks(devices)
-    experts = config.parallel.expert_model_parallel_size
     if config.data_parallel.sharding != "zero1":
-        return OptimizerState(has_masters, expert_ranks=experts)
-    return OptimizerState(has_masters, True, replicas, experts)
-
-
-def certificate(asked: Asked, answer: Answer) -> Certificate:
-    """Return the checks of the measurements."""
-    from nxd_memopt.certify.report.judge import Device, judge
-
-    # stands_for is the run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
-    return judge(
-        asked.request,
-        answer,
-        device=Device(asked.capacity_gib, asked.options.reserve_gib),
-        optimizer=asked.optimizer,
-        max_temp_ratio=asked.options.max_temp_ratio,
-        stands_for=asked.run.config.dtype,
-        compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
-    )
+        return StateLayout(element_bytes, has_masters)
+    experts = config.parallel.expert_model_parallel_size
+    return StateLayout(element_bytes, has_masters, "zero1", replicas, expert_ranks=experts)
 
 
 def _title(asked: Asked) -> str:
@@ -237,8 +229,6 @@ def run_worker(request: Request) -> Answer:
     Raises:
         ValueError: the measurement failed; the message has the process's last line of output.
     """
-    from nxd_memopt.certify.request import Answer
-
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
         # Both are files and not pipes: the libraries in the worker may print to its stdout.
         question = Path(directory, "request.json")
@@ -261,10 +251,7 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
     # The worker is a single process even inside a torchrun job: it simulates its ranks.
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    # torch.compile is not a backend of its own: it compiles the CPU backend's operations.
     environment["NXD_MEMOPT_BACKEND"] = request.backend
-    if request.backend == "compiled":
-        environment["NXD_MEMOPT_BACKEND"] = "cpu"
     if request.backend == "xla":
         from nxd_memopt.backends.neuron.xla_inspect import dump_flags
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxd_memopt.architectures.parameters import ExpertShape
-from nxd_memopt.config import require_divisible
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
-from nxd_memopt.planner.sizes.states import (
-    FP32_BYTES,
-    StateLayout,
-    gradient_bytes,
-    master_bytes,
-    moment_bytes,
-    weight_bytes,
-)
+from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 
 DMA_SPILL_SHARE = 0.115
 """DMA descriptors in device memory, per byte of a compiled graph's temporaries: 1.02 of 8.88 GiB in the one account of
@@ -23,39 +15,6 @@ neuronx-cc that is published for a training step on trn1 (LLaMA-3.1-8B with LoRA
 neuron-monitor measured 14.14. Source: github.com/alpharomercoma/torchneuronx, trn1/results/extras."""
 UPDATED = "updated parameters"
 SPILLS = "DMA ring spills"
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """Memory that AdamW uses in addition to the parameters.
-
-    Args:
-        master_weights: fp32 copies of bf16 or fp16 parameters; gradients then accumulate in fp32
-            too.
-        zero1: shard moments and master weights over the data-parallel ranks (arXiv:1910.02054).
-        data_parallel_size: D, number of data-parallel ranks.
-        expert_ranks: EP; ``zero1`` shards the experts' states over the D/EP ranks that have the same ones.
-
-    Raises:
-        ValueError: D is less than 1, greater than 1 without ``zero1``, or with it not divisible by EP.
-    """
-
-    master_weights: bool = False
-    zero1: bool = False
-    data_parallel_size: int = 1
-    expert_ranks: int = 1
-
-    def __post_init__(self) -> None:
-        if self.data_parallel_size < 1:
-            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
-        if self.zero1:
-            size = self.data_parallel_size
-            require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
-        if self.data_parallel_size > 1 and not self.zero1:
-            raise ValueError(
-                f"data_parallel_size {self.data_parallel_size} changes one rank's memory only "
-                "with zero1: switch zero1 on, or leave data_parallel_size out"
-            )
 
 
 @dataclass(frozen=True)
@@ -84,8 +43,7 @@ class MemoryTerms:
 def memory_terms(
     *,
     num_parameters: int,
-    element_bytes: int,
-    optimizer: OptimizerState,
+    states: StateLayout,
     temporary_bytes: int,
     input_bytes: int,
     capacity_gib: float,
@@ -97,8 +55,7 @@ def memory_terms(
 
     Args:
         num_parameters: number of parameters on this rank, those of experts included.
-        element_bytes: bytes of a parameter and, without master weights, of its gradient.
-        optimizer: memory options of AdamW.
+        states: how the run stores parameters, gradients and the states of AdamW.
         temporary_bytes: activations and scratch memory at the peak.
         input_bytes: bytes of the token ids and labels.
         capacity_gib: memory of the device in GiB.
@@ -106,20 +63,12 @@ def memory_terms(
         num_expert_parameters: number of parameters of this rank's experts.
         in_graphs: the device runs each step as compiled graphs (torch_xla on NeuronCores).
     """
-    # fp32 parameters are their own master weights.
-    layout = StateLayout(
-        element_bytes,
-        master_weights=optimizer.master_weights and element_bytes < FP32_BYTES,
-        sharding="zero1" if optimizer.zero1 else "none",
-        data_parallel_size=optimizer.data_parallel_size,
-        expert_ranks=optimizer.expert_ranks if optimizer.zero1 else 1,
-    )
     shapes = [(num_parameters - num_expert_parameters,), ExpertShape((num_expert_parameters,))]
     terms = {
-        "parameters": weight_bytes(shapes, layout),
-        "gradients": gradient_bytes(shapes, layout),
-        "optimizer moments": moment_bytes(shapes, layout),
-        "master weights": master_bytes(shapes, layout),
+        "parameters": weight_bytes(shapes, states),
+        "gradients": gradient_bytes(shapes, states),
+        "optimizer moments": moment_bytes(shapes, states),
+        "master weights": master_bytes(shapes, states),
         "activations and temporaries": temporary_bytes,
         "inputs": input_bytes,
         "reserve": int(reserve_gib * GIB),
@@ -127,7 +76,7 @@ def memory_terms(
     if in_graphs:
         # The update computes parameters from their masters. Their old values are no input of its graph,
         # so the new ones cannot take their memory; the graphs' scratchpad stays allocated meanwhile.
-        terms[UPDATED] = weight_bytes(shapes, layout) if layout.master_weights else 0
+        terms[UPDATED] = weight_bytes(shapes, states) if states.master_weights else 0
         terms[SPILLS] = int(DMA_SPILL_SHARE * temporary_bytes)
     return MemoryTerms(terms, int(capacity_gib * GIB))
 

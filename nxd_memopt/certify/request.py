@@ -45,7 +45,7 @@ class Request:
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         dtype: name of a torch dtype.
-        backend: ``xla``, ``cpu``, ``cuda``, or ``compiled`` (torch.compile on the CPU).
+        backend: ``xla``, ``cpu`` or ``cuda``.
         layer_counts: numbers of decoder layers to measure.
         isolate_documents: rows contain several documents, which do not attend to each other.
         moe: options of a model with experts; None for a dense model.
@@ -92,6 +92,7 @@ def request_of(
     Raises:
         ValueError: an option would change the step without changing the certificate, or contradicts another one.
     """
+    # A certificate of another step than the one that runs would be worse than none.
     if config.auto_memory:
         raise ValueError(
             "memory: auto is chosen on the device when the run starts: nxd-memopt plan --write FILE chooses it now, "
@@ -104,12 +105,6 @@ def request_of(
             raise ValueError(
                 f"certify measures no step with {section}.{name} {value}: set it to {shown} for the certificate"
             )
-    size = config.parallel.tensor_model_parallel_size
-    if backend == "compiled" and size > 1:
-        raise ValueError(
-            f"backend compiled measures one process, got parallel.tensor_model_parallel_size {size}: set it to 1, or "
-            "use backend cpu"
-        )
     memory, moe = config.memory, _experts(config, model)
     # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
     # and stays fp16.
@@ -206,12 +201,12 @@ def _isolates(config: TrainConfig, backend: str, device: str) -> bool:
     # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
     # On Trainium isolation selects tiled attention, and an eager measurement has no values to take
     # the bounds from.
-    if not config.data.isolate_documents or backend in ("xla", "compiled"):
+    if not config.data.isolate_documents or backend == "xla":
         return config.data.isolate_documents
     if device in DEVICE_GIB:
         raise ValueError(
             f"data.isolate_documents on {device} cannot be measured with backend {backend}: set it to false for the "
-            "certificate, or use backend xla or compiled"
+            "certificate, or use backend xla"
         )
     return False
 

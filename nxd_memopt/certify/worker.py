@@ -22,7 +22,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.neuron import xla_inspect
 from nxd_memopt.certify.measure import hlo
 from nxd_memopt.certify.measure.baseline import without_recompute
-from nxd_memopt.certify.measure.compiled import measure_compiled
 from nxd_memopt.certify.measure.eager import measure_eager
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
@@ -61,31 +60,24 @@ def num_ranks(request: Request) -> int:
     return parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
 
 
-def measure_variant(request: Request, layers: int) -> Measurement:
-    """Return the measurement of rank 0's step, run or compiled by the request's backend."""
+def measure_variant(request: Request, layers: int, rank: int = 0) -> Measurement:
+    """Return the measurement of a rank's step, run or compiled by the request's backend."""
     if request.backend == "xla":
-        with traced_step(request, layers, rank=0) as outputs:
+        with traced_step(request, layers, rank=rank) as outputs:
             return measure_outputs(outputs)
-    if request.backend == "compiled":
-        # Real tensors: dynamo and AOTAutograd create fake ones themselves while they trace.
-        with pretended_world(request, rank=0):
-            model, inputs = build(request, layers)
-            return measure_compiled(lambda: model(**inputs).loss)
     # Eager steps run with fake tensors and a fake process group: operations are dispatched with
     # their shapes, but no memory is allocated and nothing is computed or sent.
-    with pretended_world(request, rank=0), FakeTensorMode(allow_non_fake_inputs=True):
+    with pretended_world(request, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
         model, inputs = build(request, layers)
         return measure_eager(lambda: step(model, inputs))
 
 
 def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
     """Return the hash of the graph or of the operations of ``rank``."""
-    if request.backend == "xla":
-        with traced_step(request, layers, rank=rank) as outputs:
-            return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
-    with pretended_world(request, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
-        model, inputs = build(request, layers)
-        return measure_eager(lambda: step(model, inputs)).fingerprint
+    if request.backend != "xla":
+        return measure_variant(request, layers, rank).fingerprint
+    with traced_step(request, layers, rank=rank) as outputs:
+        return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from nxd_memopt._optional import require_installed
 
 # Only tyro reads the annotations below that name it, so the class can be imported without tyro.
 with suppress(ImportError):
@@ -103,21 +106,23 @@ class Convert:
         print(f"wrote {self.target}")
 
     def _require_sizes(self) -> None:
-        """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
+        """Raise ``ValueError`` for a size that is not positive."""
+        # Shapes are divided by these sizes: 0 would end in a message about a tensor, and a negative
+        # one in empty slices.
         for name in _COUNTS:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
         if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
             raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
-        if self.config is not None and not self.config.is_file():
-            raise ValueError(f"--config {self.config} is no file: name the model's config.json")
 
     def _require_options_of_formats(self) -> None:
         """Raise ``ValueError`` for an option that the two formats do not use."""
         if self.source_format == self.target_format == "nxd":
             raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
         formats = (self.source_format, self.target_format)
+        # Each group of options, and whether this conversion reads it. An option that is not read
+        # would change nothing without a word: files of another layout than asked for.
         used = {
             _TO_NXD: self.target_format == "nxd",
             _TO_HF: self.target_format == "hf",
@@ -129,6 +134,7 @@ class Convert:
         # changes nothing and is accepted.
         defaults = {option.name: option.default for option in dataclasses.fields(self)}
         unused = [name for names, is_used in used.items() if not is_used for name in names]
+        # All of them at once, so that a command line is corrected in one go.
         names = [name for name in unused if getattr(self, name) != defaults[name]]
         if names:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -148,6 +154,8 @@ class Convert:
 
         require_replaceable(self.target.resolve())  # before the weights are read
         config = load_config(self.source)
+        # Experts change the config first: the model's class follows from it, and the model is built
+        # with the parameters of the experts.
         if self.num_moe_experts is not None:
             # transformers has a shared expert with a gate only.
             config = upcycled_config(
@@ -165,17 +173,21 @@ class Convert:
         # The model is built on the meta device, without memory; loading creates its weights. Names
         # and shapes are checked on the way, which copying the files would not do.
         model = model_class(config.model_type)(config, dtype=self._stored_dtype(cast(Any, config.dtype)), device="meta")
+        # One copies names and shapes as they are, the other fills every expert with the dense MLP.
         if self.num_moe_experts is None:
             load_pretrained(model, self.source)
         else:
             load_upcycled(model, self.source, seed=self.seed)
         with companions_of(self.source) as companions:
-            save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes, companions=companions)
+            save_pretrained(
+                model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30), companions=companions
+            )
 
     def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
         """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""
         from nxd_memopt.checkpoint.files import find_gguf, floating_dtype, open_weights
 
+        # A GGUF file has quantized blocks, which are read as the configured dtype.
         source = Path(self.source)
         if not source.is_dir() or find_gguf(source) is not None:
             return configured
@@ -190,6 +202,8 @@ class Convert:
         """Convert neuronx-distributed's rank files to a Hugging Face directory."""
         from nxd_memopt.checkpoint.nxd import from_nxd
 
+        # Rank files have shards without the number of heads, from which the order of query, key and
+        # value follows.
         if self.config is None:
             raise ValueError("--from nxd needs --config: the model's config.json, which the rank files do not hold")
         from_nxd(
@@ -200,7 +214,7 @@ class Convert:
             query_key_value_stride=self.query_key_value_stride,
             accept_drift=self.accept_drift,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
-            max_shard_size_bytes=self._max_shard_size_bytes,
+            max_shard_size_bytes=int(self.max_shard_size_gib * 2**30),
         )
 
     def _to_nxd(self) -> None:
@@ -230,6 +244,11 @@ class Convert:
         options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)
         to_nxd(self.source, self.target, options)
 
-    @property
-    def _max_shard_size_bytes(self) -> int:
-        return int(self.max_shard_size_gib * 2**30)
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; tyro builds its options from the fields of ``Convert``."""
+    require_installed("nxd-memopt convert", "tyro", "rich", extra="cli")
+    import tyro
+
+    tyro.cli(Convert, prog="nxd-memopt convert", args=list(arguments))()
+    return 0

@@ -27,6 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
     from nxd_memopt.ops.describe import describe_attention, describe_fused
 
+    # In the order in which a user looks for a cause: versions, what was chosen and what would have
+    # been possible, and last the fast paths, which are the longest list.
     versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
     versions += installed(*_OPTIONAL)
     print(", ".join(versions))
@@ -49,6 +51,7 @@ def _describe_sharding() -> str:
     """Return the ZeRO stages that the backend supports."""
     from nxd_memopt.backends import backend
 
+    # ZeRO-1 shards optimizer states alone, which every backend can.
     refusal = backend.gradient_sharding_refusal()
     if refusal is None:
         return "zero1, zero2, zero3"
@@ -64,6 +67,7 @@ def _describe_host_memory() -> str:
     transfers = backend.host_transfers()
     if transfers is None:
         return f"nothing is offloaded: the backend {backend.name} has no copies that overlap with its work"
+    # None where neither the system nor a container's limit says it.
     available = available_host_bytes()
     size = "an unknown size"
     if available is not None:
@@ -96,9 +100,10 @@ def _describe_fused_paths() -> list[str]:
             vocab_size=256,
         )
         lines.append(f"fused paths of {model_type}:")
+        # On trn1, where graphs have fixed shapes, a model with experts refuses the default options.
         try:
             model = model_class(model_type)(config, device="meta")
-        except ValueError as error:  # experts need options of their own where shapes are fixed
+        except ValueError as error:
             lines.append(f"  not with the default options: {error}")
             continue
         lines += [f"  {line}" for line in model.fusions.describe()]

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     The tokens are in the directory in which the run with the same options looks for them, and do not depend on
     the number of processes.
     """
+    # A window is complete in a file or absent, so a stop loses at most the window in progress.
     interrupts = Interrupts()
     interrupts.message = STOPPED
     try:
@@ -46,6 +47,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     options, train_arguments = parser.separate(arguments)
     require_installed(PROGRAM, "tyro", "yaml", "rich", extra="train")
     require_transformers(PROGRAM, extra="train")
+    # Tokenizing needs no device, and on this host a run may have all of them.
     use_host_only()
     from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.data.mixture import Blend
@@ -54,6 +56,8 @@ def _prepare(arguments: Sequence[str]) -> None:
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.runtime.run_lock import locked_output_directory
 
+    # The same steps in the same order as at the start of a run: the fingerprint of the tokens, and
+    # with it their directory, depends on each of them.
     config = parse_config(train_arguments, program=PROGRAM)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
@@ -93,6 +97,7 @@ def _prepare_source(
     fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
     directory = directory_of(config.trainer.tokens_directory, fingerprint)
     directory.mkdir(parents=True, exist_ok=True)
+    # To the end of the text, whatever the number of steps.
     wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
     job = TokenJob(directory, fingerprint, corpus.fingerprint, data, vocabulary, seed, wanted)
     with TokenWorkers(DocumentEncoder(vocabulary, data), workers) as started:
@@ -100,6 +105,7 @@ def _prepare_source(
     windows = WindowFiles(directory, "train", fingerprint)
     windows.count = windows.written()
     known = windows.last
+    # Of a mixture, a step has this source's share of the batch.
     steps = known.rows / (data.global_batch_size * share)
     documents = f"{known.documents:,} documents" + (f" of {name}" if share < 1 else "")
     print(
@@ -111,15 +117,16 @@ def _prepare_source(
         print(f"conversations: {described(known.outcomes)}", flush=True)
 
 
-def _progress(clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
+def _progress() -> Callable[[str], bool]:
     """Return a function that prints a line of progress every 10 s, and never asks for a pause."""
-    printed_s = clock()
+    printed_s = time.monotonic()
 
     def show(line: str) -> bool:
         nonlocal printed_s
-        if clock() - printed_s >= PROGRESS_S:
+        # Several windows are written each second: a line for each would hide what matters.
+        if time.monotonic() - printed_s >= PROGRESS_S:
             print(line, flush=True)
-            printed_s = clock()
+            printed_s = time.monotonic()
         return False
 
     return show

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the arguments are not valid, or COMMAND has profiled nothing.
     """
+    # What follows "--" belongs to COMMAND, also if it has flags of the same names.
     arguments = list(arguments)
     command: list[str] = []
     if "--" in arguments:
@@ -41,12 +42,12 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"--{name} {getattr(options, name)} is read with {_FLAGS[reader]} only")
     if mode in ("report", "compare"):
         return _show(options)
-    output = Path(options.output)
     if mode == "run":
+        # Two output directories would leave the files of one run in two places.
         if any(word.partition("=")[0].replace("_", "-") == "--trainer.output-dir" for word in rest):
             raise ValueError("--trainer.output-dir of the profiled run is in --output: leave it out")
-        command = _training_command(options, rest, output)
-    return _profile(options, command, output, stop=mode == "run")
+        command = _training_command(options, rest)
+    return _profile(options, command, stop=mode == "run")
 
 
 _FLAGS = {"report": "--report", "compare": "--compare", "run": "a run's options", "command": "-- COMMAND"}
@@ -55,6 +56,7 @@ _FLAGS = {"report": "--report", "compare": "--compare", "run": "a run's options"
 
 def _mode(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> str:
     """Return which of ``_FLAGS`` the arguments ask for."""
+    # The four read different flags: what one of them ignores would look as if it had been done.
     given = {"report": options.report, "compare": options.compare, "run": rest, "command": command}
     asked = [name for name, value in given.items() if value]
     if not asked:
@@ -73,13 +75,15 @@ def _parser() -> Parser:
         usage=USAGE,
     )
     parser.add_argument("--nproc", type=count, metavar="N", help="ranks of the run on this host")
-    parser.add_argument("--output", metavar="DIRECTORY", default="profile", help="new directory of the files")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIRECTORY", default="profile", help="new directory of the files"
+    )
     parser.add_argument("--skip", type=int, default=3, help="steps before the first profiled one; default: 3")
     steps = "steps whose time is profiled, by default 3; one more is for memory"
     parser.add_argument("--steps", type=int, default=3, help=steps)
-    parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
-    parser.add_argument("--html", metavar="FILE", help="file for the comparison")
+    parser.add_argument("--report", type=Path, metavar="DIRECTORY", help="write the report of a profile again")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="differences by module and category")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file for the comparison")
     return parser
 
 
@@ -88,44 +92,49 @@ def _show(options: argparse.Namespace) -> int:
     from nxd_memopt.profiling.report import write_comparison, write_report
 
     if options.report is not None:
-        lines = write_report(Path(options.report))
+        lines = write_report(options.report)
     else:
-        first, second = (Path(directory) for directory in options.compare)
-        html = None
-        if options.html:
-            html = Path(options.html)
-        lines = write_comparison(first, second, html)
+        first, second = options.compare
+        lines = write_comparison(first, second, options.html)
     print("\n".join(lines))
     return 0
 
 
-def _training_command(options: argparse.Namespace, rest: Sequence[str], output: Path) -> list[str]:
+def _training_command(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Return the command of a training run whose files are in ``output``."""
     command = [sys.executable, "-m", "nxd_memopt.cli", "train"]
     if options.nproc is not None:
         command += ["--nproc", str(options.nproc)]
     # Last, so that no step of the profile becomes a part of the real run.
-    return [*command, *rest, "--trainer.output-dir", str(output / "run")]
+    return [*command, *rest, "--trainer.output-dir", str(options.output / "run")]
 
 
-def _profile(options: argparse.Namespace, command: Sequence[str], output: Path, *, stop: bool) -> int:
+def _profile(options: argparse.Namespace, command: Sequence[str], *, stop: bool) -> int:
     """Run the command with the request in its environment, and show the report."""
     from nxd_memopt.profiling import ProfileRequest
     from nxd_memopt.profiling.report import write_report
 
+    output = options.output
     require_new("--output", output)
+    # The ranks find the request in their environment, through torchrun or any script that starts
+    # them: the command is not changed.
     request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=stop)
     environment = os.environ | {PROFILE_VARIABLE: request.to_json()}
     try:
         status = run_child(command, environment).returncode
     except OSError as error:
         raise ValueError(f"-- {command[0]} cannot be run ({error.strerror}): write -- PROGRAM ARGUMENTS") from error
+    # Files of a failed command stay: they may say why. The next attempt needs another directory.
     if status:
         remains = ""
         if output.exists():
             remains = f"; remove {output}, which has what it wrote, before the next attempt"
         print(f"nxd-memopt profile: the command has ended with status {status}{remains}", file=sys.stderr)
-        return status if status > 0 else 128 - status
+        # A negative status is a signal's; a shell has 128 plus its number.
+        if status < 0:
+            return 128 - status
+        return status
+    # A command that trains less than the profiled steps, or another program, leaves no profile.
     if not (output / "rank0.json").is_file():
         raise ValueError(
             f"the command has profiled no step: its ranks must run nxd_memopt's training program for at least "

@@ -71,14 +71,6 @@ class AliasModule(ModuleType):
         owner, attribute = target(location)
         delattr(owner, attribute)
 
-    def __dir__(self) -> list[str]:
-        """Return the names of the table and of submodules, sorted."""
-        prefix = f"{self.__name__}."
-        finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
-        descendants = [name.removeprefix(prefix) for name in finder.table if name.startswith(prefix)]
-        children = {name.split(".")[0] for name in descendants}
-        return sorted({*super().__dir__(), *self._offered, *children})
-
 
 class AliasFinder(MetaPathFinder, Loader):
     """Finder and loader of one aliased module tree.

@@ -27,10 +27,7 @@ def load_full(args: Any) -> dict[str, Tensor]:
     if path.is_dir():
         with open_weights(path) as sources:
             return {name: source[...] for name, source in sources.items()}
-    content = read_tensors(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: pass torch.save's file of one")
-    return content
+    return read_partial(path)
 
 
 def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser: bool) -> str:
@@ -67,10 +64,10 @@ def output_file(args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
 
 
 def read_partial(path: Path) -> dict[str, Any]:
-    """Return the content of one rank's file, in the xser or the single-file format."""
+    """Return the state dict of a file of one rank or of the full model, in the xser or the single-file format."""
     content = read_tensors(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no rank's file")
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: name a file of one")
     return content
 
 

@@ -84,29 +84,10 @@ class LinearWithAsyncCommunication:
     """Column-parallel matmul with the ``apply`` of neuronx-distributed's autograd function."""
 
     @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        async_grad_allreduce: bool,
-        sequence_parallel_enabled: bool,
-        sequence_dimension: int | None = 0,
-        save_for_backward: bool = True,
-        process_group: ProcessGroup | None = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-    ) -> Tensor:
-        """Return ``X W^t + b``; see ``linear_with_async_allreduce``."""
-        return linear_with_async_allreduce(
-            input,
-            weight,
-            bias,
-            async_grad_allreduce,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            save_for_backward=save_for_backward,
-            process_group=process_group,
-            reduce_dtype=reduce_dtype,
-        )
+    def apply(*args: Any) -> Tensor:
+        """Return ``X W^t + b``; see ``linear_with_async_allreduce``, whose ``autograd_func_class`` is left out here."""
+        arguments: list[Any] = [*args[:6], None, *args[6:]]
+        return linear_with_async_allreduce(*arguments)
 
 
 class BaseParallelLinear(base_linear.BaseParallelLinear):

@@ -29,12 +29,11 @@ _PARALLEL_STATE = """
     get_expert_data_parallel_size get_expert_data_parallel_rank
     initialize_token_shuffle_group get_token_shuffle_group get_token_shuffle_replica_groups
     get_token_shuffle_group_size destroy_token_shuffle_group
-    get_zero1_sharding_groups destroy_kv_group"""
+    get_zero1_sharding_groups initialize_kv_group destroy_kv_group"""
 # Module variables are here too. Scripts assign them, and the alias passes an assignment on to the
 # module that the table names.
 _PARALLEL_STATE_ADAPTED = """
     initialize_model_parallel get_pipeline_model_parallel_rank get_data_parallel_rank
-    initialize_kv_group
     get_kv_shared_group get_kv_shared_replica_groups get_kv_shared_group_size
     _PIPELINE_MODEL_PARALLEL_GROUP_SPMD _DATA_PARALLEL_GROUP_SPMD _REPLICA_LOGIC"""
 _RANK_GROUPS = """
@@ -58,7 +57,7 @@ _UTILS = """
     param_is_not_tensor_parallel_duplicate
     set_defaults_if_not_set_tensor_model_parallel_attributes
     cast_all cast_if_autocast_enabled verify_casted_dtype
-    get_local_world_size move_all_tensor_to_cpu"""
+    move_all_tensor_to_cpu"""
 _LAYERS = "ColumnParallelLinear RowParallelLinear ParallelEmbedding"
 _GRAD_NORMS = "clip_grad_norm get_grad_norm"
 _TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
@@ -149,6 +148,7 @@ _TABLE: dict[str, Sources] = {
     "parallel_layers.utils": [
         (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override"),
         (f"{_COMPAT}.utils", _UTILS),
+        (f"{_COMPAT}.xla.runtime", "get_local_world_size=local_process_count"),
     ],
     "pipeline": [(f"{_COMPAT}.pipeline", "NxDPPModel")],
     "pipeline.model": [_STATE_MODULE, (f"{_COMPAT}.pipeline", "NxDPPModel trace_model")],
@@ -165,7 +165,8 @@ _TABLE: dict[str, Sources] = {
     "trainer.optimizer": [("nxd_memopt.trainer", "NxDOptimizer")],
     "trainer.trainer": [("nxd_memopt.trainer", _TRAINER), _CONFIG],
     "utils": [
-        (f"{_COMPAT}.utils", "cpu_mode mark_step master_print get_device"),
+        (f"{_COMPAT}.utils", "cpu_mode"),
+        (f"{_COMPAT}.xla.model", "mark_step master_print get_device=xla_device"),
         (f"{_COMPAT}.rank_groups", "hardware"),
     ],
     "utils.activation_checkpoint": [("nxd_memopt.trainer", "apply_activation_checkpointing checkpoint_wrapper")],

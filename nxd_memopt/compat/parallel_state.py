@@ -89,11 +89,6 @@ def _rank_in(groups: RankGroups) -> int:
     return next(ranks.index(rank) for ranks in groups if rank in ranks)
 
 
-def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Create the process groups of ranks with the same KV heads."""
-    parallel_state.initialize_kv_group(kv_shared_group_size, sequential_ranks_in_group)
-
-
 def get_kv_shared_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
     """Return this rank's KV group, or all KV groups as lists of ranks."""
     return parallel_state.get_kv_shared_group(get_kv_shared_group_size(), as_list)

@@ -27,22 +27,6 @@ def cpu_mode() -> bool:
     return int(os.environ.get("NXD_CPU_MODE", "0")) > 0
 
 
-def mark_step() -> None:
-    """End the current graph on XLA; do nothing elsewhere."""
-    backend.mark_step()
-
-
-def get_device() -> torch.device:
-    """Return the backend's device."""
-    return backend.device
-
-
-def master_print(msg: object) -> None:
-    """Print ``msg`` on global rank 0."""
-    if parallel_state.is_global_rank_zero():
-        print(msg)
-
-
 class LogicalNCConfig(IntEnum):
     """Number of physical cores of a logical core."""
 
@@ -63,11 +47,6 @@ def get_platform_target() -> str:
     Programs choose an order of KV heads by it; on all other devices the layers have the order of trn2.
     """
     return platform_target(os.environ) or "trn2"
-
-
-def get_local_world_size() -> int:
-    """Return the number of processes on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:

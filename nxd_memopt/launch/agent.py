@@ -15,9 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,20 +44,12 @@ class Agent:
         command: program and arguments of each rank.
         processes: number of ranks.
         environ: environment variables of the ranks, to which those of each rank are added.
-        clock: monotonic time in seconds.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        processes: int,
-        environ: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, command: Sequence[str], processes: int, environ: Mapping[str, str]) -> None:
         self._command = list(command)
         self._processes = processes
         self._environ = environ
-        self._clock = clock
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._received: list[int] = []
         self._stop_file = Path()
@@ -130,7 +121,7 @@ class Agent:
         """Forward the received signals: the first one, and those that end the ranks at once."""
         while self._received:
             number = self._received.pop(0)
-            now = self._clock()
+            now = time.monotonic()
             if self._first_s is None:
                 self._first_s = now
                 self._kill_s = now + stop_s(self._stop_file)
@@ -149,7 +140,7 @@ class Agent:
             self._ended.add(rank)
             if process.returncode == 0:
                 continue
-            self._kill_s = min(self._kill_s, self._clock() + self._patience_s(rank, process.returncode))
+            self._kill_s = min(self._kill_s, time.monotonic() + self._patience_s(rank, process.returncode))
             if self._status == 0:
                 self._status = _status(process.returncode)
                 self._report(rank, process.returncode)
@@ -177,10 +168,10 @@ class Agent:
 
     def _kill_late(self) -> None:
         """Kill the ranks that have not ended in time."""
-        if self._clock() < self._kill_s:
+        if time.monotonic() < self._kill_s:
             return
         if self._first_s is not None and not self._ended and not self._killed:
-            waited_s = self._clock() - self._first_s
+            waited_s = time.monotonic() - self._first_s
             _say(
                 f"error: the ranks were killed {waited_s:.0f} s after the signal: the last complete checkpoint is valid"
             )
@@ -196,9 +187,6 @@ class Agent:
 @contextmanager
 def _recorded(received: list[int]) -> Iterator[None]:
     """Append the signals of this process to ``received`` inside the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}
     try:
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shlex
 import shutil
 import sys
@@ -21,7 +22,7 @@ from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, count
 from nxd_memopt.launch.hosts import Hosts, find_hosts
-from nxd_memopt.launch.machine import OPEN_FILES, Machine, set_open_files
+from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import PLATFORMS, TORCH_XLA_PACKAGE, Platform, platform_named
 from nxd_memopt.launch.variables import Run, Variable, merged
 from nxd_memopt.training.config.train_config import TrainConfig
@@ -95,7 +96,9 @@ def main(arguments: Sequence[str]) -> int:
     if shutil.which(launch.command[0]) is None:
         raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
     if launch.open_files is not None:
-        set_open_files(launch.open_files)
+        # Programs that this process starts, or is replaced with, inherit the limit.
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (launch.open_files, hard_limit))
     # exec instead of a subprocess: the command gets the signals, and its exit status is ours.
     os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
 
@@ -183,7 +186,7 @@ def plan(
         command,
         list(train_arguments),
         open_files,
-        (*platform.notes(run), *_limit_note(platform, machine)),
+        tuple(platform.notes(run)),
     )
 
 
@@ -211,17 +214,6 @@ def _require_support(options: argparse.Namespace, config: TrainConfig, platform:
         raise ValueError(f"--root-comm-port is the Neuron runtime's, not --platform {platform.name}'s: omit it")
     if not 0 < port < 1 << 16 or (hosts.count > 1 and port == hosts.port):
         raise ValueError(f"--root-comm-port {port} must be in [1, 65535] and differ from the master port {hosts.port}")
-
-
-def _limit_note(platform: Platform, machine: Machine) -> list[str]:
-    """Return advice if the hard limit of open files is below ``OPEN_FILES`` on Trainium."""
-    if not platform.is_trainium or not 0 <= machine.hard_limit < OPEN_FILES:
-        return []
-    return [
-        f"a process may open {machine.hard_limit} files at most (ulimit -H -n), and AWS's "
-        f"launchers set {OPEN_FILES}: raise the hard limit in /etc/security/limits.conf if ranks "
-        "fail with 'Too many open files'"
-    ]
 
 
 def certify_arguments(launch: Launch, device_memory_gib: float | None) -> list[str]:

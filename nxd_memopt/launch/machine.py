@@ -78,9 +78,3 @@ class Machine:
         if self.soft_limit == resource.RLIM_INFINITY or self.soft_limit >= target:
             return None
         return target
-
-
-def set_open_files(limit: int) -> None:
-    """Set this process's soft limit of open files, which programs that it starts inherit."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))

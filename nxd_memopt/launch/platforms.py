@@ -159,43 +159,26 @@ _LNC1 = partial(torch_neuron, logical_nc_config=1)
 _LNC2 = partial(torch_neuron, logical_nc_config=2)
 
 
-def _trn1_platform(name: str, variables: Callable[[Run], list[Variable]], processes: int) -> Platform:
-    """Return a platform whose ranks run graphs of torch_xla."""
-    return Platform(
-        name,
-        variables,
-        processes,
-        is_trainium=True,
-        compiles=True,
-        package=TORCH_XLA_PACKAGE,
-        root_comm_port=ROOT_COMM_PORT,
-    )
-
-
-def _trn2_platform(
-    name: str, variables: Callable[[Run], list[Variable]], processes: int | None, chip_processes: int
-) -> Platform:
-    """Return a platform whose ranks run TorchNeuron."""
-    package = TORCH_NEURON_PACKAGE
-    return Platform(name, variables, processes, chip_processes, is_trainium=True, package=package)
-
+# Ranks that run graphs of torch_xla, and ranks that run TorchNeuron.
+_TRN1 = partial(Platform, is_trainium=True, compiles=True, package=TORCH_XLA_PACKAGE, root_comm_port=ROOT_COMM_PORT)
+_TRN2 = partial(Platform, is_trainium=True, package=TORCH_NEURON_PACKAGE)
 
 PLATFORMS = {
     platform.name: platform
     for platform in (
         # trn1.32xlarge: 16 chips x 2 cores = 32 ranks. Tensor-parallel groups of 8 and 32 span
         # chips by design, so there is no chip_processes and no advice to stay within a chip.
-        _trn1_platform("trn1", trn1, 32),
+        _TRN1("trn1", trn1, 32),
         # The cheapest instance with Trainium: one chip, 2 cores, 32 GiB of host memory.
-        _trn1_platform("trn1-2xlarge", partial(trn1, group_sizes=TRN1_2XLARGE_GROUP_SIZES), 2),
+        _TRN1("trn1-2xlarge", partial(trn1, group_sizes=TRN1_2XLARGE_GROUP_SIZES), 2),
         # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge
         # has 16 chips, trn2.3xlarge one.
-        _trn2_platform("trn2", _LNC2, 64, 4),
-        _trn2_platform("trn2-lnc1", _LNC1, 128, 8),
-        _trn2_platform("trn2-3xlarge", _LNC2, 4, 4),
+        _TRN2("trn2", _LNC2, 64, 4),
+        _TRN2("trn2-lnc1", _LNC1, 128, 8),
+        _TRN2("trn2-3xlarge", _LNC2, 4, 4),
         # Servers of an UltraServer have 4 or 16 Trainium3 chips of 8 physical cores each, so the
         # number of ranks depends on the host.
-        _trn2_platform("trn3", _LNC2, None, 4),
+        _TRN2("trn3", _LNC2, None, 4),
         Platform("cuda", _cuda),
         Platform("cpu", _cpu),
         Platform("xla_cpu", _xla_cpu, package=TORCH_XLA_PACKAGE, certified_as="trn1"),

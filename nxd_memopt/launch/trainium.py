@@ -34,7 +34,12 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         ValueError: the hardware has no collectives for the tensor-parallel size, or flags or
             variables contradict the configuration.
     """
-    _require_trn1_groups(run.config.parallel.tensor_model_parallel_size, group_sizes)
+    size = run.config.parallel.tensor_model_parallel_size
+    if size not in group_sizes:
+        raise ValueError(
+            f"parallel.tensor_model_parallel_size {size} is not one of {list(group_sizes)}, the group sizes for which "
+            "the platform has collectives: choose one of them"
+        )
     refuse_downcasts(run.environ)
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     cores = str(run.processes)
@@ -103,18 +108,13 @@ def functionalization() -> Variable:
     return Variable("XLA_DISABLE_FUNCTIONALIZATION", "0", reason, versions="torch-xla 2.1 to 2.9")
 
 
-def stochastic_rounding(config: TrainConfig) -> bool:
-    """Return whether weights are bf16 without fp32 master weights.
-
-    Stochastic rounding then keeps updates smaller than the rounding step of bf16, on average.
-    """
-    return config.dtype == "bfloat16" and not config.master_weights
-
-
 def _stochastic_rounding(config: TrainConfig) -> Variable:
     """Return the variable that turns the device's stochastic rounding on or off."""
+    # Without fp32 masters, updates smaller than the rounding step of bf16 would be lost; rounded
+    # stochastically they are kept on average.
+    is_on = config.dtype == "bfloat16" and not config.master_weights
     reason = "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)"
-    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(stochastic_rounding(config))), reason, "fixed")
+    return Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", str(int(is_on)), reason, "fixed")
 
 
 def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
@@ -207,15 +207,6 @@ def _between_hosts(run: Run) -> list[Variable]:
         reason = "the interface over which collectives are set up, as in AWS's containers: the default route's"
         variables.append(Variable("CCOM_SOCKET_IFNAME", interface, reason))
     return variables
-
-
-def _require_trn1_groups(size: int, group_sizes: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` if the instance has no collectives for groups of ``size`` ranks."""
-    if size not in group_sizes:
-        raise ValueError(
-            f"parallel.tensor_model_parallel_size {size} is not one of {list(group_sizes)}, "
-            "the group sizes for which the platform has collectives: choose one of them"
-        )
 
 
 def refuse_downcasts(environ: Mapping[str, str]) -> None:

@@ -22,51 +22,16 @@ LinearWithAsyncCommunication, ParallelEmbedding = layers.LinearWithAsyncCommunic
 RMSNorm = import_without_alias("modules").RMSNorm
 NAMES = import_without_alias("names").NAMES
 
-_REGION = "input_ process_group"
-_SEQUENCE = "input_ sequence_dimension process_group"
-SIGNATURES = [
-    ("parallel_layers.mappings", "copy_to_tensor_model_parallel_region", _REGION),
-    ("parallel_layers.mappings", "reduce_from_tensor_model_parallel_region", _REGION),
-    ("parallel_layers.mappings", "scatter_to_tensor_model_parallel_region", _REGION),
-    ("parallel_layers.mappings", "gather_from_tensor_model_parallel_region", _REGION),
-    ("parallel_layers.mappings", "scatter_input_channels_to_tensor_model_parallel_region", _REGION),
-    (
-        "parallel_layers.mappings",
-        "gather_from_tensor_model_parallel_region_with_dim",
-        "input_ gather_dim process_group",
-    ),
-    ("parallel_layers.mappings", "scatter_to_sequence_parallel_region", _SEQUENCE),
-    ("parallel_layers.mappings", "reduce_scatter_to_sequence_parallel_region", _SEQUENCE),
-    (
-        "parallel_layers.mappings",
-        "gather_from_sequence_parallel_region",
-        "input_ sequence_dimension to_model_parallel process_group",
-    ),
-    ("parallel_layers.grads", "allreduce_sequence_parallel_gradients", "optimizer"),
-    ("parallel_layers.utils", "copy_tensor_model_parallel_attributes", "destination_tensor source_tensor"),
-    (
-        "parallel_layers.utils",
-        "set_tensor_model_parallel_attributes",
-        "tensor is_parallel dim stride num_partitions rank_ordering",
-    ),
-    ("parallel_layers.parallel_state", "rmsg", "msg"),
-    (
-        "modules.moe.moe_configs",
-        "RoutedExpertsMLPOpsConfig",
-        "num_experts hidden_size intermediate_size top_k hidden_act glu_mlp bias glu_type hidden_act_scaling_factor "
-        "hidden_act_bias hidden_size_actual intermediate_size_actual is_hidden_dim_shuffled "
-        "is_intermediate_dim_shuffled use_index_calc_kernel gate_clamp_upper_limit gate_clamp_lower_limit "
-        "up_clamp_upper_limit up_clamp_lower_limit normalize_top_k_affinities early_expert_affinity_modulation "
-        "input_layer_init_method output_layer_init_method capacity_factor enable_spmd_rank is_prefill "
-        "expert_distribution",
-    ),
-    (
-        "modules.moe.routing",
-        "RouterBase",
-        "num_experts top_k hidden_size act_fn sequence_parallel_enabled sequence_dimension dtype device bias "
-        "tensor_model_parallel_group jitter_eps store_transposed_weights apply_act_fn_over_topk",
-    ),
-]
+# Names of arguments, for calls by keyword and in this order for calls by position.
+SIGNATURES = {
+    "input_ process_group": "copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
+    "scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region "
+    "scatter_input_channels_to_tensor_model_parallel_region",
+    "input_ gather_dim process_group": "gather_from_tensor_model_parallel_region_with_dim",
+    "input_ sequence_dimension process_group": "scatter_to_sequence_parallel_region "
+    "reduce_scatter_to_sequence_parallel_region",
+    "input_ sequence_dimension to_model_parallel process_group": "gather_from_sequence_parallel_region",
+}
 
 
 def test_rms_norm_has_the_other_librarys_defaults():
@@ -97,13 +62,12 @@ def test_a_linear_function_without_a_group_has_the_tensor_parallel_one(gathers):
     torch.testing.assert_close(own.grad, expected.chunk(2)[rank] if gathers else expected)
 
 
-@pytest.mark.parametrize(("module", "name", "names"), SIGNATURES, ids=lambda value: str(value)[:60])
-def test_arguments_have_the_other_librarys_names(module, name, names):
-    """For calls by keyword, and in this order for calls by position."""
-    ours, _, attribute = NAMES[f"neuronx_distributed.{module}"][name].partition(":")
-    ours = ours.removeprefix("nxd_memopt.compat.")
-    found = getattr(import_without_alias(ours) if not ours.startswith("nxd_memopt") else import_module(ours), attribute)
-    assert list(signature(found).parameters)[: len(names.split())] == names.split()
+@pytest.mark.parametrize("arguments", SIGNATURES)
+def test_arguments_have_the_other_librarys_names(arguments):
+    for name in SIGNATURES[arguments].split():
+        ours, _, attribute = NAMES["neuronx_distributed.parallel_layers.mappings"][name].partition(":")
+        found = getattr(functions if ours == "nxd_memopt.compat.functions" else import_module(ours), attribute)
+        assert list(signature(found).parameters)[: len(arguments.split())] == arguments.split(), name
 
 
 @distributed(world_size=2)

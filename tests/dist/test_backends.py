@@ -11,7 +11,14 @@ from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import distributed
 from tests.reference import integers, shard, unchanged
 
-EXACT_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
+# Dtype and whether the input is contiguous.
+INPUTS = [
+    (torch.float64, True),
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.float16, True),
+    (torch.int64, False),
+]
 
 
 def group_and_inputs(dtype, *shape):
@@ -22,8 +29,7 @@ def group_and_inputs(dtype, *shape):
 
 
 @distributed(world_size=[2, 3])
-@pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "contiguous"), INPUTS, ids=str)
 def test_collectives(dtype, contiguous):
     size, rank = dist.get_world_size(), dist.get_rank()
     group, inputs = group_and_inputs(dtype, 2 * size, 5)

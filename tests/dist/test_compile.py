@@ -43,8 +43,14 @@ def passes(layer, forward, hidden, rope) -> list[torch.Tensor]:
 
 
 @distributed(world_size=2, slow=[1])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("gpt_neox", "selective"),
+        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
+        *(pytest.param("llama", recompute, marks=pytest.mark.slow) for recompute in RECOMPUTE),
+    ],
+)
 def test_a_layer_is_one_graph(name, recompute):
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(size)

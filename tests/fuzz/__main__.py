@@ -1,11 +1,10 @@
-"""Draws configurations, runs them and prints a summary: ``python -m tests.fuzz --draws 100 --seed 7 --jobs 2``."""
+"""Draws configurations, runs them and prints a summary: ``python -m tests.fuzz --draws 100 --seed 7``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -77,32 +76,12 @@ def rerun(text: str) -> int:
     return int(outcome.outcome == FAILED)
 
 
-def run_jobs(arguments: argparse.Namespace) -> None:
-    """Run the draws in several processes, each with its ranks, and join their records."""
-    parts = [arguments.record.with_suffix(f".{job}.jsonl") for job in range(arguments.jobs)]
-    options = ["--draws", str(arguments.draws), "--seed", str(arguments.seed), "--minutes", str(arguments.minutes)]
-    if arguments.layer is not None:
-        options += ["--layer", arguments.layer]
-    command = [sys.executable, "-m", "tests.fuzz", *options]
-    started = [
-        subprocess.Popen([*command, "--part", f"{job}/{arguments.jobs}", "--record", str(part)], cwd=ROOT)
-        for job, part in enumerate(parts)
-    ]
-    failed = [process.returncode for process in started if process.wait()]
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines(keepends=True)]
-    arguments.record.write_text("".join(sorted(lines, key=lambda line: json.loads(line)["draw"])), encoding="utf-8")
-    if failed:
-        raise SystemExit(f"jobs ended with {failed}: not all draws have run")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layer", choices=("library", "program"), help="default: both")
     parser.add_argument("--minutes", type=float, default=1e9, help="no draw begins later")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the draws")
-    parser.add_argument("--part", default="0/1", help="I/N: draws I, I + N, I + 2 N ...")
     parser.add_argument("--record", type=Path, default=ROOT / "build" / "fuzz.jsonl", help="one line for each draw")
     parser.add_argument("--rerun", help="run one draw again: its JSON text, or FILE:LINE of a record")
     arguments = parser.parse_args()
@@ -111,19 +90,13 @@ def main() -> int:
         return rerun(arguments.rerun)
     arguments.record = arguments.record.resolve()
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.jobs > 1:
-        run_jobs(arguments)
-    else:
-        part, parts = map(int, arguments.part.split("/"))
-        numbers = range(part, arguments.draws, parts)
-        with arguments.record.open("w", encoding="utf-8") as file:
-            for record in records(arguments.seed, numbers, arguments.layer, 60 * arguments.minutes):
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                print(f"{record['draw']:5} {record['outcome']:8} {record['seconds']:6} s {record['message'][:150]!r}")
-        if parts > 1:
-            return 0
-    rows = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
+    rows: list[dict[str, Any]] = []
+    with arguments.record.open("w", encoding="utf-8") as file:
+        for record in records(arguments.seed, range(arguments.draws), arguments.layer, 60 * arguments.minutes):
+            rows.append(record)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            print(f"{record['draw']:5} {record['outcome']:8} {record['seconds']:6} s {record['message'][:150]!r}")
     lines, is_clean = summarize(rows)
     print("\n".join([*lines, f"records: {arguments.record}; run one again with --rerun {arguments.record}:LINE"]))
     return int(not is_clean)

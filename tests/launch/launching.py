@@ -10,7 +10,6 @@ from nxd_memopt.launch.command import Launch, plan
 from nxd_memopt.launch.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ("gpt_neox_20b", "llama3_8b", "llama2_7b")
 TOKENIZER = ("--model.tokenizer", "some/tokenizer")
 CORES = ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES", "TPU_CHIPS_PER_HOST_BOUNDS")
 TRN1 = {

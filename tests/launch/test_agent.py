@@ -125,7 +125,7 @@ def test_a_second_signal_kills_the_ranks_soon(monkeypatch: pytest.MonkeyPatch, s
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize(("text", "expected"), [(None, 600), ("", 600), ("3.5", 120), ("119", 120), ("800.25", 800.25)])
+@pytest.mark.parametrize(("text", "expected"), [(None, 600), ("", 600), ("3.5", 120), ("800.25", 800.25)])
 def test_time_to_stop(tmp_path: Path, text: str | None, expected: float) -> None:
     file = tmp_path / "stop_s"
     if text is not None:
@@ -137,8 +137,6 @@ def test_time_to_stop(tmp_path: Path, text: str | None, expected: float) -> None
     ("arguments", "rank", "says"),
     [
         (["--nproc", "0"], None, "at least 1, got '0'"),
-        (["--nproc=two"], None, "at least 1, got 'two'"),
-        (["--nproc"], None, "--nproc: expected one argument"),
         (["--nproc", "2"], "1", "omit --nproc or torchrun"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
-from nxd_memopt.certify.command import _optimizer
+from nxd_memopt.certify.command import _states
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.command_line import Run
 from nxd_memopt.config import MemoryConfig
@@ -71,7 +71,7 @@ def certified(config: TrainConfig) -> object:
     """Everything that a certificate depends on."""
     run = Run("", config, frozenset(), is_bare=False)
     request = request_of(config, run.model_config(), backend="xla", device="trn1", layer_counts=None)
-    return request, _optimizer(run, 32)
+    return request, _states(run, 32)
 
 
 def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:
@@ -109,12 +109,6 @@ def test_options_that_change_the_certified_step(option, config):
 def test_experts_of_other_ranks_change_the_certified_step(config):
     base = changed(config, "moe", {"num_moe_experts": 4, **BLOCKS})
     assert certified(base) != certified(changed(base, "parallel", {"expert_model_parallel_size": 2}))
-
-
-def test_some_last_layers_that_keep_attention_are_refused(config):
-    for number in (1, 2):
-        some = changed(config, "memory", {"recompute_keep_core_attn": number})
-        assert_says(error_message(lambda: certified(some)), "certif", "recompute_keep_core_attn")  # noqa: B023
 
 
 def test_techniques_that_the_device_chooses_are_refused(config):

@@ -6,11 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from nxd_memopt.backends import backend
 
 VARIABLE = "XLA_DISABLE_FUNCTIONALIZATION"
+# The other tests of the folder run with it on.
+MODES = pytest.mark.parametrize(
+    "enabled", [pytest.param(True, id="on", marks=pytest.mark.slow), pytest.param(False, id="off")]
+)
 
 
 @contextmanager

@@ -42,13 +42,13 @@ def temporary_mib(directory: Path, implementation: str) -> float:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    return {name: temporary_mib(tmp_path_factory.mktemp(name), name) for name in ("tiled", "sdpa", "math")}
+    return {name: temporary_mib(tmp_path_factory.mktemp(name), name) for name in ("tiled", "math")}
 
 
 def test_tiles_hold_a_fraction_of_what_the_plain_op_holds(measured):
-    """The plain op and XLA's form of PyTorch's own hold every layer's scores; tiles hold none of them whole."""
+    """The plain op holds every layer's scores; tiles hold none of them whole."""
     scores_mib = HEADS * LENGTH**2 * 4 / 2**20  # 18
-    assert min(measured["sdpa"], measured["math"]) > LAYERS * scores_mib
+    assert measured["math"] > LAYERS * scores_mib
     # 18 of 73 MiB here; without barriers between tiles, or before backward, more than half
     assert measured["tiled"] < measured["math"] / 3
 

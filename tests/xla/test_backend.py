@@ -17,14 +17,13 @@ from nxd_memopt.checkpoint.sharded import logical
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import parallel_state, random
 from tests.dist.pool import distributed
-from tests.reference import assert_says
+from tests.reference import assert_says, error_message
 from tests.reference_models import batch, llama_config, parallel_model
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
 
 
 def test_simulation_is_announced():
@@ -38,24 +37,18 @@ def test_simulation_is_not_chosen_unasked():
     assert result.stdout.strip() == "cpu", result.stderr
 
 
-def test_random_state_round_trip():
-    backend.manual_seed(11)
+@pytest.mark.parametrize("seed", [11, -(2**63), 2**63 + 5])
+def test_random_state_round_trip(seed):
+    """With every seed that torch takes."""
+    before = backend.get_rng_state()
+    torch.manual_seed(seed)
+    backend.manual_seed(seed)
     state = backend.get_rng_state()
+    assert int.from_bytes(bytes(state.tolist()), "little") == torch.initial_seed() % 2**64
     first = torch.rand(8, device=backend.device)
     backend.set_rng_state(state)
     assert torch.equal(torch.rand(8, device=backend.device), first)
     assert not torch.equal(torch.rand(8, device=backend.device), first)
-
-
-@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 + 5])
-def test_seeds_that_torch_takes_are_taken(seed):
-    before = backend.get_rng_state()
-    torch.manual_seed(seed)
-    backend.manual_seed(seed)
-    assert int.from_bytes(bytes(backend.get_rng_state().tolist()), "little") == torch.initial_seed() % 2**64
-    first = torch.rand(8, device=backend.device)
-    backend.manual_seed(seed)
-    assert torch.equal(torch.rand(8, device=backend.device), first)
     backend.set_rng_state(before)
 
 
@@ -143,29 +136,15 @@ def test_recompute_replays_dropout_with_collectives_inside():
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-REFUSED = """
-from transformers import LlamaConfig
-from nxd_memopt.config import MemoryConfig
-from nxd_memopt.models.llama import LlamaForCausalLM
-config = LlamaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
-LlamaForCausalLM(config, memory=MemoryConfig(recompute_granularity="full"))
-print("built")
-"""
-
-
-@pytest.mark.parametrize(
-    "flags", ["", *(pytest.param(each, marks=pytest.mark.slow) for each in ("-O2", "-O1 --optlevel=2"))]
-)
-def test_recompute_refuses_to_start_above_o1(flags):
-    result = run_python(REFUSED, NEURON_CC_FLAGS=flags)
-    assert result.returncode != 0 and "built" not in result.stdout
-    assert_says(result.stderr, "ValueError", "-O1", "NEURON_CC_FLAGS=-O1", "NXD_MEMOPT_RECOMPUTE_CHECK=warn")
-
-
-def test_switch_turns_the_refusal_into_a_warning():
-    result = run_python(REFUSED, NEURON_CC_FLAGS="-O2", NXD_MEMOPT_RECOMPUTE_CHECK="warn")
-    assert result.stdout.strip() == "built", result.stderr
-    assert_says(result.stderr, "RuntimeWarning", "NEURON_CC_FLAGS=-O1")
+@pytest.mark.parametrize("flags", ["", "-O2", "-O1 --optlevel=2"])
+def test_recompute_refuses_to_start_above_o1(flags, monkeypatch):
+    monkeypatch.setattr(backend, "_recompute_checked", False)
+    monkeypatch.setenv("NEURON_CC_FLAGS", flags)
+    message = error_message(lambda: parallel_model(llama_config(), recompute_granularity="full"))
+    assert_says(message, "-O1", "NEURON_CC_FLAGS=-O1", "NXD_MEMOPT_RECOMPUTE_CHECK=warn")
+    monkeypatch.setenv("NXD_MEMOPT_RECOMPUTE_CHECK", "warn")
+    with pytest.warns(RuntimeWarning, match="NEURON_CC_FLAGS=-O1"):
+        parallel_model(llama_config(), recompute_granularity="full")
 
 
 TRACE_LISTS = """
@@ -186,7 +165,7 @@ os._exit(0)  # the pretended world's collectives must never run
 
 
 def test_a_list_of_tensors_is_one_collective_without_a_copy():
-    result = run_python(TRACE_LISTS, PYTHONPATH=os.pathsep.join(sys.path))
+    result = run_python(TRACE_LISTS)
     lines = result.stdout.splitlines()
     for opcode, sizes in (("reduce-scatter", (2, 3)), ("all-gather", (4, 6))):
         (line,) = [line for line in lines if f" {opcode}(" in line]
@@ -195,7 +174,7 @@ def test_a_list_of_tensors_is_one_collective_without_a_copy():
 
 
 FIRST_COLLECTIVE = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, torch.distributed as dist
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 backend.is_simulated, backend.distributed_backend = False, "xla"
@@ -203,20 +182,15 @@ backend.init_process_group()
 events, new_group = [], backend.new_group
 backend.all_reduce = lambda x, group, op="sum": events.append(f"world {group is dist.group.WORLD}") or x + 1
 backend.new_group = lambda groups: events.append("group") or new_group(groups)
-parallel_state.initialize_model_parallel(1, skip_collective_init=bool(sys.argv[1:]))
+parallel_state.initialize_model_parallel(1)
 print(events[:2])
 sys.stdout.flush()
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_the_first_collective_is_over_the_world_and_before_any_group(skip, tmp_path):
-    program = tmp_path / "first_collective.py"
-    program.write_text(FIRST_COLLECTIVE, encoding="utf-8")
+def test_the_first_collective_is_over_the_world_and_before_any_group():
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
-    environment = {**os.environ, **world, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(program), *(["skip"] if skip else [])]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    result = run_python(FIRST_COLLECTIVE, **world)
     # All dimensions of one rank share a group.
-    assert result.stdout.strip() == str(["group"] if skip else ["world True", "group"]), result.stderr[-2000:]
+    assert result.stdout.strip() == str(["world True", "group"]), result.stderr[-2000:]

@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nxd_memopt.certify import assert_recompute_survives
 from nxd_memopt.certify.command import _worker_environment, run_worker
 from nxd_memopt.certify.measure.measurement import is_square_in
-from nxd_memopt.certify.memory_terms import OptimizerState
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
+from nxd_memopt.planner.sizes.states import StateLayout
 from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, GATED, MIXTRAL, PADDED, SENT, SHARED
 from tests.certify.test_experts import asked as experts_request
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
@@ -33,7 +34,7 @@ def checks(asked, answer, **options):
         asked,
         answer,
         device=Device(16.0, 1.25),
-        optimizer=OptimizerState(),
+        states=StateLayout(getattr(torch, asked.dtype).itemsize),
         stands_for=asked.dtype,
         **{"compiler_flags": "-O1", "max_temp_ratio": None, **options},
     )
@@ -70,26 +71,24 @@ def test_without_the_barrier_the_certificate_fails(tmp_path):
 
 
 def test_ranks_share_a_graph_with_the_formulas_collectives():
-    """T=8 on 4 KV heads."""
-    asked = request("xla", LLAMA, FULL, parallel=parallel(8, sequence=True), sequence_length=64)
+    """T=4 on 2 KV heads."""
+    options = {"parallel": parallel(4, sequence=True), "overrides": {"num_key_value_heads": 2}}
+    asked = request("xla", LLAMA, FULL, sequence_length=64, **options)
     answer = run_worker(asked)
     by_name = checks(asked, answer)
-    assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 8
+    assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 4
     assert by_name["collectives"].passed, by_name["collectives"].detail
+    # Of the flags, the compiler's optimization level decides whether recomputation is merged.
+    assert checks(asked, answer, compiler_flags="-O2")["compiler flags"].passed is False
+    assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
 
 
+@pytest.mark.slow
 def test_equal_graphs_are_both_measured():
     """Without recomputation configured, the step and its baseline are one graph, which XLA would compile once."""
     survival = run_worker(request("xla", LLAMA, {}, layer_counts=(2,), sequence_length=64)).survivals[2]
     assert survival.recompute.matmuls == survival.baseline.matmuls > 0
     assert_says(survival.failure() or "", "recomputes nothing")
-
-
-def test_flags_that_merge_recomputation_fail():
-    asked = request("xla", LLAMA, FULL, layer_counts=(2, 3), sequence_length=64)
-    answer = run_worker(asked)
-    assert checks(asked, answer, compiler_flags="-O2")["compiler flags"].passed is False
-    assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
 
 
 def test_users_assertion_says_which_flags_it_needs():
@@ -109,13 +108,8 @@ def test_isolated_documents_never_make_sequence_squared():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "options"),
-    [
-        (PADDED, {}),
-        (BLOCKS, {}),
-        ((*PADDED, SENT), EXPERT_PARALLEL),
-        ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL),
-    ],
-    ids=["padded", "blocks", "EP, padded, rows sent", "EP, blocks, shared expert with a gate"],
+    [((*PADDED, SENT), EXPERT_PARALLEL), ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL)],
+    ids=["padded, rows sent", "blocks, shared expert with a gate"],
 )
 def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
     asked = experts_request(tmp_path, MIXTRAL, moe, backend="xla", sequence_parallel_enabled=True, **FULL, **options)
@@ -124,5 +118,4 @@ def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
     assert not failed, failed
     survival = answer.survivals[3]
     assert survival.extra_matmuls == survival.traced_extra_matmuls > 0
-    ranks = 2 * options.get("expert_model_parallel_size", 1)
-    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == ranks
+    assert len(set(answer.fingerprints)) == 1 and len(answer.fingerprints) == 4

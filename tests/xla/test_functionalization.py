@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,45 +12,33 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.optimizer import NeuronZero1Optimizer
-from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import SEED, distributed
 from tests.golden.runs import MODELS, recorded_losses, train
 from tests.reference import tensors
-from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
-from tests.xla.functionalization import VARIABLE, functionalization
+from tests.reference_models import batch, gpt_neox_config, parallel_model
+from tests.xla.functionalization import MODES, VARIABLE, functionalization
+from tests.xla.test_backend import run_python
 
-MODES = pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-CONFIGS = {"llama": llama_config, "gpt_neox": gpt_neox_config}
 BOUND = 1e-5  # fp32 sums in another order
 
-IMPORT_LATE = """
+IMPORT_LATE = f"""
 import warnings, torch_xla
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import nxd_memopt.backends
     import os
-print([str(w.message) for w in caught if "functionalization" in str(w.message)], os.environ[{variable!r}])
+print([str(w.message) for w in caught if "functionalization" in str(w.message)], os.environ[{VARIABLE!r}])
 """
 
 
-def python(code: str, **environment: str | None) -> str:
-    env = {**os.environ, **environment}
-    env = {name: value for name, value in env.items() if value is not None}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.strip().splitlines()[-1]
-
-
-def test_it_is_on_unless_the_user_chose():
+def test_it_is_on_unless_the_user_chose_and_a_late_import_is_warned_about(monkeypatch):
     assert f"{VARIABLE}={os.environ[VARIABLE]}" in BACKEND_REASON
-    code = f"from nxd_memopt.backends import BACKEND_REASON as r; import os; print(r, os.environ[{VARIABLE!r}])"
-    assert python(code, **{VARIABLE: None}).endswith(f"{VARIABLE}=0) 0")
-
-
-def test_a_late_import_is_warned_about_once():
-    warnings, _, value = python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: None}).rpartition(" ")
-    assert warnings.count("torch_xla was imported before nxd_memopt") == 1 and value == "0"
-    assert python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: "1"}) == "[] 1"
+    monkeypatch.delenv(VARIABLE)
+    *_, line = run_python(IMPORT_LATE).stdout.splitlines()
+    assert line.count("torch_xla was imported before nxd_memopt") == 1 and line.endswith("] 0")
+    *_, line = run_python(IMPORT_LATE, **{VARIABLE: "1"}).stdout.splitlines()
+    assert line == "[] 1"
 
 
 @distributed(1)
@@ -70,39 +55,13 @@ def test_parts_of_any_dimension(enabled):
             assert torch.equal(leaf.grad.cpu(), 2 * x)
 
 
-@distributed([1, 2], timeout_s=400)
+@distributed(2, slow=[1], timeout_s=400)
 @pytest.mark.parametrize("name", MODELS)
 def test_golden_losses_without_it(name):
     with functionalization(enabled=False):
         parallel_state.initialize_model_parallel(dist.get_world_size())
         losses = train(name, sequence_parallel=dist.get_world_size() > 1)
     assert losses == pytest.approx(recorded_losses(name), abs=BOUND)
-
-
-def loss_and_norm(name: str) -> tuple[float, float]:
-    """Loss and gradient norm of a small model whose weights are drawn from the seed, on this process's backend."""
-    torch.manual_seed(SEED)
-    model = parallel_model(CONFIGS[name](), sequence_parallel=dist.is_initialized()).to(backend.device)
-    loss = model(**{key: tensor.to(backend.device) for key, tensor in batch().items()}).loss
-    loss.backward()
-    grads.allreduce_sequence_parallel_gradients(model)
-    return loss.item(), grads.get_grad_norm(model.parameters()).item()
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> dict[str, tuple[float, float]]:
-    """``loss_and_norm`` of each model by the CPU backend, in a process of its own, with T=1."""
-    code = "from tests.xla.test_functionalization import *; print(json.dumps({n: loss_and_norm(n) for n in CONFIGS}))"
-    return json.loads(python(code, NXD_MEMOPT_BACKEND="cpu", **{VARIABLE: "0"}))
-
-
-@distributed([1, 2], timeout_s=400)
-@MODES
-@pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradient_norm_equal_the_cpus(name, enabled, on_cpu):
-    with functionalization(enabled=enabled):
-        parallel_state.initialize_model_parallel(dist.get_world_size())
-        assert loss_and_norm(name) == pytest.approx(on_cpu[name], abs=BOUND)
 
 
 @distributed(2, timeout_s=400)
@@ -126,7 +85,7 @@ def test_a_zero1_step_without_learning_rate_changes_no_parameter(dtype, enabled)
 
 @distributed(2)
 @MODES
-@pytest.mark.parametrize("multiplier", [1, 2])
+@pytest.mark.parametrize("multiplier", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fused_projection_equals_separate_ones(multiplier, enabled):
     def run(*, fuse_qkv: bool) -> list[torch.Tensor]:
         torch.manual_seed(SEED)

@@ -9,25 +9,19 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import distributed
-from tests.golden.runs import MODELS, recorded_losses, train
+from tests.golden.runs import recorded_losses, train
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn", "norm", "mlp_act")}
 
 
-@distributed([1, 2], slow=[4], timeout_s=400)
-@pytest.mark.parametrize("name", MODELS)
+@distributed(2, slow=[1, 4], timeout_s=400)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_losses_equal_the_cpus(name):
     assert_golden(name, False, None)
 
 
-@distributed([2, 4], timeout_s=400)
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-def test_losses_under_sequence_parallelism_equal_the_cpus(name):
-    assert_golden(name, True, None)
-
-
-@distributed([2], timeout_s=400)
+@distributed(2, slow=[4], timeout_s=400)
 @pytest.mark.parametrize(
     ("name", "memory"),
     [
@@ -37,7 +31,7 @@ def test_losses_under_sequence_parallelism_equal_the_cpus(name):
         pytest.param("gpt_neox", SELECTIVE, id="gpt_neox-selective"),
     ],
 )
-def test_recompute_changes_no_loss(name, memory):
+def test_sequence_parallelism_and_recompute_change_no_loss(name, memory):
     assert_golden(name, True, MemoryConfig(**memory))
 
 

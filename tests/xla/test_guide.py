@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +13,12 @@ from tests.checkpoint.test_public_checkpoint import (
     test_what_it_cannot_honour_is_refused,
     test_without_gradients_it_only_runs,
 )
-from tests.guide.test_guide import test_blocks_equal_one_rank
+from tests.guide import test_guide
 from tests.reference import assert_says
+from tests.xla.test_backend import run_python
 
 __all__ = [
     "test_a_retained_graph_recomputes_again",
-    "test_blocks_equal_one_rank",
     "test_contexts_are_entered_around_both_passes",
     "test_options_change_no_result",
     "test_what_it_cannot_honour_is_refused",
@@ -51,10 +49,9 @@ print("barriers are there")
 """
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+@pytest.mark.slow
+def test_blocks_of_the_guide_equal_one_rank(tmp_path: Path) -> None:
+    test_guide.test_blocks_equal_one_rank(False, tmp_path)
 
 
 def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
@@ -62,14 +59,7 @@ def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
     assert finished.stdout.strip() == "barriers are there", finished.stderr
 
 
-@pytest.mark.parametrize("flags", ["", "-O2"])
-def test_torchs_checkpoint_refuses_flags_that_undo_it(flags: str) -> None:
-    finished = run_python(IMPORTS, NEURON_CC_FLAGS=flags)
+def test_torchs_checkpoint_refuses_flags_that_undo_it() -> None:
+    finished = run_python(IMPORTS, NEURON_CC_FLAGS="-O2")
     assert finished.returncode != 0 and "there" not in finished.stdout
     assert_says(finished.stderr, "ValueError", "NEURON_CC_FLAGS=-O1")
-
-
-def test_torchs_checkpoint_is_its_own_without_the_alias() -> None:
-    code = "import nxd_memopt.memory, torch.utils.checkpoint as c; print(c.checkpoint.__module__)"
-    finished = run_python(code)
-    assert finished.stdout.strip() == "torch.utils.checkpoint", finished.stderr

@@ -21,7 +21,6 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "cumsum": (lambda x: x.cumsum(0), ["reduce-window of s64"]),
     "matmul": (lambda x: x.unsqueeze(0) @ x.unsqueeze(1), ["dot of s64"]),
     "scatter-add": (lambda x: torch.zeros_like(x).scatter_add_(0, x, x), ["scatter of s64 with add"]),
-    "sum": (lambda x: x.sum(), ["reduce of s64 with add"]),
     "count": (lambda x: (x > 1).sum(), ["reduce of s64 with add"]),
     "float sort": (lambda x: x.float().sort().values, [f"sort, of which {LONG} elements are used"]),
     "large top-k": (lambda x: torch.topk(x.float(), 17_000).values, ["sort, of which 17000 elements are used"]),

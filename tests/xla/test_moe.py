@@ -52,24 +52,16 @@ def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str,
     return model, reference, loss, expected
 
 
-def test_a_router_in_float64_is_refused():
-    """torch_xla makes float64 float32 on NeuronCores (torch_xla/csrc/dtype.cpp), without a word."""
-    config = mixtral_config()
-    moe = options_of(config, "allgather", **FORMS["padded"], moe_router_dtype="fp64")
-    message = error_message(lambda: parallel_model(config, moe=moe))
-    assert_says(message, "moe_router_dtype 'fp64'", "fp32", "xla")
-
-
-@distributed([1, 2], timeout_s=400)
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("form", FORMS)
+@distributed(2, slow=[1], timeout_s=400)
+@pytest.mark.parametrize(("form", "recompute"), [("padded", "full"), ("blocks", None)])
 def test_loss_and_gradients_equal_the_cpus(form, recompute, world_size):
     assert backend.name == "xla"
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     assert_equal(*step_of(form, "alltoall", recompute, batch()))
 
 
-@distributed(2, timeout_s=400, slow=[1])
+@pytest.mark.slow
+@distributed([1, 2], timeout_s=400)
 def test_the_shared_expert_equals_the_cpus(world_size):
     """With its gate, in Qwen2-MoE, whose attention has biases too."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
@@ -92,7 +84,12 @@ def assert_equal(model: Any, reference: Any, loss: torch.Tensor, expected: torch
 
 @distributed(2, timeout_s=400)
 @pytest.mark.parametrize(
-    ("form", "dispatcher"), [("padded", "alltoall"), ("padded", "allgather"), ("blocks", "allgather")]
+    ("form", "dispatcher"),
+    [
+        ("padded", "alltoall"),
+        pytest.param("padded", "allgather", marks=pytest.mark.slow),
+        ("blocks", "allgather"),
+    ],
 )
 def test_expert_parallel_losses_equal_the_cpus(form, dispatcher):
     """The graphs of all ranks are compared in test_graphs."""
@@ -106,11 +103,15 @@ def test_expert_parallel_losses_equal_the_cpus(form, dispatcher):
 
 
 @distributed(1)
-def test_shapes_that_depend_on_the_routing_are_refused():
+def test_options_without_a_meaning_on_the_device_are_refused():
+    """Shapes that depend on the routing, and float64, which torch_xla makes float32 on NeuronCores without a word."""
     parallel_state.initialize_model_parallel()
     config = mixtral_config()
     message = error_message(lambda: parallel_model(config, moe=options_of(config, "alltoall")))
     assert_says(message, "xla", "fixed shapes", "moe_pad_expert_input_to_capacity=True", "moe_expert_block_size")
+    moe = options_of(config, "allgather", **FORMS["padded"], moe_router_dtype="fp64")
+    message = error_message(lambda: parallel_model(config, moe=moe))
+    assert_says(message, "moe_router_dtype 'fp64'", "fp32", "xla")
 
 
 @distributed(1, timeout_s=400)

@@ -19,7 +19,7 @@ from nxd_memopt.parallel_layers import checkpointing, parallel_state
 from nxd_memopt.parallel_layers.tensor_files import read_tensors
 from nxd_memopt.trainer import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.dist.pool import SEED, distributed
-from tests.xla.functionalization import functionalization
+from tests.xla.functionalization import MODES, functionalization
 
 BOUND = 1e-5  # fp32 on two compilers
 State = dict[str, Tensor]
@@ -64,13 +64,9 @@ def tagged_async(directory: Path, model: nn.Module, optimizer: torch.optim.Optim
     return tagged(directory, model, optimizer, async_save=True)
 
 
-def parallel_layers(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, xser: bool = False) -> Any:
-    checkpointing.save({"model": model.state_dict()}, directory, save_xser=xser)
-    return named(checkpointing.load(directory, load_xser=xser)["model"])
-
-
-def parallel_layers_xser(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return parallel_layers(directory, model, optimizer, xser=True)
+def parallel_layers(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    checkpointing.save({"model": model.state_dict()}, directory)
+    return named(checkpointing.load(directory)["model"])
 
 
 def gathered(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -96,20 +92,8 @@ def step_without_mark(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tup
 
 
 @distributed(1)
-@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize(
-    "save",
-    [
-        native,
-        background,
-        tagged,
-        tagged_xser,
-        tagged_async,
-        parallel_layers,
-        parallel_layers_xser,
-        gathered,
-    ],
-)
+@MODES
+@pytest.mark.parametrize("save", [native, background, tagged_xser, tagged_async, parallel_layers, gathered])
 def test_a_save_after_a_pending_step_holds_its_values(save, enabled, tmp_path):
     with functionalization(enabled=enabled):
         parallel_state.initialize_model_parallel(1)
@@ -133,7 +117,7 @@ def zero1_on_the_device(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @distributed(1)
-@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@MODES
 def test_rank_files_after_a_pending_step_hold_its_values(enabled, tmp_path):
     with functionalization(enabled=enabled):
         parallel_state.initialize_model_parallel(1)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from nxd_memopt.certify.measure.hlo import parse_shapes
 from nxd_memopt.certify.measure.measurement import LiveTensor, largest_distinct
 
+# Three kinds of lines: "allocation 0: size 4096, maybe-live-out:", each value in it,
+# " value: <1 dot.9 @0> (size=4096,offset=0): f32[32,32]{1,0}", and further down its live range,
+# "    dot.9{}:18-20", in steps of the schedule.
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=(\d+)\): ([a-z]\S*)")
 _RANGE = re.compile(r"^\s+(\S+?)(?:\{\})?:(\d+)-(\d+)$")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -95,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         # an unknown storage among the results is new.
         for tensor in _tensors((args, kwargs)):
             self._serial(tensor)
-        if func.overloadpacket.__name__ in _READS and _is_fake(args[0]):
+        if func.overloadpacket.__name__ in _READS and isinstance(args[0], FakeTensor):
             # A fake tensor has no value. The fake batch stands for zeros: all ids are in range and
             # no label is invalid, so 0 is the answer to every such question.
             return 0
@@ -178,11 +179,6 @@ class _Recorder(TorchDispatchMode):
 def _tensors(tree: Any) -> list[Tensor]:
     """Return all tensors in nested lists, tuples and dictionaries."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a fake tensor, without data."""
-    return isinstance(tensor, torch._subclasses.FakeTensor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from nxd_memopt.planner.timing.collectives import Collective
 
+# Types without a number of bits in their names. A token orders operations and has no memory.
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+# "f32[2,3]"; then "%name = expression"; then the shape of the expression and its operation, where the
+# shape of several results is a tuple, "(f32[2], f32[2])".
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+)$")
 _OPCODE = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")

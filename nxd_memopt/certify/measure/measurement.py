@@ -41,10 +41,8 @@ class Measurement:
         traced_matmuls: matmuls before the compiler's optimizations; equals ``matmuls`` in eager
             mode.
         held_bytes: bytes saved for backward. XLA: temporary memory of the compiled step; eager:
-            saved tensors without parameters and inputs, each storage once; torch.compile: tensors
-            passed from the forward to the backward graph.
-        peak_bytes: peak of allocated tensors without parameters, inputs and gradients; ``None`` if
-            unknown.
+            saved tensors without parameters and inputs, each storage once.
+        peak_bytes: peak of allocated tensors without parameters, inputs and gradients.
         flops: floating-point operations of the full step; ``None`` if unknown.
         collectives: how often each collective occurs.
         largest: largest tensors of distinct shapes, in descending order.
@@ -54,7 +52,7 @@ class Measurement:
     matmuls: int
     traced_matmuls: int
     held_bytes: int
-    peak_bytes: int | None
+    peak_bytes: int
     flops: int | None
     collectives: Counter[Collective]
     largest: tuple[LiveTensor, ...]

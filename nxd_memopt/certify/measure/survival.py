@@ -76,26 +76,15 @@ class Survival:
         )
 
 
-def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
-    """Return ``step`` measured as configured and then without recomputation."""
-    recompute = measure(step)
-    with without_recompute():
-        return Survival(recompute, measure(step))
-
-
-def assert_recompute_survives(
-    step: Callable[[], Any], *, max_temp_ratio: float | None = None, compiled: bool = False
-) -> Survival:
+def assert_recompute_survives(step: Callable[[], Any], *, max_temp_ratio: float | None = None) -> Survival:
     """Assert that the executed step still has its recomputation, and that it saves memory.
 
     Args:
         step: runs one forward and one backward pass, starting without gradients; it is called
-            twice. With ``compiled`` it runs the forward pass only and returns the loss. On XLA it
-            is compiled and run, and the figures are those of XLA:CPU with optimization barriers
-            kept, not of neuronx-cc.
+            twice. On XLA it is compiled and run, and the figures are those of XLA:CPU with
+            optimization barriers kept, not of neuronx-cc.
         max_temp_ratio: maximum of (bytes saved for backward) / (the same without recomputation);
             with ``None`` any saving passes.
-        compiled: measure ``torch.compile(step)``.
 
     Returns:
         The measurements with and without recomputation.
@@ -113,24 +102,15 @@ def assert_recompute_survives(
 
         assert_recompute_survives(step, max_temp_ratio=0.4)
     """
-    survival = compare(step, _measure_for(compiled=compiled))
+    # Imported here: each needs packages that the other does not need.
+    if backend.name == "xla":
+        from nxd_memopt.certify.measure.xla import measure_step as measure
+    else:
+        from nxd_memopt.certify.measure.eager import measure_eager as measure
+    recompute = measure(step)
+    with without_recompute():
+        survival = Survival(recompute, measure(step))
     failure = survival.failure(max_temp_ratio)
     if failure is not None:
         raise AssertionError(failure)
     return survival
-
-
-def _measure_for(*, compiled: bool) -> Callable[[Callable[[], Any]], Measurement]:
-    """Return the function that measures a step in the current execution mode."""
-    # Imported here: each mode needs packages that the others do not need.
-    if compiled:
-        from nxd_memopt.certify.measure.compiled import measure_compiled
-
-        return measure_compiled
-    if backend.name == "xla":
-        from nxd_memopt.certify.measure.xla import measure_step
-
-        return measure_step
-    from nxd_memopt.certify.measure.eager import measure_eager
-
-    return measure_eager

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
-from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, extrapolate, memory_terms
 from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
@@ -23,6 +21,7 @@ from nxd_memopt.certify.report.verdict import (
     check_survival,
 )
 from nxd_memopt.certify.request import Answer, Request
+from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.attention_tiles import describe_tiles
 from nxd_memopt.planner.timing.collectives import StepShape, expected_collectives, per_layer
 from nxd_memopt.planner.timing.step_shape import step_shape
@@ -49,7 +48,7 @@ def judge(
     answer: Answer,
     *,
     device: Device,
-    optimizer: OptimizerState,
+    states: StateLayout,
     max_temp_ratio: float | None,
     stands_for: str,
     compiler_flags: str | None,
@@ -60,7 +59,7 @@ def judge(
         request: step that was measured.
         answer: measurements.
         device: device whose memory must fit the step.
-        optimizer: memory options of AdamW, whose states are added by arithmetic.
+        states: how the run stores parameters, gradients and the states of AdamW, which are added by arithmetic.
         max_temp_ratio: see ``Survival.failure``.
         stands_for: dtype that the user asked for, if another dtype was compiled instead.
         compiler_flags: ``NEURON_CC_FLAGS``; ``None`` if not set.
@@ -77,7 +76,7 @@ def judge(
     # the full depth, where nothing is measured: a model of that depth may take too long to compile.
     deepest = survivals[max(survivals)].recompute
     at_depth = _at_depth(request, {n: pair.recompute for n, pair in survivals.items()})
-    fit = _fit(request, answer, device, optimizer, at_depth)
+    fit = _fit(request, answer, device, states, at_depth)
     checks = [
         check_survival(memory, survivals, max_temp_ratio),
         check_ranks(answer.fingerprints),
@@ -151,21 +150,14 @@ def _check_isolation(request: Request) -> Check:
 
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
-    # The peak where it is known; torch.compile reports only what is saved between its graphs.
     depth = request.config["num_hidden_layers"]
-    measured: dict[int, int] = {}
-    for layers, measurement in variants.items():
-        measured[layers] = measurement.held_bytes
-        if measurement.peak_bytes is not None:
-            measured[layers] = measurement.peak_bytes
+    measured = {layers: measurement.peak_bytes for layers, measurement in variants.items()}
     # A layer's input is what full recomputation of single layers keeps; see extrapolate for why the
     # line must not be less steep.
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
 
 
-def _fit(
-    request: Request, answer: Answer, device: Device, optimizer: OptimizerState, temporary_bytes: int
-) -> MemoryTerms:
+def _fit(request: Request, answer: Answer, device: Device, states: StateLayout, temporary_bytes: int) -> MemoryTerms:
     """Return the memory of one rank at full depth."""
     # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels. Isolated
     # documents add their numbers and the positions.
@@ -173,8 +165,7 @@ def _fit(
     return memory_terms(
         num_parameters=answer.num_parameters,
         num_expert_parameters=answer.num_expert_parameters,
-        element_bytes=getattr(torch, request.dtype).itemsize,
-        optimizer=optimizer,
+        states=states,
         temporary_bytes=temporary_bytes,
         input_bytes=inputs * request.sequence_length * request.micro_batch_size * _INT64_BYTES,
         capacity_gib=device.memory_gib,
@@ -197,6 +188,4 @@ def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
         notes.append(
             f"{request.dtype} stands in for {stands_for}, of the same size: XLA:CPU would widen {stands_for} to fp32."
         )
-    if request.backend == "compiled":
-        notes.append("Tensors between the forward and backward graphs are counted; scratch inside a graph is not.")
     return tuple(notes)

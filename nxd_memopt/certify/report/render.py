@@ -7,7 +7,6 @@ from rich.table import Table
 
 from nxd_memopt.certify.report.verdict import Certificate
 from nxd_memopt.planner.hardware import GIB
-from nxd_memopt.planner.timing.collectives import Collective
 
 _VERDICTS = {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "note"}
 
@@ -69,23 +68,13 @@ def _collectives(certificate: Certificate) -> Table:
     columns = ("kind", "over ranks", "MiB each", "per step", "per layer*", "GiB")
     table = _table("Collectives per rank at full depth", *columns)
     for collective, count in sorted(certificate.collectives.items()):
-        in_layer = certificate.per_layer[collective]
-        table.add_row(*_row(collective, count, in_layer))
+        # Recomputation repeats a part of a layer's collectives; the column per layer is without it.
+        each = collective.full_bytes
+        in_layer = str(certificate.per_layer[collective])
+        sizes = (f"{each / 2**20:.2f}", str(count), in_layer, f"{each * count / GIB:.2f}")
+        table.add_row(collective.kind, str(collective.group_size), *sizes)
     table.caption = "bytes of full tensors; * the last layer's, without recomputation"
     return table
-
-
-def _row(collective: Collective, count: int, in_layer: int) -> tuple[str, ...]:
-    """Return the cells of one collective."""
-    each = collective.full_bytes
-    return (
-        collective.kind,
-        str(collective.group_size),
-        f"{each / 2**20:.2f}",
-        str(count),
-        str(in_layer),
-        f"{each * count / GIB:.2f}",
-    )
 
 
 def _memory(certificate: Certificate) -> Table:

@@ -139,15 +139,7 @@ def _difference(found: Counter[Collective], expected: Counter[Collective]) -> st
     # Subtraction of Counters keeps positive counts only.
     missing = expected - found
     surplus = found - expected
-    sentence = f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
-    # A frequent cause gets its own words: an all-gather implemented as an all-reduce of a
-    # zero-padded tensor, which has the same full_bytes but sends twice as many.
-    gathers = {c.full_bytes for c in missing if c.kind == "all_gather"}
-    reductions = {c.full_bytes for c in surplus if c.kind == "all_reduce"}
-    replaced = sorted(gathers & reductions)
-    if replaced:
-        sentence += f"; an all-reduce stands in for an all-gather of {replaced} bytes"
-    return sentence
+    return f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
 
 
 def _listed(collectives: Counter[Collective]) -> str:
@@ -181,6 +173,8 @@ def _named(tensors: Iterable[LiveTensor]) -> str:
 
 def check_fit(memory: MemoryTerms) -> Check:
     """Check that one rank's memory fits the device."""
+    # An upper bound: parameters, gradients and states are allocated throughout, and activations and
+    # temporaries count with their peak.
     total = memory.total_bytes / GIB
     capacity = memory.capacity_bytes / GIB
     verb = "fits" if memory.fits else "does not fit"

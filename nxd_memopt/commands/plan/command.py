@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         # The setting that exceeds the memory least, and what would make one fit.
         best = smallest(problem, fixed)
         changes = remedies(problem, fixed)
+    # A setting that fits and that the training program refuses would be found out on the hardware.
+    # A bare model has no configuration to check unless one is written.
     content = configuration(problem, best.setting, run)
     if not run.is_bare or options.write is not None:
         require_trainable(content, problem, best.setting, run.name)
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:
         _print(options, run.name, problem, found, best, changes)
+    # Without a setting that fits, the smallest one shows which term is too large.
     if options.plot is not None:
         _draw(options, run.name, problem, found[: options.show] or [best])
     if not found:
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in explanation(best.memory, best.time):
             print(line)
     if options.write is not None:
-        for note in write_yaml(Path(options.write), problem, best, content):
+        for note in write_yaml(options.write, problem, best, content):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
     return 0
@@ -87,6 +90,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
     from nxd_memopt.profiling.calibration import measure_device, write_device
     from nxd_memopt.training.runtime.distributed import is_rank_zero, world_size
 
+    # One group of all ranks: the measured rates are those of tensor-parallel collectives.
     backend.init_process_group()
     # Rank 0 writes, and the measurement takes a minute.
     with raise_together("the file of plan --calibrate"):
@@ -122,17 +126,19 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--explain", action="store_true", help="show each term of the fastest setting with its formula")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     written = "write the fastest setting as YAML for nxd-memopt train --config"
-    parser.add_argument("--write", metavar="FILE", help=written)
-    parser.add_argument("--plot", metavar="FILE", help="draw the memory of the shown settings by term as a .png file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help=written)
+    plotted = "draw the memory of the shown settings by term as a .png file"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=plotted)
     options, overrides = parser.separate(arguments)
-    if options.plot is not None and not options.plot.endswith(".png"):
-        raise ValueError(f"--plot {options.plot} is not a .png file: name one")
+    # Before the search, which may take a minute: what is wrong with a file or a size.
     require_memory("--device-memory-gib", options.device_memory_gib)
     require_memory("--host-memory-gib", options.host_memory_gib)
     if options.write is not None:
-        _require_new_file("--write", Path(options.write))
+        _require_new_file("--write", options.write)
     if options.plot is not None:
-        require_directory("--plot", Path(options.plot))
+        if options.plot.suffix != ".png":
+            raise ValueError(f"--plot {options.plot} is not a .png file: name one")
+        require_directory("--plot", options.plot)
     return options, overrides
 
 
@@ -144,6 +150,7 @@ def _require_new_file(option: str, file: Path) -> None:
 
 def _problem(options: argparse.Namespace, run: Run) -> Problem:
     """Return what is asked."""
+    # A device's name stands for a host with its usual number of ranks, unless --devices says more.
     device, ranks = device_and_ranks(options.device)
     config = run.model_config()
     data = run.config.data
@@ -179,6 +186,8 @@ def _print(
     options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
 ) -> None:
     """Print the settings as a table, or the smallest one and what to change if there is none."""
+    # First what was planned, then what the figures assume, then the settings: a table is read
+    # without its assumptions otherwise.
     device = problem.device
     batch = problem.global_batch_size or "one sequence per data-parallel rank"
     # A calibrated device has as many ranks on a host as were measured.
@@ -191,6 +200,7 @@ def _print(
         f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
+    # Rates of data sheets or of this machine's matmuls alone: nobody has compared a step with them.
     if not rates_of(device).is_calibrated:
         known = "come from measured rates, and no step was compared" if device.measured else "are not calibrated"
         print(f"Times on {device.name} {known}: they order the settings, no more. docs/planner.md")
@@ -203,6 +213,7 @@ def _print(
     if problem.moe is not None and problem.moe.moe_expert_block_size is not None:
         block = problem.moe.moe_expert_block_size
         print(f"Experts in blocks of {block} rows, of fixed shapes (moe.moe_expert_block_size).")
+    # The setting that exceeds the memory least shows how much is missing.
     if not found:
         print(
             f"Nothing fits. The smallest setting, {best.setting.describe()}, needs "
@@ -232,6 +243,7 @@ def _print(
 
 def _seconds(time: StepTime) -> str:
     """Return the time of a step, or its range if the step may wait for the host."""
+    # Copies to and from the host may be hidden by the step or not: known on the hardware only.
     if not time.uncertain_s:
         return f"{time.step_s:.2f}"
     return f"{time.step_s:.2f}-{time.most_s:.2f}"
@@ -243,12 +255,13 @@ def _draw(options: argparse.Namespace, name: str, problem: Problem, found: Seque
     from nxd_memopt.planner.search.plot import draw_plans
 
     title = f"{name} on {problem.devices} x {problem.device.name}, {problem.sequence_length:,} tokens"
-    draw_plans(found, title, Path(options.plot))
+    draw_plans(found, title, options.plot)
     print(f"wrote {options.plot}", file=sys.stderr)
 
 
 def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -> dict[str, Any]:
     """Return all figures as values of JSON."""
+    # Bytes and seconds, unrounded: the table's GiB hide differences of some MiB between settings.
     return {
         "device": problem.device.name,
         "devices": problem.devices,

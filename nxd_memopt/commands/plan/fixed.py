@@ -20,6 +20,8 @@ STATIC_BLOCK = 128
 
 def stated_size(run: Run, name: str) -> Any:
     """Return an option of the ``parallel`` section, or None if the search chooses it."""
+    # A recipe's sizes are of the devices that it was written for, so only a file of the user and the
+    # command line fix them.
     if name not in run.stated:
         return None
     return getattr(run.config.parallel, name)
@@ -64,6 +66,7 @@ def planned_moe(run: Run, config: Mapping[str, Any], device: Device) -> MoEConfi
     Raises:
         ValueError: the section is for experts that the model does not have, or chooses a memory technique.
     """
+    # Options of experts would be ignored by a dense model: another model than the user means.
     given = run.config.moe.given()
     if not any(moe_layers(config)):
         if given:
@@ -75,6 +78,8 @@ def planned_moe(run: Run, config: Mapping[str, Any], device: Device) -> MoEConfi
     moe = completed_options(MoEOptions(**given), config)
     if device.kind != "neuron" or moe.moe_expert_block_size is not None or moe.moe_pad_expert_input_to_capacity:
         return moe
+    # On Trainium a graph has fixed shapes: either all experts are padded to their capacity, which the
+    # check above let pass, or rows are grouped in blocks of a fixed size.
     if moe.moe_expert_capacity_factor is not None:
         raise ValueError(
             f"moe.moe_expert_capacity_factor {moe.moe_expert_capacity_factor} alone has shapes that depend on the "

@@ -48,6 +48,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
     ]
+    # What the file leaves to the user. It is written into the file too, where it is read later.
     notes: list[str] = []
     if not problem.isolate_documents:
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
@@ -72,6 +73,8 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
         setting: the chosen setting.
         run: the run, of which the plan keeps all options that it does not choose.
     """
+    # Three sources, the later ones for what the earlier ones leave open: the setting, the run that
+    # was asked for, and the training program's defaults, which are not written.
     content = _chosen(problem, setting)
     # Compared after the sections have replaced "auto" values, as those of the run have.
     defaults = TrainConfig(ModelConfig(pretrained=_NO_MODEL))
@@ -80,6 +83,8 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
         given[name] = _given(getattr(run.config, name), getattr(defaults, name))
     given["model"] = _model(run, given["model"])
     given["moe"] |= _static_form(problem)
+    # Options that the search chooses are dropped from the run's: a chosen default would otherwise
+    # leave the run's own value in the file.
     for name, section in given.items():
         kept = {option: value for option, value in section.items() if option not in _CHOSEN.get(name, ())}
         if kept:
@@ -98,6 +103,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     """
     from nxd_memopt.training.config.parsing import config_from_mapping
 
+    # The program's own parser and its checks: the planner has no second set of rules.
     model = content["model"]
     # The user adds it to the written file.
     if _lacks_tokenizer(model):
@@ -116,6 +122,7 @@ def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
 
 def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:
     """Return the sections with what was chosen and planned."""
+    # Options with the training program's default are left out, so that the file shows what was chosen.
     size = setting.tensor_model_parallel_size
     replicas = problem.devices // size
     parallel: dict[str, Any] = {
@@ -150,18 +157,13 @@ def _offload(setting: Setting) -> dict[str, Any]:
     """Return the options of optimizer states in host memory; none if they are on the device."""
     if not setting.optimizer_offload_fraction:
         return {}
-    optimizer: dict[str, Any] = {"optimizer_offload_fraction": setting.optimizer_offload_fraction}
-    if setting.optimizer_update_in_forward:
-        optimizer["optimizer_update_in_forward"] = True
-    if setting.store_param_remainders:
-        optimizer["store_param_remainders"] = True
-    if setting.optimizer_staging_gib != OptimizerConfig.optimizer_staging_gib:
-        optimizer["optimizer_staging_gib"] = setting.optimizer_staging_gib
-    return optimizer
+    values = {name: getattr(setting, name) for name in _CHOSEN["optimizer"]}
+    return {name: value for name, value in values.items() if value != getattr(OptimizerConfig, name)}
 
 
 def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
     """Return the ``model`` section to write."""
+    # The placeholder of a run that names no tokenizer must not get into the file.
     if not run.has_tokenizer:
         given.pop("tokenizer")
     if given["pretrained"] is None:
@@ -177,6 +179,7 @@ def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
 
 def _static_form(problem: Problem) -> dict[str, Any]:
     """Return the options of the static form of experts, which is planned for Trainium."""
+    # Blocks of GPUs are the run's own choice, and among its options already.
     moe = problem.moe
     if moe is None or moe.moe_expert_block_size is None:
         return {}
@@ -191,6 +194,7 @@ def _given(section: Any, default: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return ``value`` with lists, dicts and texts in place of tuples, dataclasses and paths."""
+    # A safe loader reads plain types alone. Of a tuple or a path, yaml would write a tag of Python.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
