@@ -16,7 +16,7 @@ from nxd_memopt.certify.measure.measurement import is_square_in
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
 from nxd_memopt.planner.sizes.states import StateLayout
-from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, GATED, MIXTRAL, PADDED, SENT, SHARED
+from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, MIXTRAL, PADDED, SENT, SHARED
 from tests.certify.test_experts import asked as experts_request
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
@@ -108,7 +108,7 @@ def test_isolated_documents_never_make_sequence_squared():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "options"),
-    [((*PADDED, SENT), EXPERT_PARALLEL), ((*BLOCKS, SHARED, GATED), EXPERT_PARALLEL)],
+    [((*PADDED, SENT), EXPERT_PARALLEL), ((*BLOCKS, SHARED), EXPERT_PARALLEL)],
     ids=["padded, rows sent", "blocks, shared expert with a gate"],
 )
 def test_experts_are_certified_in_both_static_forms(moe, options, tmp_path):
