@@ -24,15 +24,15 @@ def check(numbers: range, tmp_path: Path) -> None:
     assert is_clean, "\n".join([*lines, f"run one again: python -m tests.fuzz --rerun {tmp_path}/draws.jsonl:LINE"])
 
 
-def test_20_draws(tmp_path: Path) -> None:
-    check(range(20), tmp_path)
+def test_40_draws(tmp_path: Path) -> None:
+    check(range(40), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_1000_draws(part: int, tmp_path: Path) -> None:
-    check(range(20 + part, 1020, PARTS), tmp_path)
+    check(range(40 + part, 1040, PARTS), tmp_path)
 
 
 def test_a_draw_depends_on_seed_and_number_alone_and_is_read_from_texts_and_lines(tmp_path: Path) -> None:
