@@ -206,7 +206,7 @@ def device_named(name: str) -> Device:
 def host_device(memory_gib: float, ranks: int) -> Device:
     """Return one rank's part of a host that computes on its CPU.
 
-    Its rates are of two cores [estimate]: they order the settings of a run on this host, no more.
+    Its rates are of two cores [estimate]: they rank the settings of a run on this host, and are no absolute times.
 
     Args:
         memory_gib: memory that the rank can still allocate.
@@ -232,7 +232,6 @@ def gpu_named(name: str) -> Device | None:
     """Return the GPU of a name of the driver, such as ``NVIDIA H100 80GB HBM3``, or None."""
     words = name.lower().replace("-", " ").split()
     for device in DEVICES.values():
-        family, _, size = device.name.partition("-")
-        if device.kind == "cuda" and family in words and (not size or size in words):
+        if device.kind == "cuda" and all(word in words for word in device.name.split("-")):
             return device
     return None

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from nxd_memopt.architectures.config_options import option
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.training.config.combinations import conflict_with_graphs, value_of, yaml
+from nxd_memopt.training.config.combinations import conflict_with_graphs, value_of, yaml_text
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import has_experts
 from nxd_memopt.training.config.train_config import TrainConfig
@@ -48,7 +48,7 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     )
     for name, is_set, refusal, remedy in refusals:
         if is_set and refusal is not None:
-            raise ValueError(f"{name} {yaml(value_of(config, name))} {refusal}; {remedy}")
+            raise ValueError(f"{name} {yaml_text(value_of(config, name))} {refusal}; {remedy}")
 
 
 def _require_sharding(config: TrainConfig) -> None:

@@ -29,14 +29,14 @@ from nxd_memopt.training.hf_overrides import config_from_overrides, override_con
 def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> PretrainedConfig:
     """Return the Hugging Face configuration, updated with ``config_overrides``.
 
-    With ``moe.num_moe_experts`` a dense model's is replaced by that of a model with experts. A model with
-    experts gets a shared expert by ``moe.moe_shared_expert_intermediate_size``.
+    If ``moe.num_moe_experts`` is set and the model is dense, the configuration of the upcycled model is
+    returned. A model with experts gets a shared expert by ``moe.moe_shared_expert_intermediate_size``.
 
     Raises:
         ValueError: the directory does not exist, the model type is not supported, or cannot have
             experts.
     """
-    hf_config = _own_hf_config(config)
+    hf_config = _hf_config_before_upcycling(config)
     if moe is None:
         return hf_config
     if moe.num_moe_experts is not None and not has_experts(hf_config):
@@ -49,7 +49,7 @@ def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> Pretra
     return with_shared_expert(hf_config, width, gate=has_gate)
 
 
-def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
+def _hf_config_before_upcycling(config: ModelConfig) -> PretrainedConfig:
     """Return the configuration of the directory and the overrides, without added experts."""
     # The type is checked before transformers builds a configuration of it: transformers knows
     # hundreds of types, and the error must name the few that this library has.
@@ -64,7 +64,7 @@ def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
         return _resized(config, config_from_overrides(model_type, overrides))
     hf_config = load_config(config.pretrained)
     require_supported(hf_config.model_type)
-    # The class follows from the directory's type: another one would be ignored.
+    # The directory decides the model type: an override with another type would be ignored.
     model_type = overrides.pop("model_type", hf_config.model_type)
     if model_type != hf_config.model_type:
         raise ValueError(
@@ -75,7 +75,7 @@ def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def _resized(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return ``hf_config`` with a row of the embedding for each token, with ``config.resize_embedding``."""
+    """Return ``hf_config``; if ``resize_embedding`` is set, with a row of the embedding for each token."""
     if config.resize_embedding:
         rows = max(hf_config.vocab_size, rows_for(_tokenizer(config)))
         hf_config = override_config(hf_config, {"vocab_size": rows})
@@ -93,7 +93,7 @@ def _tokenizer(config: ModelConfig) -> Any:
 
 
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_text: str | int = "auto") -> Vocabulary:
-    """Return the tokenizer, checked against the model.
+    """Return the vocabulary: the tokenizer, checked against the model.
 
     Args:
         config: names the tokenizer and the model.
@@ -102,7 +102,8 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
 
     Raises:
         ValueError: no tokenizer can be loaded, it has no end-of-text token or another one than
-            the model, or it has other tokens than added ones beyond the model's vocabulary.
+            the model, or a token of its base vocabulary has an id outside the model's vocabulary
+            (added tokens may).
     """
     tokenizer = _tokenizer(config)
     special = special_tokens(config, hf_config, tokenizer, end_of_text)
@@ -155,8 +156,8 @@ def expert_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str
 
 
 def is_upcycled(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
-    """Return whether the model starts from one without experts, or without its shared expert."""
-    own = _own_hf_config(config.model)
+    """Return whether experts, or a shared expert of another size, are added to the model at the start."""
+    own = _hf_config_before_upcycling(config.model)
     adds_experts = has_experts(hf_config) and not has_experts(own)
     return adds_experts or shared_expert(hf_config)[0] != shared_expert(own)[0]
 

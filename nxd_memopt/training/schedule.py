@@ -33,5 +33,6 @@ def learning_rate(step: int, config: OptimizerConfig, decay_steps: int) -> float
     if config.lr_schedule == "linear":
         remaining = 1 - progress
     else:
+        assert config.lr_schedule == "cosine", config.lr_schedule
         remaining = 0.5 * (1 + math.cos(math.pi * progress))
     return minimum + (config.lr - minimum) * remaining

@@ -28,7 +28,7 @@ from nxd_memopt.planner.memory.loss import loss_temporaries
 from nxd_memopt.planner.memory.peak import step_memory
 from nxd_memopt.planner.search.candidates import settings
 from nxd_memopt.planner.search.explain import MEMORY_TERMS, TIME_TERMS
-from nxd_memopt.planner.search.plan import evaluate, plans, smallest
+from nxd_memopt.planner.search.plan import closest_to_fitting, evaluate, plans
 from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.training.config.parsing import parse_config
@@ -253,7 +253,7 @@ def test_nothing_fits_is_said_with_what_to_change(capsys):
     text = capsys.readouterr().out
     assert "Nothing fits" in text and "--devices 2: T=2" in text
     assert "of host memory, of which a rank can use" in text
-    assert smallest(problem("gpt-neox-20b", "h100", 1)).fits is False
+    assert closest_to_fitting(problem("gpt-neox-20b", "h100", 1)).fits is False
 
 
 def test_every_term_is_explained(capsys):

@@ -19,7 +19,7 @@ from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainabl
 from nxd_memopt.files import require_new
 from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS
 from nxd_memopt.planner.search.explain import explanation
-from nxd_memopt.planner.search.plan import Plan, plans, remedies, smallest
+from nxd_memopt.planner.search.plan import Plan, closest_to_fitting, plans, remedies
 from nxd_memopt.planner.search.problem import Problem, attention_notes, require_memory
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.timing.step_time import StepTime, rates_of
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         best = found[0]
     else:
         # The setting that exceeds the memory least, and what would make one fit.
-        best = smallest(problem, fixed)
+        best = closest_to_fitting(problem, fixed)
         changes = remedies(problem, fixed)
     # A setting that fits and that the training program refuses would be found out on the hardware.
     # A bare model has no configuration to check unless one is written.

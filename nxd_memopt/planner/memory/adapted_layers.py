@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nxd_memopt.architectures.adapters import Adapters
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import (
-    HEAD_NORMS,
+    MODEL_TYPES_WITH_QK_NORM,
     Kernels,
     Part,
     Tensors,
@@ -128,7 +128,7 @@ class _AdaptedLayer:
         if has_core:
             saves |= context
         saves |= self._adapter(output_name, context, has_grad=has_core)
-        if sizes.model_type in HEAD_NORMS:
+        if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
             heads = (("query", sizes.heads), ("key", sizes.kv_heads))
             for (name, number), exists in zip(heads, grads, strict=False):
                 if exists:

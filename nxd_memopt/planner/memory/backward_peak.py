@@ -1,4 +1,4 @@
-"""The highest moment of the layers' backwards: which layer, which of its moments, and what exists then."""
+"""The point of the layers' backward with the most memory: which layer, which of its moments, and what exists then."""
 
 from __future__ import annotations
 
@@ -19,52 +19,53 @@ from nxd_memopt.planner.sizes.states import StateLayout, elements, gradient_byte
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 
-def in_backward(step: Step) -> tuple[str, dict[str, int]]:
-    """Return the terms at the highest moment of the layers' backwards, from the last layer to the first."""
+def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
+    """Return the terms at the point of the layers' backward with the most memory."""
     model, layout, kept, sizes = step.model, step.layout, step.kept, step.sizes
     standing = step.standing_gradients
     has_adapters = sizes.adapters is not None
-    with_sums = step.casts_gradients and not standing and not has_adapters
-    layers = _layer_backwards(sizes, step.memory, step.kernels, with_sums=with_sums)
-    decisive = _decisive_layers(sizes, step.memory, step.kernels)
+    casts_to_sums = step.casts_gradients and not standing and not has_adapters
+    layers = _layer_backwards(sizes, step.memory, step.kernels, casts_to_sums=casts_to_sums)
+    candidates = _candidate_layers(sizes, step.memory, step.kernels)
     per_layer = gradient_bytes(model.layer_shapes, layout)
     reduction = BackwardReduction.of(model, step.memory, layout, accumulates=standing > 0)
-    finished = waiting = 0
-    # The gradients of head and norm come first. Stage 3 reduces them with the embedding's.
+    finished = tied_head_bytes = 0
+    # The gradients of head and norm come first. With ZeRO-3 they are reduced together with the embedding's.
     if not reduction.reduces_units:
         finished = gradient_bytes((*model.final_norm, *model.head), layout)
-    # That of a tied head waits for the embedding's, in the dtype of the weights.
+    # The gradient of a tied head is kept until the embedding's backward, in the dtype of the weights.
     if model.is_tied:
-        waiting = elements(model.embedding) * layout.element_bytes
+        tied_head_bytes = elements(model.embedding) * layout.element_bytes
     remaining = step.kept_in_backward
     found = _in_reduction_of_head(step, reduction, standing or finished)
     highest = sum(found[1].values())
     for index in reversed(range(sizes.num_layers)):
         remaining -= kept.layer_bytes[index]
-        if index not in decisive and not reduction.is_an_end(index):
+        if index not in candidates and not reduction.is_bucket_boundary(index):
             finished += per_layer
             continue
         layer = layers[index]
-        # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
+        # A layer that is recomputed has all of its tensors again, including its checkpointed input.
         live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
         # What recomputation restored for earlier layers of the chunk exists next to this layer's tensors.
         live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
-        live += waiting + _prefetched(kept, reduction.recomputation, index)
+        live += tied_head_bytes + _prefetched(kept, reduction.recomputation, index)
         absent = step.absent_weights(index)
         gathered = reduction.gathered_bytes(index)
         for moment, freed, temporary, in_slots in layer.moments:
             gradients = standing or finished
             if not standing and not reduction.reduces_units:
                 own = _finished_bytes(moment, layout, sizes.element_bytes)
-                # Those of adapters are small: at each moment all of them count.
+                # The gradients of adapters are small: count all of them at every moment.
                 if has_adapters:
                     own = per_layer
                 gradients += min(own, per_layer)
+            # Tensors in slots of peer memory are counted with the library's buffers.
             if step.has_slots:
                 temporary -= in_slots
             buckets = reduction.bucket_bytes(index, moment.finished_gradients)
             total = absent + gradients + live - freed + temporary + buckets + gathered
-            # Of equal moments the first one; the terms are of the highest one only, because a search asks often.
+            # Of equal moments the first one counts. The terms are built for a new maximum only: a search asks often.
             if total > highest:
                 highest = total
                 terms = {
@@ -81,7 +82,7 @@ def in_backward(step: Step) -> tuple[str, dict[str, int]]:
 
 
 def _in_reduction_of_head(step: Step, reduction: BackwardReduction, gradients: int) -> tuple[str, dict[str, int]]:
-    """Return the terms while the head's gradient is reduced, before any layer's backward; none if it waits."""
+    """Return the terms while the head's gradient is reduced, before any layer's backward; empty if that is later."""
     if not reduction.buckets.head:
         return "", {}
     return "reduction of the head's gradient", {
@@ -121,41 +122,41 @@ class _LayerBackward:
 
 @lru_cache(maxsize=512)
 def _layer_backwards(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, with_sums: bool
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, casts_to_sums: bool
 ) -> tuple[_LayerBackward, ...]:
-    """Return the backward of every layer; ``with_sums`` when gradients are cast to new fp32 sums."""
+    """Return the backward of every layer; ``casts_to_sums`` when gradients are cast to new fp32 sums."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
-        # Only windows, and layer 0 before its first adapter, make layers of the same techniques different.
+        # Layers with equal techniques differ only in the attention window, and in layer 0 before its first adapter.
         if not sizes.windows and sizes.adapters is None:
-            layers += [_layer_backward(sizes, techniques, kernels, with_sums=with_sums)] * count
+            layers += [_layer_backward(sizes, techniques, kernels, casts_to_sums=casts_to_sums)] * count
             continue
         for index in range(len(layers), len(layers) + count):
-            layers.append(_layer_backward(sizes, techniques, kernels, index, with_sums=with_sums))
+            layers.append(_layer_backward(sizes, techniques, kernels, index, casts_to_sums=casts_to_sums))
     return tuple(layers)
 
 
 def _layer_backward(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0, *, with_sums: bool = False
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0, *, casts_to_sums: bool = False
 ) -> _LayerBackward:
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
     layer = layer_parts(sizes, memory, kernels, index)
     everything = layer.kept()
     found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
-    if with_sums:
+    if casts_to_sums:
         found = with_fp32_sums(found, routes=sizes.moe is not None)
-    # Selective recompute restores attention when its backward comes, after the backward of the MLP.
-    waiting: frozenset[str] = frozenset()
+    # Selective recompute computes attention again after the backward of the MLP.
+    not_yet_recomputed: frozenset[str] = frozenset()
     if memory.recompute_granularity == "selective":
         kept = layer.kept(memory.recompute_modules or ())
-        waiting = frozenset(name for name in everything if name in ATTENTION_SAVED and name not in kept)
+        not_yet_recomputed = frozenset(name for name in everything if name in ATTENTION_SAVED and name not in kept)
     moments = [
         (
             moment,
             sum(
                 size
                 for name, size in everything.items()
-                if name in moment.freed or (name in waiting and moment.before_attention)
+                if name in moment.freed or (name in not_yet_recomputed and moment.before_attention)
             ),
             sum(moment.temporary.values()),
             moment.temporary.get("gathered", 0),
@@ -167,13 +168,13 @@ def _layer_backward(
 
 # A search plans the same layers with many ZeRO stages and fractions of offloaded states.
 @lru_cache(maxsize=512)
-def _decisive_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> frozenset[int]:
+def _candidate_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> frozenset[int]:
     """Return the layers in which the peak may be."""
     layers = activations(sizes, memory, kernels).layers
-    return frozenset(index for index in range(len(layers)) if _is_decisive(layers, index, memory, sizes))
+    return frozenset(index for index in range(len(layers)) if _is_candidate(layers, index, memory, sizes))
 
 
-def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
+def _is_candidate(layers: Sequence[Mapping[str, int]], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
     """Return whether the peak may be in this layer.
 
     Within a run of identical layers memory is linear in the layer index, so only the run's ends can be the peak,
@@ -185,10 +186,11 @@ def _is_decisive(layers: Sequence[Mapping[str, int]], index: int, memory: Memory
     # From layer to layer other weights are in host memory.
     if memory.cpu_offloading_weights:
         return True
-    # Layer 1 fetches what layer 0 has in host memory, and layer 0 nothing.
+    # Layer 1's backward prefetches the tensors that layer 0 has in host memory; layer 0 prefetches nothing.
     if index == 1 and memory.num_offloaded_layers(len(layers)):
         return True
-    # Under full recompute layer 0 keeps the same as the others, and restores less.
+    # With LoRA and full recompute layer 0 keeps the same as the others but restores less: what is before its first
+    # adapter needs no gradient.
     if sizes.adapters is not None and index == 1:
         return True
     # What a recomputed layer restores depends on its window too.
@@ -203,7 +205,7 @@ def _keep_alike(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     """Return whether two layers keep the same, apart from the number of statistics of routers."""
     if first == second:
         return True
-    # Not if one of them keeps none, or has them in host memory.
+    # Other keys: one of them keeps no statistics, or has them in host memory.
     return first.keys() == second.keys() and all(
         size == second[name] for name, size in first.items() if name != ROUTER_STATISTICS
     )

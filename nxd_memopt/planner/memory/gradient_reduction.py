@@ -97,7 +97,7 @@ class BackwardReduction:
             layers += len(self.recomputation.unit(unit[0] - 1))
         return gathered_bytes(self.model, self.layout, layers)
 
-    def is_an_end(self, index: int) -> bool:
+    def is_bucket_boundary(self, index: int) -> bool:
         """Return whether the layer before or after layer ``index`` has other buckets or gathered weights."""
         is_after_last = index == self.last_unit[0] - 1 and self.buckets.layer > self.buckets.last_layer
         return is_after_last or (index == 1 and self.reduces_units)

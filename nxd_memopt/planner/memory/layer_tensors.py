@@ -19,14 +19,14 @@ from nxd_memopt.planner.memory.expert_tensors import expert_tensors
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.tiling import require_head_groups
 
-HEAD_NORMS = ("qwen3", "qwen3_moe")
+MODEL_TYPES_WITH_QK_NORM = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
 ROUTER_STATISTICS = "router statistics"
-"""Storage of the statistics of all routers before a layer."""
+"""Name of the storage with the statistics of the routers of all layers before."""
 WINDOWED_KERNELS = ("tiled", "math")
-"""Attention that takes windows (``ops/attention.py``) without a mask that is kept for backward."""
+"""Implementations of attention with a sliding window that save no mask (``ops/attention.py``)."""
 SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
 """Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
 
@@ -36,12 +36,12 @@ class Kernels:
     """What computes the operations between matmuls.
 
     Args:
-        fused: the Triton kernels of ``ops/cuda``, which save the inputs of norms and activations
-            only and rotate queries and keys in place; otherwise plain PyTorch operations.
+        fused: the device is a CUDA GPU, with the Triton kernels of ``ops/cuda``: they save the inputs of norms
+            and activations only, and rotate queries and keys in place. Otherwise plain PyTorch operations.
         attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
         compiles_steps: a step is a compiled program (XLA on trn1), whose compiler computes chains of
             elementwise operations without their intermediate results.
-        masks_windows: ``sdpa`` was chosen by name, and takes windows as masks of S x S.
+        masks_windows: the user chose ``sdpa``: windows become masks of S x S, which are saved.
     """
 
     fused: bool
@@ -156,7 +156,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:
-    """Raise ``ValueError`` for a technique that splits a layer or moves its weights, which ``what`` do not support."""
+    """Raise ``ValueError`` if ``memory`` splits layers or moves their weights, which ``what`` do not support."""
     for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
         value = getattr(memory, name)
         if value:
@@ -164,7 +164,7 @@ def require_whole_layers(memory: MemoryConfig, what: str) -> None:
 
 
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
-    """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
+    """Return the kernels of layer ``index``: tiles of attention if the implementation has no windows."""
     # A layer whose queries see all keys runs the implementation that was chosen.
     if sizes.window(index) is None:
         return replace(kernels, masks_windows=False)
@@ -186,10 +186,10 @@ def column_bytes(sizes: RankSizes, columns: int) -> int:
 def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     """Return what an RMSNorm of ``name`` saves.
 
-    Plain operations square the fp32 input and scale it by one number per token; the product,
-    rounded, is multiplied with the weight. In fp32 the input is not copied. A compiler recomputes both
-    from the input, as the kernel does: of LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4
-    MiB of each norm besides the statistics, where plain operations keep 12.
+    Plain operations save the input in fp32 (no copy if it is fp32) and the normalised input, which is
+    multiplied with the weight. The kernel and compilers save the input only and compute both again: of
+    LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4 MiB of each norm besides the statistics, where
+    plain operations keep 12.
     """
     inputs = {name: residual_bytes(sizes)}
     statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
@@ -233,17 +233,16 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
             "attention_backend to 'math', or attention_dropout to 0"
         )
     log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
-    # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
-    # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
-    # returns for queries in this layout, which queries have if a part was rotated and the rest appended.
+    # Kernels of GPUs write [B, S, h, d]: the input of the next projection is a view. Tiles are joined as
+    # [B, h, S, d], which the projection copies. PyTorch's CPU kernel returns the layout of the queries, and these
+    # have [B, h, S, d] if a part of each head was rotated and the rest appended. With one head both are the same.
     results = {"attention": column_bytes(sizes, sizes.query)}
-    # One head has one layout.
     appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused
     if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
         results = {"attention by heads": column_bytes(sizes, sizes.query)}
     results |= log_sum_exps
-    # A kernel without grouped heads gets copies of the KV heads. The stored projections stay as far as
-    # they share a storage with the queries.
+    # A kernel without grouped heads gets copies of the KV heads. Of the projections' outputs only the storage of
+    # the queries stays, which has keys and values too if one projection computes all three.
     if repeats_kv_heads(sizes, kernels):
         copies = {name: column_bytes(sizes, sizes.query) for name in ("key by heads", "value by heads")}
         return Part("core_attn", inputs, query | copies | results, results=results)
@@ -285,13 +284,13 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
 
     Args:
         sizes: sizes of the rank.
-        memory: a recomputed ``core_attn`` may not see its inputs overwritten.
+        memory: if ``core_attn`` is recomputed, RoPE must not overwrite its inputs.
         kernels: fused kernels rotate in place.
         shares: one projection computes all three, so that the values are a view of its output.
     """
     projected = {"query, key, value": column_bytes(sizes, sizes.query + 2 * sizes.kv)}
     # Qwen3's norms come between the projections and RoPE. An adapter adds its output to a projection's.
-    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in HEAD_NORMS
+    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in MODEL_TYPES_WITH_QK_NORM
     in_place = in_place and (sizes.adapters is None or not sizes.adapters.on(*QKV))
     if kernels.fused and in_place:
         return projected, projected, projected
@@ -311,7 +310,7 @@ def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated)
     core = core_attention(sizes, kernels, *operands)
     saves = inputs | {"attention": column_bytes(sizes, sizes.query)}
-    if sizes.model_type in HEAD_NORMS:
+    if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
         saves |= head_norm_tensors(sizes, kernels, "query", sizes.heads)
         saves |= head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
     return Part("attn", inputs, saves, (core,))
@@ -381,7 +380,7 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
 
 
 def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
-    """Return what a mixture of experts saves; nothing but a checkpoint saves the statistics of the layers before."""
+    """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
     inputs = {"normed mlp input": residual_bytes(sizes)} | statistics
     return Part("moe", inputs, expert_tensors(sizes, moe, fused=kernels.fused))
 

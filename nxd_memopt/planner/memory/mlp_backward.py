@@ -13,31 +13,44 @@ from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES, auto_tile_tokens, mlp_tile_bytes
 
-_ROWS_OF_ONE_EXPERT = 3
+_MOST_LOAD = 3
 """Upper bound on an expert's load relative to the mean (2 observed, in random routers of eight experts)."""
 _RETURNED = frozenset({"dA", "gradients of the columns"})
-"""What the backward of a last projection returns."""
+"""What the backward of a last projection returns: it exists while hooks of the gradients run. dA: of the activation."""
 
 
-def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: LayerBytes, columns: int) -> list[Moment]:
-    """Return the moments of the MLP's backward."""
+def mlp_moments(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: LayerBytes, projections: int
+) -> list[Moment]:
+    """Return the moments of the MLP's backward.
+
+    Args:
+        sizes: sizes of the rank.
+        memory: tiles of tokens.
+        kernels: fused or plain operations.
+        b: bytes of the layer's tensors.
+        projections: number of first projections, 2 with a gate.
+    """
     if memory.mlp_tile_tokens is not None:
         return _tile_moments(sizes, memory.mlp_tile_tokens, kernels, b)
     if sizes.moe is not None and kernels.fused and has_expert_kernels(sizes, sizes.moe):
-        return [*_shared_expert_moments(sizes, b, columns), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
+        return [*_shared_expert_moments(sizes, b, projections), *_expert_kernel_moments(b, sizes.hidden, sizes.moe)]
     if sizes.moe is not None and kernels.fused and sizes.moe.options.moe_expert_block_size is None:
-        return [*_shared_expert_moments(sizes, b, columns), *_expert_loop_moments(b, columns, sizes.moe.local_experts)]
+        return [
+            *_shared_expert_moments(sizes, b, projections),
+            *_expert_loop_moments(b, projections, sizes.moe.local_experts),
+        ]
     # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
     written: Tensors = {}
     # An adapter on the last projection needs the activation, which the kernel does not have.
     is_adapted = sizes.adapters is not None and sizes.adapters.on("down_proj")
-    if kernels.fused and columns == 1 and sizes.moe is None and not is_adapted:
+    if kernels.fused and projections == 1 and sizes.moe is None and not is_adapted:
         return _activation_moments(b)
-    if is_adapted or not (kernels.fused and columns == 2 and sizes.moe is None):
+    if is_adapted or not (kernels.fused and projections == 2 and sizes.moe is None):
         activation = b.width
-        written = {"gradients of the columns": columns * b.width}
+        written = {"gradients of the columns": projections * b.width}
     down = {
         "gradients of the stream": b.stream,
         "gathered": b.gathered,
@@ -54,10 +67,10 @@ def mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: Lay
         "gradients of the stream": b.stream + b.reduced,
         "gathered": b.gathered,
         "dX": b.expert_tokens + b.rows,
-        "dW": columns * b.width_weight + b.adapters,
+        "dW": projections * b.width_weight + b.adapters,
     }
     return [
-        *_shared_expert_moments(sizes, b, columns),
+        *_shared_expert_moments(sizes, b, projections),
         Moment("MLP, last projection", down | written, returned=_RETURNED),
         Moment("MLP, first projections", up | written, frozenset({"mlp activation"}), b.width_weight),
     ]
@@ -84,7 +97,7 @@ def _tile_moments(sizes: RankSizes, tile: int | str, kernels: Kernels, b: LayerB
         rounded = (sizes.mlp_inputs + 1) * b.width_weight
     stream = {"gradients of the stream": 2 * b.stream, "dW in fp32": sums}
     rows = min(tile, sizes.tokens)
-    # Of the two gathered tensors the input is copied out of its slot of peer memory.
+    # Input and output gradient are gathered; only the input is copied out of its slot of peer memory.
     gathered = rows * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
     return [
         Moment("tiles of the MLP", {**stream, "gathered": gathered, "tile": rows * per_token - gathered}),
@@ -140,11 +153,12 @@ def _expert_kernel_moments(b: LayerBytes, hidden: int, moe: MoESizes) -> list[Mo
     ]
 
 
-def _expert_loop_moments(b: LayerBytes, columns: int, local_experts: int) -> list[Moment]:
-    """Return the moments of experts that are computed one after the other, on GPUs without ``has_expert_kernels``.
+def _expert_loop_moments(b: LayerBytes, projections: int, local_experts: int) -> list[Moment]:
+    """Return the moments of experts that are computed one after the other, for sizes or GPUs without grouped
+    matmul kernels (``has_expert_kernels``).
 
-    The gradients of the experts' weights, and of their rows, exist in parts before they are joined: the gradient of
-    the rows of all experts but one is zero in each part, so that there are two of full size, and one expert's.
+    Autograd joins the gradients of the rows from tensors of full size that are zero outside of one expert: two of
+    full size and one expert's part exist at a time.
     """
     stream = {"gradients of the stream": b.stream}
     in_down = frozenset({"outputs of the rows", "weighted rows"})
@@ -153,15 +167,15 @@ def _expert_loop_moments(b: LayerBytes, columns: int, local_experts: int) -> lis
     parts_of_down = {
         "gradients of the outputs": b.rows,
         "dA": 2 * b.width,
-        "dA of one expert": min(b.width, _ROWS_OF_ONE_EXPERT * b.width // local_experts),
+        "dA of one expert": min(b.width, _MOST_LOAD * b.width // local_experts),
         "parts of dW": b.width_weight,
     }
     down = {"dA": 2 * b.width, "parts of dW": b.width_weight, "dW": b.width_weight}
-    activation = {"dA": b.width, "gradients of the columns": columns * b.width}
-    weights = columns * b.width_weight
+    activation = {"dA": b.width, "gradients of the columns": projections * b.width}
+    weights = projections * b.width_weight
     up = {"gradients of the stream": b.stream + b.reduced, "dX": b.rows, "parts of dW": weights, "dW": weights}
-    # The last expert's part of dX, with a guard of one more mean.
-    more = {"dX of one expert": min(b.rows, (_ROWS_OF_ONE_EXPERT + 1) * b.rows // local_experts)}
+    # The last expert's part of dX: the bound on its load, and one mean load as margin.
+    more = {"dX of one expert": min(b.rows, (_MOST_LOAD + 1) * b.rows // local_experts)}
     return [
         Moment("MLP, last projection of each expert", stream | parts_of_down, in_down),
         Moment("MLP, last projection", stream | down, after_down, returned=_RETURNED),
@@ -170,7 +184,7 @@ def _expert_loop_moments(b: LayerBytes, columns: int, local_experts: int) -> lis
     ]
 
 
-def _shared_expert_moments(sizes: RankSizes, b: LayerBytes, columns: int) -> list[Moment]:
+def _shared_expert_moments(sizes: RankSizes, b: LayerBytes, projections: int) -> list[Moment]:
     """Return the moments of the shared expert, whose backward comes before the backward of the routed experts."""
     if sizes.moe is None or not sizes.moe.shared_width:
         return []
@@ -180,9 +194,9 @@ def _shared_expert_moments(sizes: RankSizes, b: LayerBytes, columns: int) -> lis
     up = {
         "gradients of the stream": 2 * b.stream + b.reduced,
         "gathered": b.gathered,
-        "gradients of the columns": columns * width,
+        "gradients of the columns": projections * width,
         "dX": b.full,
-        "dW": columns * weight,
+        "dW": projections * weight,
     }
     freed = frozenset({"shared activation", "shared output", "gate of the shared output"})
     return [

@@ -9,7 +9,7 @@ from functools import lru_cache
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.activations import SHARED_TENSORS, host_pool_bytes
 from nxd_memopt.planner.memory.allocator import CUBLAS_WORKSPACE_BYTES, graph_pool_bytes, margin_bytes
-from nxd_memopt.planner.memory.backward_peak import in_backward
+from nxd_memopt.planner.memory.backward_peak import backward_peak
 from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
@@ -41,12 +41,12 @@ SEGMENT_BYTES = 2 << 20
 """PyTorch's allocator takes memory in multiples of this."""
 _STAGE1_BUCKET_BYTES = 128 << 20
 _UNSORTED_TOKENS = 3072
-"""PyTorch's embedding on a GPU sorts more tokens than these, to add up the gradients of each row in fp32."""
+"""Above this number of tokens the embedding's backward on a GPU sorts the ids, and adds up each row in fp32."""
 _ROWS_PER_PARTIAL_SUM = 10
-"""Gradients that it adds up to one partial sum."""
+"""Gradients of one row that the sorted backward adds up to one partial sum."""
 
-Moment = tuple[str, dict[str, int]]
-"""Name of a moment, and the bytes of its terms."""
+PeakCandidate = tuple[str, dict[str, int]]
+"""Name of a point in the step, and the bytes of its terms."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepMemory:
         device: purpose -> bytes on the device.
         host: purpose -> bytes of host memory for offloading.
         forward_backward_bytes: bytes on the device at the peak of forward and backward, without the update.
-        margin_bytes: what PyTorch's caching allocator may need besides, of a GPU.
+        margin_bytes: extra bytes that PyTorch's caching allocator may need on a GPU; 0 elsewhere.
     """
 
     moment: str
@@ -74,9 +74,9 @@ class StepMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes on the device with margin: with as much to allocate from, the step runs.
+        """Bytes on the device with margin: the step runs in this much memory.
 
-        While memory is left the allocator takes more, up to a tenth (measured), and returns that before it fails.
+        With more available, reserved memory may grow by up to 10 % (measured); the allocator frees it before it fails.
         """
         # Other devices than GPUs have no such allocator.
         if not self.margin_bytes:
@@ -105,12 +105,12 @@ def step_memory(
         memory: memory techniques.
         kernels: operations and attention.
         layout: weights, gradients and states.
-        accumulation_steps: micro-batches per step; from the second on, gradients stand in forward.
+        accumulation_steps: micro-batches per step; with more than one, accumulated gradients exist during forward.
         cuda_graph: forward and backward are one CUDA graph.
     """
     gradients = model.total(gradient_bytes, layout)
     standing_gradients = 0
-    # A compiled program has the memory of its results, the gradients, from its first operation on.
+    # A compiled program allocates its results, the gradients, at its start.
     if accumulation_steps > 1 or kernels.compiles_steps:
         standing_gradients = gradients
     step = Step.of(model, memory, kernels, layout, standing_gradients=standing_gradients, cuda_graph=cuda_graph)
@@ -124,7 +124,7 @@ def step_memory(
         before_update = _total(max(candidates[:-1], key=_total)) - sum(transient.values())
     on_host = _offloaded_states(model, layout)
     standing = _standing(model, layout, on_host)
-    # Weights that are offloaded at the peak do not count.
+    # ABSENT is negative: it subtracts the weights that are in host memory at the peak.
     standing["weights"] += transient.pop(ABSENT, 0)
     host = {
         "optimizer states": on_host,
@@ -139,11 +139,11 @@ def step_memory(
     return StepMemory(moment, device, host, total + before_update, margin)
 
 
-def _total(moment: Moment) -> int:
+def _total(moment: PeakCandidate) -> int:
     return sum(moment[1].values())
 
 
-def _before_update(step: Step, gradients: int) -> list[Moment]:
+def _before_update(step: Step, gradients: int) -> list[PeakCandidate]:
     """Return the moments of forward and backward, of which one has the most memory."""
     forward, loss = _in_forward(step), _in_loss(step)
     embedding, reduction = _in_embedding(step, gradients)
@@ -157,10 +157,10 @@ def _before_update(step: Step, gradients: int) -> list[Moment]:
         for _, terms in (forward, loss):
             terms["gathered weights"] = gathered_bytes(step.model, layout, layers)
         embedding[1]["gathered weights"] = gathered_bytes(step.model, layout, 0)
-    return [forward, loss, in_backward(step), embedding, reduction]
+    return [forward, loss, backward_peak(step), embedding, reduction]
 
 
-def _with_graph(step: Step, update: Moment) -> Moment:
+def _with_graph(step: Step, update: PeakCandidate) -> PeakCandidate:
     """Return the terms in the update after a CUDA graph of forward and backward, whose pool no other tensor uses.
 
     The graph has gradients in the dtype of the weights in its pool; sums in fp32 exist besides it.
@@ -172,13 +172,13 @@ def _with_graph(step: Step, update: Moment) -> Moment:
     if step.casts_gradients:
         sums = model.total(gradient_bytes, step.layout)
     # From the second micro-batch on, the graph adds to the gradients in its pool, unless hooks have moved them
-    # to sums besides it.
+    # to fp32 sums outside the pool.
     standing = 0
     if step.standing_gradients and not sums:
         standing = gradients
     graph = replace(step, layout=layout, standing_gradients=standing)
     embedding = gradients + _embedding_temporaries(graph)
-    peak = max(embedding, *(_total(moment) for moment in (_in_forward(graph), _in_loss(graph), in_backward(graph))))
+    peak = max(embedding, *(_total(moment) for moment in (_in_forward(graph), _in_loss(graph), backward_peak(graph))))
     captures = 1
     if standing:
         captures = 2
@@ -208,8 +208,8 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
         "master weights": model.total(master_bytes, layout),
         "optimizer moments": model.total(moment_bytes, layout),
     }
-    # Of 12 bytes in host memory 4 are masters and 8 moments, of 10 bytes 2 and 8. Both leave the device by the same
-    # number of elements, because a parameter's states go to the host together.
+    # An offloaded element has an fp32 master and two moments, 4 + 8 bytes, or 2 + 8 with remainders. Masters and
+    # moments leave the device by the same number of elements, because a parameter's states go to the host together.
     element_bytes = optimizer_element_bytes(param_remainders=layout.param_remainders)
     count = on_host // element_bytes
     states["master weights"] -= count * layout.master_element_bytes
@@ -239,7 +239,7 @@ def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
     return offloaded_state_bytes(model.shapes, layout)
 
 
-def _in_forward(step: Step) -> Moment:
+def _in_forward(step: Step) -> PeakCandidate:
     """Return the terms at the end of the last layer's MLP in forward; no terms if another moment always has more."""
     kept = step.kept
     own = {**kept.layers[-1], **kept.offloaded[-1]}
@@ -256,15 +256,15 @@ def _in_forward(step: Step) -> Moment:
     }
 
 
-def _in_loss(step: Step) -> Moment:
+def _in_loss(step: Step) -> PeakCandidate:
     """Return the terms while the loss is computed: all activations exist."""
     sizes, is_fused = step.sizes, step.memory.fused_linear_cross_entropy
     temporaries = sum(loss_temporaries(sizes, step.kernels, fused=is_fused).values())
-    # In fp16 the gradient of the head is computed in backward, and so does not count as kept.
+    # In fp16 the fused loss computes the gradient of the head in backward, so that it is a temporary tensor here.
     if sizes.is_fp16 and is_fused and sizes.adapters is None:
         temporaries += sizes.vocab * sizes.hidden * sizes.element_bytes
     in_flight = 0
-    # The host runs ahead of the device, and leaves the copy of the last checkpoint to it.
+    # The host runs ahead of the device: the copy of the last checkpoint to the host has not ended yet.
     if step.kernels.fused and step.memory.cpu_offloading_activations:
         in_flight = step.kept.offloaded_bytes[-1]
     # The head's gradient is cast before the gradients of any layer.
@@ -278,20 +278,19 @@ def _in_loss(step: Step) -> Moment:
     }
 
 
-def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> Moment:
+def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> PeakCandidate:
     """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
     update = {"gradients": gradients, "temporary tensors": 0}
     counts = [math.prod(shape) for shape in (*model.layer_shapes, *model.other_shapes)]
     largest = max(counts) * layout.gradient_element_bytes
     if layout.sharding == "zero1" and layout.shards > 1:
-        # This rank's reduced shards, and a copy of a bucket's gradients; a second, padded one of gradients
-        # that do not divide.
+        # One copy of a bucket's gradients, and a second one where they are padded to divide by the ranks.
         copies = 1
         if any(count % layout.shards for count in counts):
             copies = 2
         # The reduced shards are what the optimizer reads.
         update["reduced gradients"] = model.total(shard_bytes, layout)
-        # Then weights are gathered: a bucket's of all ranks, the rank's own, and a copy of these next to each other.
+        # Then weights are gathered: a full bucket, the rank's shard of it, and a contiguous copy of the shard.
         weights = model.total(weight_bytes, layout)
         gathered = max(min(_STAGE1_BUCKET_BYTES, weights), max(counts) * layout.element_bytes)
         gathered += 2 * gathered // layout.shards
@@ -308,7 +307,7 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> Moment:
     return "update", update
 
 
-def _in_embedding(step: Step, gradients: int) -> list[Moment]:
+def _in_embedding(step: Step, gradients: int) -> list[PeakCandidate]:
     """Return the terms in the embedding's backward, which computes the last gradient, and while this is reduced."""
     accumulates = step.standing_gradients > 0
     reduction = BackwardReduction.of(step.model, step.memory, step.layout, accumulates=accumulates).buckets
@@ -340,7 +339,7 @@ def _embedding_temporaries(step: Step) -> int:
         if model.is_tied:
             existing += own
         return max(own, existing - gradient_bytes(model.embedding, layout))
-    # Weights return from host memory after backward: the update has more of them.
+    # Weights return from host memory after backward: the update is always higher.
     if step.memory.cpu_offloading_weights:
         return 0
     return temporary

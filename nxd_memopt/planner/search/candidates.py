@@ -153,7 +153,7 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
     memory = setting.memory
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
     # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
-    # adapters are not supported (``training/config/train_config.py``).
+    # adapters are not supported (``EXCLUDED_BY_GRAPHS`` in ``training/config/combinations.py``).
     spec = problem.model
     is_fixed = not (spec.has_experts or spec.attention_dropout or spec.hidden_dropout)
     is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs

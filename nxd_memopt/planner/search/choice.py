@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nxd_memopt.planner.search.candidates import memories
-from nxd_memopt.planner.search.plan import Models, Plan, evaluate
+from nxd_memopt.planner.search.plan import Plan, RankModels, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
 
 
@@ -20,7 +20,7 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     Raises:
         ValueError: nothing fits; the message has the setting that exceeds the memory least, and where.
     """
-    models: Models = {}
+    models: RankModels = {}
     chosen: list[Plan] = []
     for memory in memories(problem, setting.memory):
         # A graph has no host code between its kernels, which copies to the host need.

@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def least_tokens_per_s(self) -> float:
-        """Tokens per second of a step that takes as long as it may."""
+        """Tokens per second at the slow end of the range of time."""
         return self.tokens_per_s * self.time.step_s / self.time.most_s
 
     @property
     def shortages(self) -> list[Shortage]:
-        """Where the memory of device, with margin, or host is exceeded; an empty list if the setting fits."""
+        """Device memory (with the allocator's margin) or host memory that is exceeded; empty if the setting fits."""
         device = Shortage("device", self.memory.reserved_bytes, self.usable_bytes)
         host = Shortage("host", self.memory.host_bytes, self.usable_host_bytes)
         return [each for each in (device, host) if each.missing_bytes > 0]
@@ -59,8 +59,8 @@ class Plan:
         return sum(each.missing_bytes for each in self.shortages)
 
 
-Models = dict[tuple[int, int, int, bool | None, str | None], RankModel]
-"""Shares of one rank by tensor- and expert-parallel size, micro-batch size, sequence parallelism and dtype of sums."""
+RankModels = dict[tuple[int, int, int, bool | None, str | None], RankModel]
+"""Cache: (T, E, B, sequence parallelism, dtype of sums) -> one rank's share of the model."""
 
 
 def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
@@ -76,19 +76,19 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
         ValueError: no setting has the fixed options, or divides the global batch.
     """
     require_settings(problem, fixed)
-    models: Models = {}
+    models: RankModels = {}
     found: list[Plan] = []
-    resident: set[Setting] = set()
+    fits_without_offload: set[Setting] = set()
     for setting in settings(problem, fixed):
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
-        if setting.optimizer_offload_fraction and _without_offload(setting) in resident:
+        if setting.optimizer_offload_fraction and _without_offload(setting) in fits_without_offload:
             continue
         memory = _memory(problem, setting, models)
-        # Most settings of large problems do not fit, and their time is not asked for.
+        # Most settings of large problems do not fit, so their time is not computed.
         fits_device = memory.reserved_bytes <= _usable_bytes(problem, setting)
         if fits_device and memory.host_bytes <= problem.usable_host_bytes:
             found.append(_timed(problem, setting, models, memory))
-            resident.add(replace(setting, cuda_graph=False))
+            fits_without_offload.add(replace(setting, cuda_graph=False))
     return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
 
@@ -99,7 +99,7 @@ def _without_offload(setting: Setting) -> Setting:
     )
 
 
-def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -> Plan:
+def evaluate(problem: Problem, setting: Setting, models: RankModels | None = None) -> Plan:
     """Return the memory and time of a setting.
 
     Args:
@@ -115,7 +115,7 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
     return _timed(problem, setting, models, _memory(problem, setting, models))
 
 
-def _memory(problem: Problem, setting: Setting, models: Models) -> StepMemory:
+def _memory(problem: Problem, setting: Setting, models: RankModels) -> StepMemory:
     """Return the memory of a setting; arguments and errors as ``evaluate``."""
     return step_memory(
         _model(problem, setting, models),
@@ -131,7 +131,7 @@ def _usable_bytes(problem: Problem, setting: Setting) -> int:
     return problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
 
 
-def _timed(problem: Problem, setting: Setting, models: Models, memory: StepMemory) -> Plan:
+def _timed(problem: Problem, setting: Setting, models: RankModels, memory: StepMemory) -> Plan:
     """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
     accumulation = _accumulation_steps(problem, setting)
     time = step_time(
@@ -145,14 +145,14 @@ def _timed(problem: Problem, setting: Setting, models: Models, memory: StepMemor
         ranks=problem.devices,
         cuda_graph=setting.cuda_graph,
     )
-    # The T ranks of a group work on the same sequences: D replicas x A micro-batches x B sequences.
-    sequences = setting.micro_batch_size * _replicas(problem, setting) * accumulation
+    # The tensor-parallel ranks of a group work on the same sequences: D replicas x A micro-batches x B sequences.
+    sequences = setting.micro_batch_size * _data_parallel_size(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
     usable_bytes = _usable_bytes(problem, setting)
     return Plan(setting, memory, usable_bytes, problem.usable_host_bytes, time, tokens_per_s)
 
 
-def _replicas(problem: Problem, setting: Setting) -> int:
+def _data_parallel_size(problem: Problem, setting: Setting) -> int:
     """Return D, the number of data-parallel ranks."""
     size = setting.tensor_model_parallel_size
     return require_divisible("devices", problem.devices, "tensor_model_parallel_size", size)
@@ -163,7 +163,7 @@ def _accumulation_steps(problem: Problem, setting: Setting) -> int:
     # Without a global batch a step has one micro-batch.
     if problem.global_batch_size is None:
         return 1
-    sequences = setting.micro_batch_size * _replicas(problem, setting)
+    sequences = setting.micro_batch_size * _data_parallel_size(problem, setting)
     return require_divisible("global batch", problem.global_batch_size, "B x D", sequences)
 
 
@@ -174,7 +174,7 @@ def _layout(problem: Problem, setting: Setting) -> StateLayout:
         DTYPE_BYTES[dtype],
         master_weights=masters,
         sharding=setting.sharding,
-        data_parallel_size=setting.shard_ranks or _replicas(problem, setting),
+        data_parallel_size=setting.shard_ranks or _data_parallel_size(problem, setting),
         optimizer_offload_fraction=setting.optimizer_offload_fraction,
         in_backward=setting.optimizer_in_backward,
         grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
@@ -188,10 +188,10 @@ def _layout(problem: Problem, setting: Setting) -> StateLayout:
 
 
 def _communicators(problem: Problem, setting: Setting) -> int:
-    """Return the number of process groups of several ranks that a rank uses; ``parallel_state`` shares equal ones."""
+    """Return the number of process groups of several ranks that a rank uses."""
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
-    replicas = _replicas(problem, setting)
-    # Groups of the same ranks share a communicator.
+    replicas = _data_parallel_size(problem, setting)
+    # Groups of the same ranks share a communicator: a group of one rank has none.
     sizes = [tensor, replicas]
     kv_replicas = problem.model.kv_replicas(tensor)
     if kv_replicas < tensor:
@@ -214,7 +214,7 @@ def shards_sequences(problem: Problem, setting: Setting) -> bool:
     return size > 1 and problem.sequence_length % size == 0
 
 
-def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
+def _model(problem: Problem, setting: Setting, models: RankModels) -> RankModel:
     """Return the share of one rank, from ``models`` or computed and put there."""
     size = setting.tensor_model_parallel_size
     experts = setting.expert_model_parallel_size
@@ -239,18 +239,18 @@ def _model(problem: Problem, setting: Setting, models: Models) -> RankModel:
     return models[key]
 
 
-def smallest(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
+def closest_to_fitting(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
     """Return the setting that exceeds the memory of device and host by the fewest bytes."""
-    models: Models = {}
+    models: RankModels = {}
     return min(
         (evaluate(problem, setting, models) for setting in settings(problem, fixed)),
         key=lambda plan: plan.excess_bytes,
     )
 
 
-def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
+def _fastest_lean(problem: Problem, fixed: FixedOptions) -> Plan | None:
     """Return the fastest plan that fits among those with one sequence and full recompute, or None."""
-    models: Models = {}
+    models: RankModels = {}
     found: list[Plan] = []
     for setting in settings(problem, fixed):
         is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
@@ -264,7 +264,7 @@ def _leanest(problem: Problem, fixed: FixedOptions) -> Plan | None:
 def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]:
     """Return changes of the problem with which something fits, each with its fastest setting."""
     changes: list[tuple[str, Problem]] = []
-    # From the smallest change of each kind to the largest: the first one that helps is shown.
+    # From the smallest change of each kind to the largest.
     for factor in (2, 4, 8, 16):
         changes.append((f"--devices {problem.devices * factor}", replace(problem, devices=problem.devices * factor)))
     if problem.precision == "bf16-mixed":
@@ -276,15 +276,15 @@ def remedies(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[str]
     found: list[str] = []
     kinds: set[str] = set()
     for text, changed in changes:
-        # The smallest change of each kind that helps.
+        # The first one of each kind that helps is shown.
         kind = text.split()[0]
         if kind in kinds:
             continue
         try:
-            leanest = _leanest(changed, fixed)
+            lean = _fastest_lean(changed, fixed)
         except ValueError:
             continue
-        if leanest is not None:
+        if lean is not None:
             kinds.add(kind)
-            found.append(f"{text}: {leanest.setting.describe()}")
+            found.append(f"{text}: {lean.setting.describe()}")
     return found

@@ -1,4 +1,4 @@
-"""Tiles of attention in plain operations: their length, and what they compute."""
+"""Tiles of attention in plain operations: their length, which ``ops/tiled_attention.py`` takes, and a report line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def tile_length(sequence_length: int) -> int:
     """Return the positions per tile: S / 8 rounded up to a multiple of 128, and at least 512.
 
     With at most 8 x 8 tiles, of which causality needs 36, the number of operations per layer in a
-    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S for long
-    sequences.
+    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S from
+    4,096 positions on.
     """
     eighth = -(-sequence_length // _MOST_TILES)
     return max(_SHORTEST_TILE, -(-eighth // _TILE_MULTIPLE) * _TILE_MULTIPLE)
@@ -26,5 +26,5 @@ def describe_tiles(sequence_length: int) -> str:
     share = visible * tile**2 / sequence_length**2
     return (
         f"{visible} tiles of {min(tile, sequence_length)} x {min(tile, sequence_length)} scores, one at a time and "
-        f"never S x S: {min(share, 1):.0%} of all scores are computed, documents' bounds save none"
+        f"never S x S: {min(share, 1):.0%} of all scores are computed, tiles between two documents are not skipped"
     )

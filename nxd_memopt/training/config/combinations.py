@@ -1,4 +1,4 @@
-"""Says which options of the training program exclude each other, in one table, and refuses them."""
+"""Says which options of the training program exclude each other, in two tables, and refuses them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nxd_memopt.options import default_of
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
 
-ANY: tuple[Any, ...] = ()
-"""Any value of an option but its default."""
+NOT_DEFAULT: tuple[Any, ...] = ()
+"""Stands for all values of an option but its default."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Excluded:
 
     Args:
         option: dotted name of an option.
-        values: values of it that are excluded, or ``ANY``.
+        values: values of it that are excluded, or ``NOT_DEFAULT``.
         other: dotted name of another option.
-        other_values: values of that option with which they are excluded, or ``ANY``.
+        other_values: values of that option with which they are excluded, or ``NOT_DEFAULT``.
         reason: what would be wrong, for the message.
     """
 
@@ -33,10 +33,10 @@ class Excluded:
     reason: str
 
     def conflict(self, config: TrainConfig) -> str | None:
-        """Return the values and the reason if ``config`` has both values, or None."""
+        """Return a message if both options have excluded values, else None."""
         if not (_matches(config, self.option, self.values) and _matches(config, self.other, self.other_values)):
             return None
-        first, second = yaml(value_of(config, self.option)), yaml(value_of(config, self.other))
+        first, second = yaml_text(value_of(config, self.option)), yaml_text(value_of(config, self.other))
         return f"{self.option} is {first} and {self.other} is {second}: {self.reason}; change one of the two"
 
 
@@ -57,7 +57,7 @@ EXCLUDED = (
         ("zero1", "zero2", "zero3"),
         "the stage scatters gradients itself and would reduce them a second time",
     ),
-    Excluded(INSTANCES, ANY, SHARDING, ("none", "zero1"), "only zero2 and zero3 have instances"),
+    Excluded(INSTANCES, NOT_DEFAULT, SHARDING, ("none", "zero1"), "only zero2 and zero3 have instances"),
     Excluded(
         "data_parallel.reshard_after_forward",
         (False,),
@@ -65,32 +65,33 @@ EXCLUDED = (
         ("none", "zero1", "zero2"),
         "only zero3 shards parameters",
     ),
-    Excluded(OFFLOADED_WEIGHTS, (True,), SHARDING, ("zero3",), "gathered weights exist for one layer at a time"),
+    Excluded(
+        OFFLOADED_WEIGHTS,
+        (True,),
+        SHARDING,
+        ("zero3",),
+        "zero3 frees weights after their use already",
+    ),
     Excluded(
         OFFLOADED_WEIGHTS, (True,), "trainer.async_save", (True,), "a save copies weights that the next steps free"
     ),
     Excluded(OFFLOADED_WEIGHTS, (True,), IN_FORWARD, (True,), "the update needs the weights on the device"),
+    # With 32-true and bf16-true only null is left.
     Excluded(
         "data_parallel.grad_reduce_in_fp32",
-        (True,),
+        (True, False),
         PRECISION,
         ("32-true", "bf16-true"),
         "gradients have the dtype of the parameters, in which they are summed",
     ),
-    Excluded(
-        "data_parallel.grad_reduce_in_fp32",
-        (False,),
-        PRECISION,
-        ("32-true", "bf16-true", "16-mixed"),
-        "only bf16-mixed has another dtype for sums; sums of 16-mixed exceed the range of fp16",
-    ),
-    Excluded(OFFLOAD, ANY, SHARDING, ("zero2", "zero3"), "the stage's optimizer keeps its states on the device"),
+    Excluded("data_parallel.grad_reduce_in_fp32", (False,), PRECISION, ("16-mixed",), "sums exceed the range of fp16"),
+    Excluded(OFFLOAD, NOT_DEFAULT, SHARDING, ("zero2", "zero3"), "the stage's states stay on the device"),
     Excluded(
         OFFLOAD,
-        ANY,
+        NOT_DEFAULT,
         PRECISION,
         ("bf16-true", "16-mixed"),
-        "fp32 states and master weights are offloaded, for gradients without a loss scale",
+        "offload needs fp32 master weights (not bf16-true) and gradients without a loss scale (not 16-mixed)",
     ),
     Excluded(
         "optimizer.store_param_remainders",
@@ -113,13 +114,13 @@ EXCLUDED = (
         ("bf16-mixed", "16-mixed"),
         "gradients are added up in fp32, and master weights are updated after backward",
     ),
-    Excluded(RANK, ANY, "memory.mlp_tile_tokens", ANY, "tiles compute the MLP without adapters"),
-    Excluded(RANK, ANY, "memory.attention_head_groups", ANY, "groups compute attention without adapters"),
-    Excluded(RANK, ANY, OFFLOADED_WEIGHTS, (True,), "adapters read the weights outside their layers"),
-    Excluded(RANK, ANY, "trainer.compile", ANY, "compiled layers have no adapters"),
+    Excluded(RANK, NOT_DEFAULT, "memory.mlp_tile_tokens", NOT_DEFAULT, "tiles compute the MLP without adapters"),
+    Excluded(RANK, NOT_DEFAULT, "memory.attention_head_groups", NOT_DEFAULT, "groups compute without adapters"),
+    Excluded(RANK, NOT_DEFAULT, OFFLOADED_WEIGHTS, (True,), "adapters read the weights outside their layers"),
+    Excluded(RANK, NOT_DEFAULT, "trainer.compile", NOT_DEFAULT, "compiled layers have no adapters"),
     Excluded(
         RANK,
-        ANY,
+        NOT_DEFAULT,
         "model.resize_embedding",
         (True,),
         "adapters neither train nor store the new rows; first export the resized model with trainer.max_steps 0",
@@ -127,16 +128,16 @@ EXCLUDED = (
     Excluded("trainer.export", ("verify",), "data.eval_sequences", (0,), "the check compares held-out losses"),
     Excluded(
         "trainer.resume_from",
-        ANY,
+        NOT_DEFAULT,
         "model.warm_start",
-        ANY,
+        NOT_DEFAULT,
         "resume_from continues a run, warm_start takes its weights only",
     ),
     Excluded(
         "trainer.max_epochs",
-        ANY,
+        NOT_DEFAULT,
         "data.mixture",
-        ANY,
+        NOT_DEFAULT,
         "the datasets of a mixture end at different steps, and trainer.max_steps ends the run",
     ),
 )
@@ -149,9 +150,9 @@ EXCLUDED_BY_GRAPHS = (
     (IN_FORWARD, (True,), "the host starts the updates between the kernels of layers"),
     (IN_BACKWARD, (True,), "a graph computes all gradients before any is used"),
     ("memory.cpu_offloading_activations", (True,), "the host starts copies between kernels"),
-    ("memory.cpu_offloading_num_layers", ANY, "the host starts copies between kernels"),
-    (RANK, ANY, "graphs of adapters are not supported"),
-    ("trainer.compile", ANY, "graphs of compiled layers are not supported"),
+    ("memory.cpu_offloading_num_layers", NOT_DEFAULT, "the host starts copies between kernels"),
+    (RANK, NOT_DEFAULT, "graphs of adapters are not supported"),
+    ("trainer.compile", NOT_DEFAULT, "graphs of compiled layers are not supported"),
 )
 
 
@@ -167,7 +168,7 @@ def conflict_with_graphs(config: TrainConfig) -> str | None:
     """Return which option excludes CUDA graphs and why, or None."""
     for option, values, reason in EXCLUDED_BY_GRAPHS:
         if _matches(config, option, values):
-            return f"{option} is {yaml(value_of(config, option))}: {reason}"
+            return f"{option} is {yaml_text(value_of(config, option))}: {reason}"
     return None
 
 
@@ -177,7 +178,7 @@ def value_of(config: TrainConfig, option: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def yaml(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """Return a value of an option as a YAML file has it."""
     if value is None:
         return "null"
@@ -187,7 +188,7 @@ def yaml(value: Any) -> str:
 
 
 def _matches(config: TrainConfig, option: str, values: tuple[Any, ...]) -> bool:
-    """Return whether an option has one of ``values``; with ``ANY``, another value than its default."""
+    """Return whether an option has one of ``values``; with ``NOT_DEFAULT``, another value than its default."""
     value = value_of(config, option)
     if values:
         # 1 and True are equal.

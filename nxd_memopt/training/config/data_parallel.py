@@ -17,25 +17,27 @@ SHARDS_GRADIENTS = ("zero2", "zero3")
 
 @dataclass(frozen=True)
 class DataParallelConfig:
-    """What the D data-parallel ranks share of one replica of the model (ZeRO, arXiv:1910.02054).
+    """What is divided over the D data-parallel ranks instead of replicated (ZeRO, arXiv:1910.02054).
 
     Args:
         sharding: ``none`` replicates everything; ``zero1`` shards optimizer states and master
             weights, ``zero2`` also gradients, ``zero3`` also parameters, which are gathered layer by
             layer (PyTorch's FSDP2). Bytes per parameter with bf16 weights and fp32 master weights:
-            18, 6 + 12/D, 2 + 16/D and 16/D. The results are the same, up to the order of additions.
-        num_distributed_optimizer_instances: hybrid sharding, with zero2 and zero3: the shards are
-            of D divided by this many consecutive data-parallel ranks, and replicated over the
-            instances. ``hosts`` is one instance per host: all traffic but one reduction of the
+            18 = 2 for the weight + 4 for the gradient + 12 for master and moments, 6 + 12/D, 2 + 16/D and
+            16/D, because zero3 stores only the fp32 shards. The results are the same, up to the order of additions.
+        num_distributed_optimizer_instances: hybrid sharding, with zero2 and zero3: N instances of
+            D / N consecutive data-parallel ranks; tensors are sharded within an instance and
+            replicated across instances. ``hosts`` is one instance per host: all traffic but one reduction of the
             shards stays on the host.
         reshard_after_forward: with zero3, free the gathered parameters of each layer after its
             forward and gather them again in backward. ``False`` keeps them: 2 more bytes per
             parameter with bf16, and half of the all-gathers.
         grad_reduce_in_fp32: add the gradients of micro-batches and of ranks in fp32 (Megatron's
             name). ``False``, with bf16-mixed: in bf16, which halves the traffic of the
-            reductions and rounds each sum. With none and zero1 gradients take 2 bytes per parameter
-            less until the update, which with none casts all of them to fp32 first; zero2 and zero3
-            still add micro-batches in fp32. ``None`` is True with master weights.
+            reductions and rounds each sum. With ``none`` and ``zero1`` gradients then take 2 bytes
+            per parameter less until the update; the update of ``none`` casts all of them to fp32
+            first. ``zero2`` and ``zero3`` still add micro-batches in fp32. ``None`` is True with
+            master weights; without, gradients are summed in the dtype of the parameters.
     """
 
     # What ranks share does not change what they compute, nor what a checkpoint stores.

@@ -13,7 +13,7 @@ from nxd_memopt.options import Resume, check_options, option
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters (arXiv:2106.09685), with neuronx-distributed's names.
+    """Low-rank adapters (arXiv:2106.09685); the options have the names of neuronx-distributed.
 
     The model's own weights stay as they are and have no gradients and no optimizer states.
 
@@ -21,11 +21,12 @@ class LoraOptions:
         lora_rank: r, rank of the adapters; ``None`` trains the model's weights without adapters.
         lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``.
         lora_dropout: probability of dropping an element of an adapter's input.
-        target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, the default.
+        target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, which ``None`` means.
         use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
     """
 
-    # Adapters are part of the model's shape; the scale and dropout are of its forward.
+    # Rank and targets decide the shapes, and alpha the function that was trained: another value is refused at a resume.
+    # Dropout acts in training only, and may change if asked.
     lora_rank: int | None = option(None, resume=Resume.REFUSED)
     lora_alpha: int = option(8, resume=Resume.REFUSED)
     lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
@@ -41,7 +42,7 @@ class LoraOptions:
                         f"lora.{field.name} {getattr(self, field.name)!r} needs adapters: set lora.lora_rank, or leave "
                         "it out"
                     )
-        self.config()
+        self.config()  # raises if an option is out of range
 
     def config(self) -> LoraConfig | None:
         """Return the configuration of the adapters; None without.

@@ -14,26 +14,25 @@ from yaml.nodes import MappingNode
 class _StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader, without its two silent surprises.
 
-    PyYAML takes the last of two equal keys, so that the first of two sections of one name would
-    be lost without a word. It follows YAML 1.1, which reads ``1e-4`` as a text because it has no
-    decimal point.
+    If a key occurs twice, PyYAML silently keeps the last value only. It follows YAML 1.1, which reads
+    ``1e-4`` as a text because it has no decimal point.
     """
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return the mapping of ``node``.
 
         Raises:
-            ValueError: a key is there twice, or cannot be a key.
+            ValueError: a key is duplicated, or is a list or a mapping.
         """
         lines: dict[Hashable, int] = {}
-        # Before merge keys (<<) are expanded: an own key may replace a merged one.
+        # Duplicates are looked for before merge keys (<<) are expanded: a key may override one that comes from <<.
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                raise ValueError(f"line {line} has a list or mapping as a name: write NAME: VALUE")
+                raise ValueError(f"line {line} has a list or mapping as a key: write NAME: VALUE")
             if key in lines:
                 raise ValueError(f"{key!r} is on line {lines[key]} and again on line {line}: merge the two into one")
             lines[key] = line

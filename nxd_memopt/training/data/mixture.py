@@ -15,8 +15,8 @@ PERIOD = 10_000
 class Blend:
     """The source of each training sequence, as a function of its position alone.
 
-    Each position goes to the source with the largest deficit, so that n consecutive sequences have
-    n times a source's share, with an error of less than the number of sources. A resumed run needs no
+    Each position goes to the source with the largest deficit, so that of any n consecutive
+    sequences a source has n times its share, with an error of less than the number of sources. A resumed run needs no
     state of it, with any number of ranks.
 
     Args:
@@ -32,6 +32,7 @@ class Blend:
         self.shares = [weight / total for weight in weights.values()]
         self._order = _order(self.shares)
         chosen = self._order[:, None] == np.arange(len(self.shares))
+        # Row i: how many of the first i positions go to each source.
         self._before = np.concatenate([np.zeros((1, len(self.shares)), np.int64), chosen.cumsum(axis=0)])
         for name, share, count in zip(self.names, self.shares, self._before[-1], strict=True):
             if not count:
@@ -56,10 +57,10 @@ def _order(shares: Sequence[float]) -> Tokens:
     if len(shares) == 1:
         return order
     # Smooth weighted round robin: at each position every source gains its share, and the one that lacks most pays 1.
-    missing = np.zeros(len(shares))
+    deficit = np.zeros(len(shares))
     for position in range(PERIOD):
-        missing += shares
-        source = int(missing.argmax())
-        missing[source] -= 1
+        deficit += shares
+        source = int(deficit.argmax())
+        deficit[source] -= 1
         order[position] = source
     return order

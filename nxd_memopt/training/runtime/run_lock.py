@@ -25,7 +25,8 @@ def locked_output_directory(directory: str | Path) -> Iterator[None]:
     """Keep other runs out of ``directory`` inside the block. Every rank calls.
 
     Rank 0 holds an exclusive ``flock`` on ``run.lock``, which the kernel releases when the process
-    ends, however it ends. Creates ``directory``, and removes it again if the block leaves it empty.
+    ends, however it ends. Creates ``directory`` and its missing
+    parents, and removes again what the block leaves empty.
 
     Raises:
         ValueError: on every rank, if another run uses the directory or it is not writable.
@@ -38,13 +39,13 @@ def locked_output_directory(directory: str | Path) -> Iterator[None]:
             lock = _acquire(directory, created)
     try:
         yield
-        # A barrier: no rank still writes when rank 0 releases the lock. Not after an error: the
-        # other ranks may wait in another collective.
+        # A barrier, so that no rank is still writing when rank 0 releases the lock. Skipped after an error: the
+        # other ranks may be blocked in another collective.
         share_texts("")
     finally:
         if lock is not None:
-            # Removed while it is held: a start that has opened this file finds that it has no name
-            # any more, and tries again with a new one.
+            # Removed while it is held: filelock in a process that has opened the file notices that it was removed,
+            # and tries again with a new file.
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
             _remove_empty(created)
@@ -53,16 +54,15 @@ def locked_output_directory(directory: str | Path) -> Iterator[None]:
 def _acquire(directory: Path, created: list[Path]) -> FileLock:
     """Return the lock of ``directory``, held by this process, with a line that says by whom."""
     path = directory / NAME
-    # The marker files that filelock uses where there is no flock outlive a run that is killed.
+    # No soft locks: where there is no flock, filelock would create a marker file that remains after a kill.
     lock = FileLock(path, timeout=WAIT_S, fallback_to_soft=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
-        owner = path.read_text(encoding="utf-8", errors="replace").strip()
         raise ValueError(
-            f"output directory {directory} is in use by {owner or 'another run'}: choose another trainer.output_dir, "
-            "or stop that process"
+            f"output directory {directory} is in use by {_owner(path) or 'another run'}: choose another "
+            "trainer.output_dir, or stop that process"
         ) from error
     except OSError as error:
         _remove_empty(created)
@@ -70,12 +70,20 @@ def _acquire(directory: Path, created: list[Path]) -> FileLock:
             f"output directory {directory} is not writable, or its file system has no file locks (flock): {error}: "
             "change its permissions, or choose another"
         ) from error
-    owner = path.read_text(encoding="utf-8", errors="replace").strip()
+    owner = _owner(path)
     if owner:
-        print(f"taking over {path}: {owner}, has ended without removing it", flush=True)
+        print(f"taking over {path} of {owner}, which ended without removing it", flush=True)
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     path.write_text(f"process {os.getpid()} on host {socket.gethostname()}, started {since}\n", encoding="utf-8")
     return lock
+
+
+def _owner(path: Path) -> str:
+    """Return the line of the run that wrote the lock file; empty if a run that ended has just removed it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _remove_empty(directories: list[Path]) -> None:

@@ -124,3 +124,12 @@ def test_bytes_that_the_tokenizer_drops_are_a_line() -> None:
     assert partial("é")["input_ids"] == [] and bytes_without_token(partial) == [0xA9, 0xC3, 0xD1]
     (note,) = Vocabulary(partial, 300, 299).notes
     assert "no token for 3 of the 243 bytes" in note and "0xA9, 0xC3, 0xD1" in note
+
+
+def test_ids_without_a_row_are_left_out(tmp_path: Path) -> None:
+    """LLaMA's first config.json has -1 for no padding token; a token that only the tokenizer has comes with no row."""
+    tokens = decide(tmp_path, pad_token_id=-1, generation={"pad_token_id": 999})
+    assert "pad_token_id" not in tokens.config
+    assert [note.split("; ")[-1] for note in tokens.notes] == ["the export has None"]
+    tokens.write_companions(byte_tokenizer(), tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token is None

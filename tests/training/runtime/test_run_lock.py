@@ -72,7 +72,7 @@ def test_a_directory_in_use_is_refused_and_a_killed_run_is_taken_over(
     holder.wait()
     with locked_output_directory(tmp_path):
         assert f"process {os.getpid()} on host " in (tmp_path / NAME).read_text(encoding="utf-8")
-    assert f"taking over {tmp_path / NAME}: process {holder.pid} on host " in capsys.readouterr().out
+    assert f"taking over {tmp_path / NAME} of process {holder.pid} on host " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ from nxd_memopt.training.data.sources.documents import (
 )
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens, are_held_out
 from nxd_memopt.training.data.sources.rows import Place, RowReader, Shard
-from nxd_memopt.training.data.sources.shards import find_shards, is_streamed, require_rows
+from nxd_memopt.training.data.sources.shards import find_shards, is_streamed, refuse_conversations
 
 Document = str | Tokens
 """Text, or token ids with the flags of ``packing``."""
@@ -167,7 +167,7 @@ def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
 
 def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     """Return documents of token ids, whose places are known: an exact permutation at any size."""
-    require_rows(config, "tokens")
+    refuse_conversations(config, "tokens")
     tokens = IndexedTokens(Path(config.dataset))
     every = config.split_every
     facts = ["indexed", every, *tokens.identity]

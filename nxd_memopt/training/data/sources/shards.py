@@ -20,7 +20,7 @@ from nxd_memopt.training.data.sources.rows import Place, RowReader, RowShard, Sh
 SMALL_BYTES = 2**26
 # Bytes of a file of JSON lines in one shard: the shards of a single large file are shuffled too.
 LINES_BYTES = 2**26
-# A text file up to this size is one document. A longer one is cut at ends of lines.
+# A text file up to this size is one document. If texts are cut, a longer one is, at ends of lines.
 TEXT_BYTES = 2**24
 TEXT_PIECE_BYTES = 2**20
 # Test folders are excluded because their files have unusual encodings on purpose.
@@ -55,15 +55,15 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
             raise ValueError(
                 "data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto"
             )
-        require_one_split(config, ())
-        require_rows(config, "Python files")
+        refuse_hub_options(config, ())
+        refuse_conversations(config, "Python files")
         root = Path(sysconfig.get_paths()["stdlib"])
         # Sorted: the order of a directory's entries differs between file systems, and indices and the
         # fingerprint depend on it.
         modules = (path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
         return [TextFile(path, reader, is_cut=False) for path in sorted(modules)]
     files = local_files(config.dataset)
-    require_one_split(config, files)
+    refuse_hub_options(config, files)
     if not files:
         return list(find_dataset_shards(config, reader, streamed=streamed))
     if streamed:
@@ -78,10 +78,11 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
     """Return the shards of a file."""
     kind = BUILDERS[path.suffix]
     if kind == "text":
-        require_rows(config, "text files")
+        refuse_conversations(config, "text files")
         return [TextFile(path, reader, is_cut=streamed)]
     if kind == "parquet":
         return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader)]
+    assert kind == "json", kind
     if not has_json_lines(path):
         if streamed:
             raise ValueError(
@@ -99,7 +100,7 @@ def _file_of_rows(path: Path, open_rows: Callable[[int], Iterator[Callable[[], A
     return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader)
 
 
-def require_rows(config: DataConfig, found: str) -> None:
+def refuse_conversations(config: DataConfig, found: str) -> None:
     """Raise ``ValueError`` for conversations in data without rows."""
     if config.has_conversations:
         raise ValueError(
@@ -108,7 +109,7 @@ def require_rows(config: DataConfig, found: str) -> None:
         )
 
 
-def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
+def refuse_hub_options(config: DataConfig, files: Sequence[Path]) -> None:
     """Raise ``ValueError`` if data that is not of the hub comes with options that choose a part of a hub dataset."""
     if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
         return
@@ -123,7 +124,7 @@ def require_one_split(config: DataConfig, files: Sequence[Path]) -> None:
 
 
 def has_json_lines(path: Path) -> bool:
-    """Return whether a file has one JSON object per line, by its name or its first line, or no line with content."""
+    """Return whether a file has one JSON object per line, by its name or its first line; an empty file has."""
     if path.suffix == ".jsonl":
         return True
     with path.open("rb") as file:
@@ -136,7 +137,9 @@ def has_json_lines(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """The lines of a file that start in a range of bytes; positions are bytes of the file, plus 1.
+    """The lines of a file that start in a range of bytes.
+
+    A position is the byte after a line, plus 1: 0 is the beginning of the range, wherever it is in the file.
 
     Args:
         path: file with one JSON object per line.
@@ -192,7 +195,7 @@ def _json_line(data: bytes) -> Any:
 
 
 def _array_rows(path: Path, start: int) -> Iterator[Callable[[], Any]]:
-    """Yield what loads each element of a file's JSON array, or its one value, from a number of elements on."""
+    """Yield a function for each element of a file's JSON array, or for its one value, from element ``start`` on."""
     try:
         values = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -202,7 +205,7 @@ def _array_rows(path: Path, start: int) -> Iterator[Callable[[], Any]]:
 
 
 def _parquet_rows(path: Path, reader: RowReader, start: int) -> Iterator[Callable[[], Any]]:
-    """Yield what loads each row of a Parquet file from a number of rows on, one row group at a time."""
+    """Yield a function that loads each row of a Parquet file, from row ``start`` on, one row group at a time."""
     import pyarrow.parquet
 
     try:
@@ -242,14 +245,14 @@ class TextFile:
         return file_identity(self.path)
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the file's text, if it is cut after an end of line about every MiB of more than 16 MiB."""
+        """Yield the text, or pieces of about 1 MiB, cut at ends of lines, of one that is cut and above 16 MiB."""
         size = self.path.stat().st_size
         length = TEXT_PIECE_BYTES if self.is_cut and size > TEXT_BYTES else max(size, 1)
         with self.path.open("rb") as file:
             file.seek(start)
             while (data := file.read(length)) or not size:
                 encoding = "utf-8" if start else "utf-8-sig"  # a byte order mark is no text
-                # A line as long as the limit is cut at once: between characters, it has no end.
+                # Without an end of line within another MiB, the text is cut between two characters.
                 data += _rest_of_line(file) if len(data) == length < size else b""
                 start += len(data)
                 text = self.reader.checked(partial(data.decode, encoding), Place(self, start))

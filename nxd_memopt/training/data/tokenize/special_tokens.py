@@ -1,4 +1,4 @@
-"""Compares the special token ids of tokenizer, config and generation config, and makes an export's agree."""
+"""Compares the special token ids of tokenizer, config and generation config, and chooses those of the export."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ids = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a run uses and its export has.
+    """Special token ids: the end of text used in training, and all ids of the export.
 
     Args:
         end_of_text: id that ends every training document; one of ``config["eos_token_id"]``.
@@ -44,7 +44,7 @@ class SpecialTokens:
 
     def config_of_export(self, hf_config: PretrainedConfig) -> PretrainedConfig:
         """Return a copy of ``hf_config`` with the export's ids."""
-        # Not of the model that is trained: an embedding freezes the row of pad_token_id.
+        # A copy: the model that is trained keeps its own pad_token_id, because an embedding gives that row no gradient.
         exported = copy.deepcopy(hf_config)
         for name in KINDS:
             setattr(exported, name, _plain(self.config.get(name, [])))
@@ -71,11 +71,11 @@ def special_tokens(
     tokenizer: Any,
     end_of_text: str | int = "auto",
 ) -> SpecialTokens:
-    """Compare the ids of the tokenizer and of the model's files, and decide which hold.
+    """Compare the ids of the tokenizer and of the model's files, and choose the ids to use.
 
-    A list of end-of-text ids, as chat models have, is no contradiction if the id that documents
-    end with is in it. Begin-of-text and padding ids are the tokenizer's, which makes the training
-    text, or else those of the files.
+    A list of end-of-text ids, as chat models have, is accepted if it contains the id that documents
+    end with. Begin-of-text and padding ids come from the tokenizer, else from config.json, else from
+    the generation config; an id without a row in the embedding is left out.
 
     Args:
         config: names the model's directory and the overridden values.
@@ -96,13 +96,13 @@ def special_tokens(
     own = _ids({name: getattr(tokenizer, name) for name in KINDS})
     end = _end_of_text(own, stated, generating, tokenizer, end_of_text)
 
-    # A list that has the id of the documents' end stays as it is.
+    # A list that contains the id stays as it is: config.json takes the first one, the generation config the last one.
     ends = [ids["eos_token_id"] for ids in (stated, generating) if end in ids.get("eos_token_id", [])]
     chosen: Ids = {"eos_token_id": ends[0] if ends else [end]}
     for name in ("bos_token_id", "pad_token_id"):
         found = [ids[name] for ids in (own, stated, generating) if name in ids]
-        # A padding token that was added to the tokenizer alone has no row in the embedding.
-        found = [ids for ids in found if max(ids) < hf_config.vocab_size]
+        # A padding token that was added to the tokenizer alone has no row in the embedding, and -1 in a config is none.
+        found = [ids for ids in found if min(ids) >= 0 and max(ids) < hf_config.vocab_size]
         if found:
             chosen[name] = found[0]
     generation_ids = chosen | ({"eos_token_id": ends[-1]} if ends else {})
@@ -208,4 +208,4 @@ def _disagreement(name: str, sources: Mapping[str, Ids], chosen: Ids, end: int) 
         return None
     values = ", ".join(f"{source} has {_plain(ids)}" for source, ids in stated.items())
     ending = f"; documents end with {end}" if name == "eos_token_id" else ""
-    return f"{KINDS[name]} token: {values}{ending}; the export has {_plain(chosen[name])}"
+    return f"{KINDS[name]} token: {values}{ending}; the export has {_plain(chosen.get(name, []))}"
