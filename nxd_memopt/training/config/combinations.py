@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxd_memopt.options import default_of
 
-if TYPE_CHECKING:
-    from nxd_memopt.training.config.train_config import TrainConfig
-
+Sections = Any
+"""A ``TrainConfig``, read by the names of its sections and options: ``train_config`` imports this file."""
 NOT_DEFAULT: tuple[Any, ...] = ()
 """Stands for all values of an option but its default."""
 
@@ -32,7 +31,7 @@ class Excluded:
     other_values: tuple[Any, ...]
     reason: str
 
-    def conflict(self, config: TrainConfig) -> str | None:
+    def conflict(self, config: Sections) -> str | None:
         """Return a message if both options have excluded values, else None."""
         if not (_matches(config, self.option, self.values) and _matches(config, self.other, self.other_values)):
             return None
@@ -156,7 +155,7 @@ EXCLUDED_BY_GRAPHS = (
 )
 
 
-def require_compatible(config: TrainConfig) -> None:
+def require_compatible(config: Sections) -> None:
     """Raise ``ValueError`` for the first combination of ``EXCLUDED`` that ``config`` has."""
     for excluded in EXCLUDED:
         conflict = excluded.conflict(config)
@@ -164,7 +163,7 @@ def require_compatible(config: TrainConfig) -> None:
             raise ValueError(conflict)
 
 
-def conflict_with_graphs(config: TrainConfig) -> str | None:
+def conflict_with_graphs(config: Sections) -> str | None:
     """Return which option excludes CUDA graphs and why, or None."""
     for option, values, reason in EXCLUDED_BY_GRAPHS:
         if _matches(config, option, values):
@@ -172,7 +171,7 @@ def conflict_with_graphs(config: TrainConfig) -> str | None:
     return None
 
 
-def value_of(config: TrainConfig, option: str) -> Any:
+def value_of(config: Sections, option: str) -> Any:
     """Return the value of the option ``SECTION.NAME``."""
     section, _, name = option.partition(".")
     return getattr(getattr(config, section), name)
@@ -187,7 +186,7 @@ def yaml_text(value: Any) -> str:
     return str(value)
 
 
-def _matches(config: TrainConfig, option: str, values: tuple[Any, ...]) -> bool:
+def _matches(config: Sections, option: str, values: tuple[Any, ...]) -> bool:
     """Return whether an option has one of ``values``; with ``NOT_DEFAULT``, another value than its default."""
     value = value_of(config, option)
     if values:
