@@ -176,7 +176,7 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
     Raises:
         ValueError: no run or several are named, or a value is not valid.
     """
-    require_installed("a run's options", "tyro", "yaml", extra="train")
+    require_installed("a run's options", "yaml", extra="train")
     from nxd_memopt.training.config.parsing import parse_config
 
     sources = [name for name in ("model", "config", "recipe") if getattr(options, name) is not None]

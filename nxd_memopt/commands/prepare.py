@@ -45,7 +45,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     workers = f"processes that tokenize (default: {cores}, a core each)"
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
     options, train_arguments = parser.separate(arguments)
-    require_installed(PROGRAM, "tyro", "yaml", "rich", extra="train")
+    require_installed(PROGRAM, "yaml", "rich", extra="train")
     require_transformers(PROGRAM, extra="train")
     # Tokenizing needs no device, and on this host a run may have all of them.
     use_host_only()

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: options, configuration, platform and hosts do not fit together.
     """
     options, train_arguments = parser().separate(arguments)
-    require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
+    require_installed("nxd-memopt launch", "yaml", extra="train")
     launch = plan(options, train_arguments, os.environ)
     for note in launch.notes:
         print(f"note: {note}", file=sys.stderr, flush=True)

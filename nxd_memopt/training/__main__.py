@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.t
 def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) -> None:
     """Check the packages, read the configuration and run."""
     require_rank_variables()
-    require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
+    require_installed(program, "yaml", "rich", "tensorboard", extra="train")
     require_transformers(program, extra="train")
 
     # Imported inside user_errors: the first import of the library selects the backend, and a
