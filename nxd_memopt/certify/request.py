@@ -9,7 +9,7 @@ from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.hardware import DEVICE_GIB
+from nxd_memopt.planner.hardware import TRAINIUM_GIB
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
@@ -203,7 +203,7 @@ def _isolates(config: TrainConfig, backend: str, device: str) -> bool:
     # the bounds from.
     if not config.data.isolate_documents or backend == "xla":
         return config.data.isolate_documents
-    if device in DEVICE_GIB:
+    if device in TRAINIUM_GIB:
         raise ValueError(
             f"data.isolate_documents on {device} cannot be measured with backend {backend}: set it to false for the "
             "certificate, or use backend xla"

@@ -26,13 +26,13 @@ CUDA_CONTEXT_GIB = 0.61
 """CUDA context of one process: 621 MiB on an H200 [measured]."""
 CUDA_LIBRARIES_GIB = 0.32
 """Kernels and workspaces of cuBLAS, Triton and FlashAttention-4 that a first step loads outside of PyTorch's
-allocator. 325 MiB: 1,601 MiB after a step with T=4 on H200s minus context and communicator."""
+allocator. 325 MiB: what a process had after a step with T=4 on H200s, 1,601 MiB, without context and communicator."""
 CUDA_RESERVE_GIB = CUDA_CONTEXT_GIB + CUDA_LIBRARIES_GIB
 NCCL_GIB = 0.66
 """Buffers of one NCCL communicator on H200s: 366 to 390 MiB when it is created [measured], and about 290 MiB with its
-first collective, by which a step with two communicators took more than one with one."""
+first collective, the difference between steps with two communicators and with one."""
 
-ONLY_HARDWARE_SHOWS = {
+NOT_MODELLED = {
     "neuron": (
         f"the compiler's scratchpad and the runtime's buffers, for which {RESERVE_GIB:g} GiB of each device are left",
         "whether neuronx-cc keeps recomputation",
@@ -44,7 +44,7 @@ ONLY_HARDWARE_SHOWS = {
 """Effects that no plan models, by kind of device. No Trainium was available to measure them."""
 
 LAUNCH_S = 3.3e-5
-"""``Device.launch_s`` on the hosts of the recorded steps (3.2e-5 and 3.4e-5)."""
+"""``Device.launch_s`` where it is not measured: the hosts of the recorded steps have 3.2e-5 and 3.4e-5."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Device:
     """One rank's device and its share of the host.
 
     Args:
-        name: key of ``DEVICES``.
+        name: key of ``DEVICES``, ``cpu`` for a host, or the name in a file of ``plan --calibrate``.
         kind: ``neuron``, ``cuda`` or ``cpu``.
         memory_gib: memory of one rank's device in GiB, as the runtime reports it.
         reserve_gib: part of it that tensors cannot use.
         matmul_flops: peak of dense matmuls in FLOP/s, by dtype of the factors.
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: what a rank sends to the other ranks of its host, one way.
-        ranks_per_host: ranks of the largest host.
-        host_link_bytes_per_s: what a rank sends to other hosts, one way: the host's network, shared.
+        ranks_per_host: ranks of a host of the largest instance type.
+        host_link_bytes_per_s: what a rank sends to other hosts, one way: its part of the host's network.
         host_copy_bytes_per_s: copies between device and host memory, one way.
         host_memory_gib: memory of the host divided by its ranks.
         source: where the figures are from.
@@ -144,7 +144,7 @@ def _read_table() -> dict[str, Device]:
 _TABLE = Path(__file__).with_name("devices.toml")
 DEVICES = _read_table()
 """Devices by name."""
-DEVICE_GIB = {name: device.memory_gib for name, device in DEVICES.items() if device.kind == "neuron"}
+TRAINIUM_GIB = {name: device.memory_gib for name, device in DEVICES.items() if device.kind == "neuron"}
 """Memory in GiB of one rank's device on Trainium."""
 
 
@@ -160,7 +160,7 @@ def read_device(path: Path) -> Device:
         content = dict(json.loads(path.read_text(encoding="utf-8")))
         content.pop("measurements", None)
         if content.get("kind") == "cuda":
-            # Not measured by --calibrate: what the version that wrote the file assumed.
+            # The file has what the version that wrote it assumed, and did not measure.
             content["reserve_gib"] = CUDA_RESERVE_GIB
         device = Device(**content)
         _require_valid(device)
@@ -178,8 +178,8 @@ def _require_valid(device: Device) -> None:
     if not isinstance(device.matmul_flops, dict) or set(device.matmul_flops) != {"bfloat16", "float16", "float32"}:
         raise ValueError(f"matmul_flops must have bfloat16, float16 and float32, got {device.matmul_flops!r}")
     figures = {f"matmul_flops of {dtype}": value for dtype, value in device.matmul_flops.items()}
-    texts = ("name", "kind", "source", "matmul_flops", "measured")
-    figures |= {name: value for name, value in dataclasses.asdict(device).items() if name not in texts}
+    not_figures = ("name", "kind", "source", "matmul_flops", "measured")
+    figures |= {name: value for name, value in dataclasses.asdict(device).items() if name not in not_figures}
     for name, value in figures.items():
         # type(), not isinstance(): a bool is an int too
         is_number = type(value) is int or (type(value) is float and math.isfinite(value))

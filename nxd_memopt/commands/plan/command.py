@@ -17,7 +17,7 @@ from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ra
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
 from nxd_memopt.files import require_new
-from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS
+from nxd_memopt.planner.hardware import DEVICES, GIB, NOT_MODELLED
 from nxd_memopt.planner.search.explain import explanation
 from nxd_memopt.planner.search.plan import Plan, closest_to_fitting, plans, remedies
 from nxd_memopt.planner.search.problem import Problem, attention_notes, require_memory
@@ -204,8 +204,8 @@ def _print(
     if not rates_of(device).is_calibrated:
         known = "come from measured rates, and no step was compared" if device.measured else "are not calibrated"
         print(f"Times on {device.name} {known}: they order the settings, no more. docs/planner.md")
-    if ONLY_HARDWARE_SHOWS[device.kind]:
-        print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
+    if NOT_MODELLED[device.kind]:
+        print(f"Only hardware shows: {'; '.join(NOT_MODELLED[device.kind])}.")
     for note in attention_notes(problem, best.setting):
         print(f"{note[0].upper()}{note[1:]}.")
     if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
@@ -270,7 +270,7 @@ def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -
         "precision": problem.precision,
         "usable_bytes": problem.usable_bytes,
         "usable_host_bytes": problem.usable_host_bytes,
-        "only_hardware_shows": ONLY_HARDWARE_SHOWS[problem.device.kind],
+        "only_hardware_shows": NOT_MODELLED[problem.device.kind],
         "notes": attention_notes(problem, found[0].setting) if found else [],
         "remedies": list(changes),
         "plans": [

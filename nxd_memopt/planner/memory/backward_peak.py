@@ -22,7 +22,7 @@ from nxd_memopt.planner.techniques.recomputation import Recomputation
 def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
     """Return the terms at the point of the layers' backward with the most memory."""
     model, layout, kept, sizes = step.model, step.layout, step.kept, step.sizes
-    standing = step.standing_gradients
+    standing = step.accumulated_gradients
     has_adapters = sizes.adapters is not None
     casts_to_sums = step.casts_gradients and not standing and not has_adapters
     layers = _layer_backwards(sizes, step.memory, step.kernels, casts_to_sums=casts_to_sums)

@@ -109,11 +109,11 @@ def step_memory(
         cuda_graph: forward and backward are one CUDA graph.
     """
     gradients = model.total(gradient_bytes, layout)
-    standing_gradients = 0
+    accumulated_gradients = 0
     # A compiled program allocates its results, the gradients, at its start.
     if accumulation_steps > 1 or kernels.compiles_steps:
-        standing_gradients = gradients
-    step = Step.of(model, memory, kernels, layout, standing_gradients=standing_gradients, cuda_graph=cuda_graph)
+        accumulated_gradients = gradients
+    step = Step.of(model, memory, kernels, layout, accumulated_gradients=accumulated_gradients, cuda_graph=cuda_graph)
     update = _in_update(model, layout, gradients)
     if cuda_graph:
         moment, transient = _with_graph(step, update)
@@ -123,15 +123,15 @@ def step_memory(
         moment, transient = max(candidates, key=_total)
         before_update = _total(max(candidates[:-1], key=_total)) - sum(transient.values())
     on_host = _offloaded_states(model, layout)
-    standing = _standing(model, layout, on_host)
+    persistent = _persistent(model, layout, on_host)
     # ABSENT is negative: it subtracts the weights that are in host memory at the peak.
-    standing["weights"] += transient.pop(ABSENT, 0)
+    persistent["weights"] += transient.pop(ABSENT, 0)
     host = {
         "optimizer states": on_host,
         "activations": host_pool_bytes(step.kept, memory),
         "weights": step.offloaded.host_bytes(model.sizes.num_layers),
     }
-    device = {**standing, **_library_buffers(step, cuda_graph=cuda_graph), **transient}
+    device = {**persistent, **_library_buffers(step, cuda_graph=cuda_graph), **transient}
     total = sum(device.values())
     margin = 0
     if kernels.fused:
@@ -174,9 +174,9 @@ def _with_graph(step: Step, update: PeakCandidate) -> PeakCandidate:
     # From the second micro-batch on, the graph adds to the gradients in its pool, unless hooks have moved them
     # to fp32 sums outside the pool.
     standing = 0
-    if step.standing_gradients and not sums:
+    if step.accumulated_gradients and not sums:
         standing = gradients
-    graph = replace(step, layout=layout, standing_gradients=standing)
+    graph = replace(step, layout=layout, accumulated_gradients=standing)
     embedding = gradients + _embedding_temporaries(graph)
     peak = max(embedding, *(_total(moment) for moment in (_in_forward(graph), _in_loss(graph), backward_peak(graph))))
     captures = 1
@@ -201,7 +201,7 @@ def _library_buffers(step: Step, *, cuda_graph: bool) -> dict[str, int]:
     return buffers
 
 
-def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
+def _persistent(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
     """Return what exists throughout the step, with ``on_host`` bytes of the states in host memory."""
     states = {
         "weights": model.total(weight_bytes, layout) + model.frozen_bytes(layout),
@@ -250,7 +250,7 @@ def _in_forward(step: Step) -> PeakCandidate:
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {
         ABSENT: step.absent_weights(step.sizes.num_layers - 1),
-        "gradients": step.standing_gradients,
+        "gradients": step.accumulated_gradients,
         "activations": sum(kept.layer_bytes) + kept.offloaded_bytes[-1] + shared,
         "temporary tensors": sum(temporaries.values()),
     }
@@ -268,11 +268,11 @@ def _in_loss(step: Step) -> PeakCandidate:
     if step.kernels.fused and step.memory.cpu_offloading_activations:
         in_flight = step.kept.offloaded_bytes[-1]
     # The head's gradient is cast before the gradients of any layer.
-    if not step.standing_gradients and step.casts_gradients:
+    if not step.accumulated_gradients and step.casts_gradients:
         temporaries = max(temporaries, gradient_bytes(step.model.head, step.layout))
     return "loss", {
         ABSENT: step.absent_weights(),
-        "gradients": step.standing_gradients,
+        "gradients": step.accumulated_gradients,
         "activations": step.kept.device_bytes + in_flight,
         "temporary tensors": temporaries,
     }
@@ -309,7 +309,7 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> PeakCan
 
 def _in_embedding(step: Step, gradients: int) -> list[PeakCandidate]:
     """Return the terms in the embedding's backward, which computes the last gradient, and while this is reduced."""
-    accumulates = step.standing_gradients > 0
+    accumulates = step.accumulated_gradients > 0
     reduction = BackwardReduction.of(step.model, step.memory, step.layout, accumulates=accumulates).buckets
     backward = {
         "gradients": gradients,

@@ -28,7 +28,7 @@ class Step:
         layout: weights, gradients and states.
         kept: activations between forward and backward.
         offloaded: weights in host memory.
-        standing_gradients: gradients of the micro-batches before, which exist in forward already.
+        accumulated_gradients: gradients of the micro-batches before, which exist in forward already.
         has_slots: gathered tensors lie in the slots of peer memory.
     """
 
@@ -38,7 +38,7 @@ class Step:
     layout: StateLayout
     kept: Activations
     offloaded: OffloadedWeights
-    standing_gradients: int
+    accumulated_gradients: int
     has_slots: bool
 
     @classmethod
@@ -49,14 +49,14 @@ class Step:
         kernels: Kernels,
         layout: StateLayout,
         *,
-        standing_gradients: int,
+        accumulated_gradients: int,
         cuda_graph: bool,
     ) -> Step:
         """Return the step; ``cuda_graph`` makes a graph of forward and backward."""
         kept = activations(model.sizes, memory, kernels)
         offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
         has_slots = kernels.fused and peer_slots.holds_layers(model.sizes, cuda_graph=cuda_graph)
-        return cls(model, memory, kernels, layout, kept, offloaded, standing_gradients, has_slots)
+        return cls(model, memory, kernels, layout, kept, offloaded, accumulated_gradients, has_slots)
 
     @property
     def sizes(self) -> RankSizes:

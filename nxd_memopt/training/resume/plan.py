@@ -30,9 +30,8 @@ class ResumePlan:
         recorded: options that the run's checkpoints record.
         stored: the checkpoint to continue from; None for a run that starts at step 0.
         warm_start: the checkpoint whose weights a run at step 0 starts with, if any.
-        sequence_offset: the sequences of the stream that step s starts after are
-            ``sequence_offset + s * data.global_batch_size``; 0 unless the global batch size has
-            changed.
+        sequence_offset: ``sequence_offset + s * data.global_batch_size`` sequences are consumed before
+            step s. It is 0 unless the run was resumed with another batch size or other text.
         notes: one line for each option that has changed.
     """
 
