@@ -44,7 +44,7 @@ def test_yaml_that_is_not_a_number_stays_a_text() -> None:
     ]
     merged = parse_yaml("base: &b {lr: 1}\nother: {<<: *b, lr: 2}")
     assert merged["other"] == {"lr": 2}
-    with pytest.raises(ValueError, match=r"line 2 has a list or mapping as a name"):
+    with pytest.raises(ValueError, match=r"line 2 has a list or mapping as a key"):
         parse_yaml("a: 1\n[1]: 2")
 
 
