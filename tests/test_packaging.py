@@ -61,6 +61,7 @@ def assert_core_works(report: dict) -> None:
     assert report["written"] == [], "save_pretrained left files"
 
 
+@pytest.mark.slow
 def test_without_transformers_and_the_command_lines_packages() -> None:
     report = probe("transformers", "tokenizers", "huggingface_hub", "tyro", "rich")
     assert_core_works(report)

@@ -47,7 +47,7 @@ FORMS = {
     ("form", "changes"),
     [
         ("dropless", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}),
-        ("padded", {}),
+        pytest.param("padded", {}, marks=pytest.mark.slow),
         ("blocks", {}),
     ],
 )

@@ -61,7 +61,7 @@ def check_against_hugging_face(config, inputs: dict[str, Tensor], *, sequence_pa
         assert error < TOLERANCE, f"gradient of {name}: relative error {error:.1e}"
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2], slow=[4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_logits_and_gradients(name, world_size):
     initialize(world_size)

@@ -103,7 +103,10 @@ def test_any_range_of_rows_is_read() -> None:
     assert torch.equal(rows[...], full) and rows.get_shape() == [8, 2]
 
 
-@pytest.mark.parametrize("sections", [{"parallel": TENSOR_AND_SEQUENCE}, {"data_parallel": {"sharding": "zero3"}}])
+@pytest.mark.parametrize(
+    "sections",
+    [{"parallel": TENSOR_AND_SEQUENCE}, pytest.param({"data_parallel": {"sharding": "zero3"}}, marks=pytest.mark.slow)],
+)
 def test_every_layout_trains_the_new_rows_and_exports_them(tmp_path: Path, sections: dict[str, Any]) -> None:
     base = base_model(tmp_path, LLAMA)
     outcome = run_here(write_run(tmp_path, base, "one", trainer={"export": "verify"}))

@@ -125,6 +125,7 @@ def test_a_run_resumes_with_other_sizes(
     assert summary(directory)["transformers_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_the_background_is_an_error_of_one_line(tmp_path: Path) -> None:
     config = write_config(tmp_path, trainer={"async_save": True, "export": False})
     outcome = train(config, file_size_limit=60_000)  # the packed tokens have 25,000 bytes, a checkpoint more

@@ -57,6 +57,7 @@ def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, count: i
     assert list(corpus.held_out.read(None))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_is_held_out(tmp_path: Path) -> None:
     """Evaluation that is turned on or off on the way would train evaluated text, or evaluate trained text."""
     evaluated, without = (

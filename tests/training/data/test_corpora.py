@@ -201,6 +201,7 @@ def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert is_streamed(DataConfig(dataset=path)) and not is_streamed(DataConfig(dataset=path, streaming=False))
 
 
+@pytest.mark.slow
 def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the losses of a run that tokenizes in its own process, and epochs that are counted."""
     trainer = {"max_steps": 8, "export": False, "save_interval": "never"}

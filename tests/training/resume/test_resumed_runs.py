@@ -172,6 +172,7 @@ def test_raised_max_steps_needs_the_end_of_the_decay(tmp_path: Path) -> None:
     succeed(run_here(config, *longer, "--trainer.output-dir", str(tmp_path / "copy")))
 
 
+@pytest.mark.slow
 def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs: 4 steps of 4 sequences, 2 of 2, 2 of 4. They read the sequences 0 to 27 once each."""
     read: list[int] = []
@@ -271,6 +272,7 @@ def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     assert rounded and not any(rounded)
 
 
+@pytest.mark.slow
 def test_losses_of_other_held_out_tokens_are_not_compared(tmp_path: Path) -> None:
     """eval_sequences may change: the losses before and after are then means of different tokens."""
     config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)
