@@ -59,6 +59,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     # The same steps in the same order as at the start of a run: the fingerprint of the tokens, and
     # with it their directory, depends on each of them.
     config = parse_config(train_arguments, program=PROGRAM)
+    config.data.require_sources()
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))

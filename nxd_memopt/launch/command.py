@@ -146,6 +146,7 @@ def plan(
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
     config = parse_config(train_arguments)
+    config.data.require_sources()
     hosts = find_hosts(
         environ,
         nodes=options.nodes,

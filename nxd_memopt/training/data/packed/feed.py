@@ -56,6 +56,7 @@ class TokenFeed:
         foreground_share: float = 1.0,
     ) -> None:
         self.fingerprint = job.fingerprint
+        self.corpus_fingerprint = job.corpus_fingerprint
         self.notes = list(corpus.notes) if corpus else []
         self.interrupted: Callable[[], int | None] = lambda: None
         self.windows = {name: WindowFiles(job.directory, name, job.fingerprint) for name in SPLITS}

@@ -37,6 +37,7 @@ class TokenJob:
         vocabulary: ``Vocabulary`` of the run.
         seed: seed of the order of documents and sequences.
         wanted: sequences of each split, at least; a split's last window is written as a whole.
+        is_validation: whether all documents are held out, and not those of the corpus's own split.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class TokenJob:
     vocabulary: Any
     seed: int
     wanted: Mapping[str, int]
+    is_validation: bool = False
 
 
 def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, workers: Any = None) -> bool:
@@ -163,7 +165,7 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     try:
         corpus = open_corpus(job.config, job.seed)
         if corpus.fingerprint != job.corpus_fingerprint:
-            raise ValueError(f"dataset {job.config.dataset!r} has changed since the run started: start it again")
+            raise ValueError(f"dataset {job.config.source!r} has changed since the run started: start it again")
         write_tokens(job, corpus, report)
     except ValueError as error:
         sending.send((ValueError, str(error)))

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.conversations import COLUMNS, TEMPLATE_COLUMNS, conversation_text, type_of
+from nxd_memopt.training.config.data import DataConfig, columns_by_field
+from nxd_memopt.training.data.sources.conversations import conversation_text, type_of
 
 REMEDY = "correct it, or set data.on_bad_rows to skip to leave such rows out"
 
@@ -79,7 +79,7 @@ class BadRows:
             raise ValueError(f"{description}: {REMEDY}")
         self.counts[kind] += 1
         if str(self.counts[kind]).strip("0") == "1":
-            rows = f"{self.counts.total():,} rows of {self._config.dataset!r} so far ({self})"
+            rows = f"{self.counts.total():,} rows of {self._config.source!r} so far ({self})"
             print(f"data.on_bad_rows skip: left out {rows}, the last: {description}", flush=True)
 
 
@@ -94,15 +94,12 @@ class RowReader:
         self.bad_rows = BadRows(config)
         self._reported: dict[Shard, int] = {}
         self._config = config
-        if config.has_conversations:
-            required, optional = COLUMNS[config.format]
-            self.required, self.optional = required, (*optional, *TEMPLATE_COLUMNS)
-            self.identity = f"ConversationRows(format={config.format!r})"
-            self._option = f"data.format {config.format}"
-        else:
-            self.required, self.optional = (config.text_column,), ()
-            self.identity = f"TextRows(column={config.text_column!r})"
-            self._option = "data.text_column"
+        form = config.format if config.has_conversations else "text"
+        required, optional = columns_by_field(form, config.columns)
+        self.required, self.optional = tuple(required.values()), tuple(optional.values())
+        # The same column in another field is another document.
+        self.identity = ["rows", form, sorted({**required, **optional}.items())]
+        self._option = f"data.format {form}, data.columns"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -154,14 +151,14 @@ class RowReader:
                 raise BadRowError("without the column", message)
         if self._config.has_conversations:
             try:
-                return conversation_text(row, self._config.format)
+                return conversation_text(row, self._config.format, self._config.columns)
             except ValueError as error:
                 raise BadRowError("not a conversation", f"{error} ({self._option})") from error
-        text = row[self._config.text_column]
+        (column,) = self.required
+        text = row[column]
         if not isinstance(text, str):
             kind = "null" if text is None else "not text"
-            column = f"column {self._config.text_column!r} ({self._option})"
-            raise BadRowError(kind, f"has {type_of(text)} in {column}, not text")
+            raise BadRowError(kind, f"has {type_of(text)} in column {column!r} ({self._option}), not text")
         return text
 
 

@@ -31,16 +31,16 @@ def is_streamed(config: DataConfig) -> bool:
     """Return whether the corpus is read while the run trains: ``data.streaming``, or by its size."""
     if config.streaming != "auto":
         return config.streaming
-    if config.dataset == "stdlib":
+    if config.source == "stdlib":
         return False
-    files = local_files(config.dataset)
+    files = local_files(config.source)
     if not files:
         return streams_dataset(config, SMALL_BYTES)
     return sum(path.stat().st_size for path in files) > SMALL_BYTES
 
 
 def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> list[Shard]:
-    """Return the shards of ``config.dataset``, without reading more than the first row.
+    """Return the shards of ``config.source``, without reading more than the first row.
 
     Args:
         config: names the dataset.
@@ -50,7 +50,7 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
     Raises:
         ValueError: for a missing file, and for data that can only be read as one piece.
     """
-    if config.dataset == "stdlib":
+    if config.source == "stdlib":
         if streamed:
             raise ValueError(
                 "data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto"
@@ -62,7 +62,7 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
         # fingerprint depend on it.
         modules = (path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
         return [TextFile(path, reader, is_cut=False) for path in sorted(modules)]
-    files = local_files(config.dataset)
+    files = local_files(config.source)
     refuse_hub_options(config, files)
     if not files:
         return list(find_dataset_shards(config, reader, streamed=streamed))
@@ -104,21 +104,21 @@ def refuse_conversations(config: DataConfig, found: str) -> None:
     """Raise ``ValueError`` for conversations in data without rows."""
     if config.has_conversations:
         raise ValueError(
-            f"data.format {config.format!r} reads rows, and data.dataset {config.dataset!r} is {found}: name JSON "
+            f"data.format {config.format!r} reads rows, and data.dataset {config.source!r} is {found}: name JSON "
             "lines, Parquet files or a dataset, or set data.format to text"
         )
 
 
 def refuse_hub_options(config: DataConfig, files: Sequence[Path]) -> None:
     """Raise ``ValueError`` if data that is not of the hub comes with options that choose a part of a hub dataset."""
-    if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
+    if not files and config.source != "stdlib" and not is_saved(config.source):
         return
     default = DataConfig()
     for name in ("split", "dataset_config"):
         value = getattr(config, name)
         if value != getattr(default, name):
             raise ValueError(
-                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.dataset!r} "
+                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.source!r} "
                 f"is not one: leave data.{name} out, and name the files to train on"
             )
 
