@@ -50,6 +50,10 @@ class DocumentStream(Protocol):
         """
         ...
 
+    def share_of(self, position: Position) -> float:
+        """Return about which part of the documents is before a position of ``read``."""
+        ...
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -195,6 +199,10 @@ class PermutedDocuments:
             part = self._parts[self._order[number]]
             yield self._documents.text(part), [number + 1], self._documents.texts.place(part.index)
 
+    def share_of(self, position: Position) -> float:
+        """Return which part of the documents is before a position."""
+        return position[0] / max(len(self._order), 1)
+
 
 class WindowedDocuments:
     """Documents of shards: the shards in a shuffled order, and windows of documents shuffled within.
@@ -214,12 +222,15 @@ class WindowedDocuments:
         self._seed = seed
         self._is_chosen = is_chosen
         self._window = window
+        # Begin of each window that was read -> the place after it, and its documents.
+        self._ends: dict[tuple[int, int], tuple[Position, int]] = {}
 
     def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield texts from a position ``[shard, offset in it, documents of the window there]`` on."""
         shard, offset, done = start or [0, 0, 0]
         while shard < len(self._shards):
             texts, after = self._window_at(shard, offset)
+            self._ends[shard, offset] = (after, len(texts))
             order = np.random.default_rng([self._seed, 4, shard, offset]).permutation(len(texts))
             for number in range(done, len(order)):
                 index = int(order[number])
@@ -228,6 +239,21 @@ class WindowedDocuments:
                 yield texts.read(index), [*after, 0] if is_last else [shard, offset, number + 1], texts.place(index)
             shard, offset = after
             done = 0
+
+    def share_of(self, position: Position) -> float:
+        """Return about which part of the shards is before a position, as if all were equally large."""
+        shard, offset, done = position
+        share = self._part_before(shard, offset)
+        if not done:
+            return share
+        # Documents of a window are in no order of their places.
+        after, count = self._ends[shard, offset]
+        return share + done / count * (self._part_before(after[0], after[1]) - share)
+
+    def _part_before(self, shard: int, offset: int) -> float:
+        """Return the part of the shards before a place between two windows."""
+        within = self._shards[shard].share_of(offset) if offset else 0.0
+        return (shard + within) / len(self._shards)
 
     def _window_at(self, shard: int, offset: int) -> tuple[StoredTexts, Position]:
         """Return the texts of a window, and the place after them."""

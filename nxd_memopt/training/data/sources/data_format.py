@@ -15,7 +15,7 @@ from nxd_memopt.training.config.data import FIELDS, USUAL_COLUMNS, DataConfig, c
 from nxd_memopt.training.data.sources.dataset_shards import columns_of
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX
 from nxd_memopt.training.data.sources.local_data import BUILDERS, local_files
-from nxd_memopt.training.data.sources.shards import has_json_lines, is_streamed
+from nxd_memopt.training.data.sources.shards import count_parquet, has_json_lines, is_streamed
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
 FIRST_ROWS = 100  # that tell the format of a file
@@ -154,9 +154,7 @@ def _count_rows(files: list[Path]) -> int | None:
     with suppress(OSError, ValueError, RecursionError):
         for path in files:
             if path.suffix == ".parquet":
-                import pyarrow.parquet
-
-                count += pyarrow.parquet.read_metadata(path).num_rows
+                count += count_parquet(path)
             elif has_json_lines(path):
                 with path.open("rb") as file:
                     count += sum(1 for line in file if line.strip())

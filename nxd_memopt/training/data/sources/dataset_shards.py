@@ -142,7 +142,8 @@ def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed
     for begin, end in pairwise(bounds):
         rows = partial(_table_rows, chosen, begin, end)
         identity = [*facts, begin, end, reader.identity]
-        shards.append(RowShard(rows, repr(config.source), identity, reader, first=begin))
+        size = range(begin, end).__len__
+        shards.append(RowShard(rows, repr(config.source), identity, reader, first=begin, count=size))
     return shards
 
 

@@ -28,6 +28,10 @@ class Shard(Protocol):
         """Return the file, and the line or row, of the document that ends at a position."""
         ...
 
+    def share_of(self, position: int) -> float:
+        """Return the part of the shard before a position; 0 if its size is not known."""
+        ...
+
 
 class Place(NamedTuple):
     """Where a document is; its name is made when a message needs it: the number of a line is counted then."""
@@ -99,7 +103,9 @@ class RowReader:
         self.required, self.optional = tuple(required.values()), tuple(optional.values())
         # The same column in another field is another document.
         self.identity = ["rows", form, sorted({**required, **optional}.items())]
-        self._option = f"data.format {form}, data.columns"
+        self._option = "data.columns"
+        if config.has_conversations:
+            self._option = f"data.format {form}"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -171,6 +177,7 @@ class RowShard:
         identity: what distinguishes its content from that of others, as JSON values.
         reader: reads the document of a row.
         first: number of rows before the shard, for messages.
+        count: returns the number of rows; None if only reading all of them would tell.
     """
 
     def __init__(
@@ -181,7 +188,9 @@ class RowShard:
         reader: RowReader,
         *,
         first: int = 0,
+        count: Callable[[], int] | None = None,
     ) -> None:
+        self._count = count
         self.identity = identity
         self._open_rows = open_rows
         self._name = name
@@ -204,3 +213,9 @@ class RowShard:
     def place_of(self, position: int) -> str:
         """Return the name and the number of a row, from 1."""
         return f"{self._name} row {self._first + position}"
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the rows before a position; 0 if their number is not known."""
+        if self._count is None:
+            return 0.0
+        return position / max(self._count(), 1)

@@ -7,7 +7,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
         refuse_conversations(config, "text files")
         return [TextFile(path, reader, is_cut=streamed)]
     if kind == "parquet":
-        return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader)]
+        return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader, cache(partial(count_parquet, path)))]
     assert kind == "json", kind
     if not has_json_lines(path):
         if streamed:
@@ -95,9 +95,21 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
     return [JsonLines(path, start, start + length, reader) for start in range(0, size, length)]
 
 
-def _file_of_rows(path: Path, open_rows: Callable[[int], Iterator[Callable[[], Any]]], reader: RowReader) -> Shard:
+def _file_of_rows(
+    path: Path,
+    open_rows: Callable[[int], Iterator[Callable[[], Any]]],
+    reader: RowReader,
+    count: Callable[[], int] | None = None,
+) -> Shard:
     """Return the rows of a file as one shard."""
-    return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader)
+    return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader, count=count)
+
+
+def count_parquet(path: Path) -> int:
+    """Return the number of rows of a Parquet file."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path).num_rows
 
 
 def refuse_conversations(config: DataConfig, found: str) -> None:
@@ -189,6 +201,11 @@ class JsonLines:
                 left -= len(chunk)
         return f"{self.path} line {number}"
 
+    def share_of(self, position: int) -> float:
+        """Return the part of the range's bytes before a position."""
+        stop = min(self.stop, self.path.stat().st_size)
+        return min(max(position - 1 - self.start, 0) / max(stop - self.start, 1), 1.0)
+
 
 def _json_line(data: bytes) -> Any:
     return json.loads(data.decode())
@@ -264,6 +281,10 @@ class TextFile:
     def place_of(self, position: int) -> str:
         del position
         return str(self.path)
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the file before a position."""
+        return position / max(self.path.stat().st_size, 1)
 
 
 def _rest_of_line(file: Any) -> bytes:
