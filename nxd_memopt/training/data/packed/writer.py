@@ -202,7 +202,7 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
     try:
         corpus = open_corpus(job.config, job.seed)
         if corpus.fingerprint != job.corpus_fingerprint:
-            raise ValueError(f"dataset {job.config.source!r} has changed since the run started: start it again")
+            raise ValueError(f"dataset {job.config.dataset!r} has changed since the run started: start it again")
         write_tokens(job, corpus, report)
     except ValueError as error:
         sending.send((ValueError, str(error)))

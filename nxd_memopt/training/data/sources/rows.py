@@ -83,7 +83,7 @@ class BadRows:
             raise ValueError(f"{description}: {REMEDY}")
         self.counts[kind] += 1
         if str(self.counts[kind]).strip("0") == "1":
-            rows = f"{self.counts.total():,} rows of {self._config.source!r} so far ({self})"
+            rows = f"{self.counts.total():,} rows of {self._config.dataset!r} so far ({self})"
             print(f"data.on_bad_rows skip: left out {rows}, the last: {description}", flush=True)
 
 

@@ -267,19 +267,19 @@ def _too_short(config: DataConfig, tokens: int, count: int, outcomes: Mapping[st
     """Return the message for a split that has no complete sequence."""
     if sum(outcomes.values()):
         return (
-            f"a split of dataset {config.source!r} is empty: of its {count} conversations {described(outcomes)}: "
+            f"a split of dataset {config.dataset!r} is empty: of its {count} conversations {described(outcomes)}: "
             "raise data.seq_length, or correct them"
         )
     if not tokens:
         return (
-            f"a split of dataset {config.source!r} is empty: none of its {count} documents has any text, or "
+            f"a split of dataset {config.dataset!r} is empty: none of its {count} documents has any text, or "
             f"data.held_out_every {config.held_out_every} leaves nothing of it: lower held_out_every, or give it text"
         )
     remedies = "shorten data.seq_length, or give it more text"
     if config.eval_sequences:
         remedies += "; without held-out text (data.eval_sequences 0) all of it is trained"
     return (
-        f"the {count} documents of a split of {config.source!r} have {tokens} tokens, fewer than data.seq_length "
+        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer than data.seq_length "
         f"{config.seq_length}: {remedies}"
     )
 
