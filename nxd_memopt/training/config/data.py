@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.options import WARM_START, Resume, check_options, expanded, option, require_at_least
@@ -194,11 +194,11 @@ class DataConfig:
 
     def of_source(self, dataset: str) -> DataConfig:
         """Return the options of one of ``sources``, or of ``validation_dataset``."""
-        source = replace(self, dataset=dataset, mixture={}, validation_dataset=None)
-        if self.validation_dataset is None:
-            return source
-        # All of a source is trained then, and all of the validation text is held out.
-        return replace(source, held_out_every=0, eval_sequences=0)
+        split: dict[str, Any] = {}
+        if self.validation_dataset is not None:
+            # All of a source is trained then, and all of the validation text is held out.
+            split = {"held_out_every": 0, "eval_sequences": 0}
+        return replace(self, dataset=dataset, mixture={}, validation_dataset=None, **split)
 
     def _check_held_out(self) -> None:
         """Raise ``ValueError`` for an evaluation without text, or a validation text that nothing evaluates."""
