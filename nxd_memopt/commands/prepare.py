@@ -139,8 +139,9 @@ class Display:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TaskProgressColumn())
-        rate = TextColumn("{task.fields[rate]}")
+        # A name may have brackets, which are no markup.
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), TaskProgressColumn())
+        rate = TextColumn("{task.fields[rate]}", markup=False)
         self._bar = Progress(
             *columns, rate, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
         )
@@ -170,7 +171,8 @@ class Display:
             self._bar.update(split.task, completed=progress.share, rate=split.rate(progress))
             # Several windows are written each second: a line for each would hide what matters.
             if self._bar.disable and time.monotonic() - self._printed_s >= PROGRESS_S:
-                print(f"{label}: {progress.share:.1%} done, {split.rate(progress)}, {split.left(progress)}", flush=True)
+                parts = (f"{progress.share:.1%} done", split.rate(progress), split.left(progress))
+                print(f"{label}: {', '.join(part for part in parts if part)}", flush=True)
                 self._printed_s = time.monotonic()
             return False
 
@@ -199,15 +201,17 @@ class _Split:
         self._started_s = time.monotonic()
 
     def rate(self, progress: Progress) -> str:
-        """Return the tokens per second in words."""
+        """Return the tokens per second in words; nothing before the second call."""
         seconds = time.monotonic() - self._started_s
         tokens = progress.tokens - self._first.tokens
-        return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds else ""
+        if not tokens or not seconds:
+            return ""
+        return f"{tokens / seconds:,.0f} tokens/s"
 
     def left(self, progress: Progress) -> str:
-        """Return the time left in words, at the rate of all of this split."""
+        """Return the time left in words, at the rate of all of this split; nothing while that is not known."""
         done = progress.share - self._first.share
         if done <= 0:
-            return "time left not known yet"
+            return ""
         seconds = (time.monotonic() - self._started_s) * (1 - progress.share) / done
         return f"about {datetime.timedelta(seconds=round(seconds))} left"

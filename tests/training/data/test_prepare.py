@@ -46,7 +46,7 @@ def test_a_run_reads_what_prepare_wrote(
             written = train_files(tmp_path / "with" / "run")
             printed = capsys.readouterr().out
             assert "an epoch has" in printed and written
-            assert re.search(r"lines.jsonl, held-out text: \d+.\d% done, .* left", printed)
+            assert re.search(r"lines.jsonl, held-out text: \d+\.\d% done", printed)
             shares = [float(share) for share in re.findall(r"lines.jsonl: (\d+\.\d)% done, .*tokens/s, about", printed)]
             assert len(shares) > 9 and shares == sorted(shares) and shares[0] < 20 < 90 < shares[-1] <= 100
             assert re.search(r"tokenized \d+,\d+ tokens in \d+ s \([\d,]+ tokens/s\)$", printed.strip())

@@ -130,11 +130,12 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[Progress], bool],
             for window in windows.windows(size):
                 if window is not None:
                     files.write(window)
-                    if files.has(wanted):
-                        break
                 rows = files.last.rows
-                share = max(rows / wanted, windows.share)
-                if pauses(Progress(name, rows, wanted, windows.documents, windows.tokens, share)):
+                share = min(max(rows / wanted, windows.share), 1.0)
+                is_paused = pauses(Progress(name, rows, wanted, windows.documents, windows.tokens, share))
+                if files.has(wanted):
+                    break
+                if is_paused:
                     return False
     return True
 
