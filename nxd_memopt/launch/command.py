@@ -1,6 +1,6 @@
 """The launcher: turns a configuration, a platform and hosts into an environment and a command.
 
-    nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
+    nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY --data.dataset DATA
 
 The launcher replaces its own process with the command that it starts, so signals and the exit status
 are the command's. ``--dry-run`` runs ``nxd-memopt certify`` with the same options, and has its exit
@@ -146,6 +146,7 @@ def plan(
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
     config = parse_config(train_arguments)
+    config.data.require_sources()
     hosts = find_hosts(
         environ,
         nodes=options.nodes,

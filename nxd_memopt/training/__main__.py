@@ -40,17 +40,20 @@ def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) 
     require_installed(program, "yaml", "rich", "tensorboard", extra="train")
     require_transformers(program, extra="train")
 
+    # Options need no torch: a wrong one is reported before the seconds that its import takes.
+    from nxd_memopt.training.config.parsing import parse_config
+
+    if arguments is None:
+        arguments = sys.argv[1:]
+    config = parse_config(arguments, program=program)
+    config.data.require_sources()
     # Imported inside user_errors: the first import of the library selects the backend, and a
     # backend that cannot be used raises there.
-    from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.loop import run
     from nxd_memopt.training.profiled import ProfileFinishedError
     from nxd_memopt.training.runtime.distributed import destroy_distributed, init_distributed
     from nxd_memopt.training.runtime.out_of_memory import out_of_memory_advice
 
-    if arguments is None:
-        arguments = sys.argv[1:]
-    config = parse_config(arguments, program=program)
     init_distributed(config)
     with suppress(ProfileFinishedError), out_of_memory_advice():
         run(config, interrupts)

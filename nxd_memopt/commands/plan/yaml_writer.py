@@ -60,6 +60,8 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
         )
     if _lacks_tokenizer(content["model"]):
         notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
+    if not {"dataset", "mixture"} & content["data"].keys():
+        notes.append("add --data.dataset DATASET, or set data.dataset: what is trained")
     lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
     write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
     return notes

@@ -47,11 +47,7 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
 
 def options_text(config: TrainConfig) -> str:
     """Return the options as YAML, which ``--config`` reads."""
-    options = options_of(config)
-    # With a mixture ``dataset`` is the default, and a file that has both is refused.
-    if config.data.mixture:
-        del options["data"]["dataset"]
-    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(options_of(config), sort_keys=False, allow_unicode=True, width=120)
 
 
 def environment() -> dict[str, Any]:

@@ -56,6 +56,7 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     # The sources of a mixture may move, like a single one, but not change their shares.
     options["data"]["dataset"] = " + ".join(config.data.sources)
     options["data"]["mixture"] = list(config.data.mixture.values())
+    options["data"]["columns"] = sorted(f"{field}={column}" for field, column in config.data.columns.items())
     options["architecture"] = architecture(hf_config)
     return options
 
