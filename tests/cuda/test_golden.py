@@ -7,7 +7,7 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from tests.golden.runs import MODELS, recorded_losses, train
+from nxd_memopt.selftest.golden import MODELS, recorded_losses, train
 
 pytestmark = [
     pytest.mark.cuda,

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from nxd_memopt.backends.neuron import xla_inspect
-from tests.golden.runs import MODELS, SIZES
+from nxd_memopt.selftest.golden import MODELS, SIZES
 from tests.xla.graphs import BATCH_SIZE, EXPERTS, SEQUENCE_LENGTH, WORLD_SIZE
 
 pytestmark = pytest.mark.xdist_group("graphs")
