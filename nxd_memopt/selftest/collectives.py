@@ -133,24 +133,40 @@ def compare(name: str) -> str:
     Raises:
         CheckError: a value differs.
     """
-    compared: list[str] = []
-    wrong: list[str] = []
+    collective, definition, _ = COLLECTIVES[name]
     size, dtypes = _SIZE, (torch.float32, torch.bfloat16)
     if name.endswith(_CHUNKS):
         size, dtypes = _LARGE_SIZE, (torch.bfloat16,)
+    # On XLA all calls are one graph: a compilation takes seconds.
+    found: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
     for kind, group, partition in _groups():
         ranks = next(ranks for ranks in partition if parallel_state.get_global_rank() in ranks)
         if len(ranks) == 1:
             continue
-        compared.append(f"{len(ranks)} {kind} ranks")
-        # Every rank goes on after a wrong result: the others wait for it.
+        own = ranks.index(parallel_state.get_global_rank())
         for dtype in dtypes:
-            part = _differing(name, group, ranks, dtype, size)
-            if part:
-                wrong.append(f"{part:.2%} of the values over {len(ranks)} {kind} ranks in {dtype} are wrong")
+            tensors = [values(rank, dtype, size // len(ranks) * len(ranks), size) for rank in ranks]
+            case = f"{len(ranks)} {kind} ranks in {str(dtype).removeprefix('torch.')}"
+            found[case] = collective(tensors[own].to(backend.device), group)
+            wanted[case] = definition(tensors, own)
+    backend.mark_step()
+    # Every rank has run all calls: the others wait for it.
+    wrong: list[str] = []
+    for case, result in found.items():
+        part = _differing(result.cpu(), wanted[case])
+        if part:
+            wrong.append(f"{part:.2%} of the values over {case} are wrong")
     if wrong:
         raise CheckError("; ".join(wrong))
-    return f"exact over {' and '.join(compared)}"
+    return f"exact over {', '.join(found)}"
+
+
+def _differing(found: Tensor, wanted: Tensor) -> float:
+    """Return the part of the values that differ."""
+    if found.shape != wanted.shape:
+        return 1.0
+    return float((found != wanted).double().mean())
 
 
 def _groups() -> list[tuple[str, ProcessGroup | None, list[Ranks]]]:
@@ -160,20 +176,6 @@ def _groups() -> list[tuple[str, ProcessGroup | None, list[Ranks]]]:
         ("tensor-parallel", tensor, parallel_state.get_tensor_model_parallel_replica_groups()),  # pyright: ignore[reportReturnType]
         ("data-parallel", data, parallel_state.get_data_parallel_replica_groups()),  # pyright: ignore[reportReturnType]
     ]
-
-
-def _differing(name: str, group: ProcessGroup | None, ranks: Ranks, dtype: torch.dtype, size: int) -> float:
-    """Return the part of the result's values that differ from the definition."""
-    collective, definition, _ = COLLECTIVES[name]
-    own = ranks.index(parallel_state.get_global_rank())
-    tensors = [values(rank, dtype, size // len(ranks) * len(ranks), size) for rank in ranks]
-    found = collective(tensors[own].to(backend.device), group)
-    backend.mark_step()
-    wanted = definition(tensors, own)
-    found = found.cpu()
-    if found.shape != wanted.shape:
-        return 1.0
-    return float((found != wanted).double().mean())
 
 
 def _require_ranks() -> str:
@@ -188,7 +190,7 @@ def checks(sizes: list[int]) -> list[Check]:
     for size in sizes:
         for name, (_, _, instead) in COLLECTIVES.items():
             # Uneven rows depend on values; chunks are of tensor-parallel layers.
-            if name == _UNEVEN and backend.shapes_are_static or name.endswith(_CHUNKS) and size == 1:
+            if (name == _UNEVEN and backend.shapes_are_static) or (name.endswith(_CHUNKS) and size == 1):
                 continue
             found.append(Check(f"collective: {name}", partial(compare, name), instead, size))
     return found

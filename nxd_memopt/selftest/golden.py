@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig
 
 from nxd_memopt.backends import backend
@@ -20,7 +21,7 @@ from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import grads, parallel_state
 
 STEPS = 20
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -28,6 +29,7 @@ SIZES = {
     "intermediate_size": 128,
 }
 LARGEST_T = SIZES["num_attention_heads"]
+"""Every rank has a head."""
 MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**SIZES)),
@@ -42,7 +44,7 @@ def recorded_losses(name: str) -> list[float]:
 
 
 def build(name: str, *, sequence_parallel: bool = False, memory: MemoryConfig | None = None) -> Any:
-    """Return a model on the device. The initial weights are equal for every T: each rank keeps its slice of one draw."""
+    """Return a model on the device; its initial weights are equal for every T: each rank keeps its part of one draw."""
     model_class, config = MODELS[name]
     size = parallel_state.get_tensor_model_parallel_size()
     options: dict[str, Any] = {}
@@ -83,13 +85,18 @@ def train(
     for _ in range(steps):
         start, stride = torch.randint(1, 4, (2, 4, 1), generator=tokens)
         ids = ((start + stride * torch.arange(32)) % SIZES["vocab_size"]).to(backend.device)  # [B, S]
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        grads.allreduce_sequence_parallel_gradients(model)
-        grads.clip_grad_norm(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        backend.mark_step()
-        losses.append(loss.item())
+        losses.append(step(model, optimizer, ids).item())
         after_step()
     return losses
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
+    """Run one step on ``ids``, ``[B, S]``, and return its loss, 0-dim."""
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    grads.clip_grad_norm(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backend.mark_step()
+    return loss.detach()

@@ -31,7 +31,8 @@ _HEADS = (2, 4, 16, 32)  # [B, h, S, d]
 _NO_SWITCH = "no option replaces it: report it"
 _COMPILED = "trainer.compile: layer (the compiler's kernels, GPUs and trn2), or report it"
 
-Function = Callable[..., Sequence[Tensor]]
+Results = Sequence[Tensor]
+Function = Callable[..., Results]
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,11 @@ def judge(errors: list[float], dtype: torch.dtype, *, multiplies: bool) -> str:
 # Operators and their references, in the order of the table below.
 
 
-def _add_rms_norm(x: Tensor, added: Tensor, weight: Tensor) -> Sequence[Tensor]:
+def _add_rms_norm(x: Tensor, added: Tensor, weight: Tensor) -> Results:
     return norm.add_rms_norm(x, added, weight, _EPS)
 
 
-def _add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor) -> Sequence[Tensor]:
+def _add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor) -> Results:
     return F.rms_norm(x + added, (_HIDDEN,), weight, _EPS), x + added
 
 
@@ -147,7 +148,7 @@ def _two_norms(
 def _two_norms_reference(x: Tensor, *others: Tensor) -> list[Tensor]:
     *affine, grad, grad_2 = others
     leaves = [tensor.detach().requires_grad_() for tensor in (x, *affine)]
-    branches = [F.layer_norm(leaves[0], (_HIDDEN,), *leaves[start : start + 2], _EPS) for start in (1, 3)]
+    branches = [F.layer_norm(leaves[0], (_HIDDEN,), leaves[i], leaves[i + 1], _EPS) for i in (1, 3)]
     dx, *gradients = torch.autograd.grad(branches, leaves, (grad, grad_2))
     return [*branches, dx, torch.stack(gradients).view(2, 2, _HIDDEN)]
 
@@ -155,13 +156,13 @@ def _two_norms_reference(x: Tensor, *others: Tensor) -> list[Tensor]:
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _rope(query: Tensor, key: Tensor) -> Sequence[Tensor]:
+def _rope(query: Tensor, key: Tensor) -> Results:
     positions = torch.arange(_HEADS[2]).unsqueeze(0).to(query.device)
     cos, sin = rope.RotaryEmbedding(_HEADS[3], _ROPE, 64).tables(positions, _HEADS[2], query.dtype)
     return rope.apply_rope_qkv(query, key, key, cos, sin)[:2]
 
 
-def _rope_reference(query: Tensor, key: Tensor) -> Sequence[Tensor]:
+def _rope_reference(query: Tensor, key: Tensor) -> Results:
     half = _HEADS[3] // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     turn = torch.polar(torch.ones(()).double(), torch.arange(_HEADS[2]).double().unsqueeze(1) * frequencies)
@@ -174,30 +175,30 @@ def _rope_reference(query: Tensor, key: Tensor) -> Sequence[Tensor]:
     return rotated(query), rotated(key)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Sequence[Tensor]:
+def _gated(gate: Tensor, up: Tensor) -> Results:
     return activation.gated_activation(gate, up, "silu"), activation.activation("gelu")(gate)
 
 
-def _gated_reference(gate: Tensor, up: Tensor) -> Sequence[Tensor]:
+def _gated_reference(gate: Tensor, up: Tensor) -> Results:
     return F.silu(gate) * up, F.gelu(gate)
 
 
-def _gated_backward(gate: Tensor, up: Tensor, grad: Tensor) -> Sequence[Tensor]:
+def _gated_backward(gate: Tensor, up: Tensor, grad: Tensor) -> Results:
     gate, up = gate.clone(), up.clone()
     return activation.gated_activation_gradient(gate, up, grad.clone(), "silu"), gate, up
 
 
-def _gated_backward_reference(gate: Tensor, up: Tensor, grad: Tensor) -> Sequence[Tensor]:
+def _gated_backward_reference(gate: Tensor, up: Tensor, grad: Tensor) -> Results:
     leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]
     value = F.silu(leaves[0]) * leaves[1]
     return value, *torch.autograd.grad(value, leaves, grad)
 
 
-def _residual(x: Tensor, output: Tensor, bias: Tensor) -> Sequence[Tensor]:
+def _residual(x: Tensor, output: Tensor, bias: Tensor) -> Results:
     return residual.add_residual(x, output, bias), sums.column_sums(output)
 
 
-def _residual_reference(x: Tensor, output: Tensor, bias: Tensor) -> Sequence[Tensor]:
+def _residual_reference(x: Tensor, output: Tensor, bias: Tensor) -> Results:
     return x + output + bias, output.sum(0)
 
 
@@ -207,15 +208,15 @@ def _labels(device: torch.device) -> Tensor:
     return labels.to(device)
 
 
-def _cross_entropy(logits: Tensor) -> Sequence[Tensor]:
+def _cross_entropy(logits: Tensor) -> Results:
     return (loss_functions.parallel_cross_entropy(logits, _labels(logits.device)),)
 
 
-def _cross_entropy_reference(logits: Tensor) -> Sequence[Tensor]:
+def _cross_entropy_reference(logits: Tensor) -> Results:
     return (F.cross_entropy(logits, _labels(logits.device), reduction="none"),)
 
 
-def _fused_cross_entropy(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
+def _fused_cross_entropy(hidden: Tensor, weight: Tensor) -> Results:
     # Four chunks of 16 tokens.
     chunk_bytes = _VOCABULARY * _TOKENS * hidden.element_size() // 4
     labels = _labels(hidden.device)
@@ -223,7 +224,7 @@ def _fused_cross_entropy(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
     return (loss_functions.fused_linear_cross_entropy(hidden, weight, labels, logits_bytes=chunk_bytes),)
 
 
-def _fused_cross_entropy_reference(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
+def _fused_cross_entropy_reference(hidden: Tensor, weight: Tensor) -> Results:
     return (F.cross_entropy(hidden @ (weight * _HIDDEN**-0.5).t(), _labels(hidden.device)),)
 
 
@@ -233,7 +234,7 @@ def _choices(device: torch.device) -> Tensor:
     return torch.stack([first, (first + 1 + torch.arange(_TOKENS) // 48) % _EXPERTS], dim=1).to(device)
 
 
-def _experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
+def _experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Results:
     experts = Experts(_EXPERTS, _HIDDEN, _WIDTH, "silu", init_method=torch.nn.init.zeros_, device="meta")
     # Plain tensors in place of the parameters, whose gradients are asked for.
     for name, value in (("gate_up_proj", gate_up), ("down_proj", down)):
@@ -247,7 +248,7 @@ def _experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Seque
     return (dispatcher.run(x, weights, _choices(x.device), None, experts),)
 
 
-def _experts_reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
+def _experts_reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Results:
     total = torch.zeros_like(x)
     choices = _choices(x.device)
     for expert in range(_EXPERTS):

@@ -135,14 +135,15 @@ class Collector:
             if self._ended[self.next][0].name == END:
                 self.is_finished = True
                 return
-            self._close("")
+            self._close()
 
     def end(self, status: int) -> bool:
         """Make a result of the check that the ranks have not finished; return False if they have not started one."""
         self.poll()
         if self.next not in self._started:
             return False
-        self._close(self.why(status))
+        # The errors of other ranks follow from a rank that a signal has ended.
+        self._close(self.why(status), is_cause=status > exit_status(0))
         return True
 
     def why(self, status: int) -> str:
@@ -165,15 +166,20 @@ class Collector:
         self._read[rank] = len(lines)
         return [Record(**json.loads(line)) for line in new]
 
-    def _close(self, unfinished: str) -> None:
-        """Add the result of the next check; ``unfinished`` says what is known of ranks that have not ended it."""
+    def _close(self, unfinished: str = "", *, is_cause: bool = False) -> None:
+        """Add the result of the next check.
+
+        Args:
+            unfinished: what is known of ranks that have not ended it.
+            is_cause: it comes before what other ranks say.
+        """
         records = self._ended.get(self.next, [])
         # The first failure: the failures of other ranks may follow from it.
         failed = sorted((record for record in records if record.state == FAILED), key=lambda record: record.time_s)
         started = self._started.get(self.next, (records or [None])[0])
         assert started is not None
         state, text = FAILED, unfinished
-        if failed:
+        if failed and not is_cause:
             text = failed[0].text
         elif len(records) == self._processes:
             state, text = records[0].state, records[0].text

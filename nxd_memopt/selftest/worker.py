@@ -1,5 +1,6 @@
-"""A rank of the self-test: ``python -m nxd_memopt.selftest.worker DIRECTORY FIRST STOP_S SIZES`` runs the checks in order.
+"""A rank of the self-test, which runs the checks in order.
 
+``python -m nxd_memopt.selftest.worker DIRECTORY FIRST STOP_S SIZES`` runs the checks from number FIRST on.
 It writes what each check says into ``DIRECTORY/rank<R>.jsonl``, and what libraries print into
 ``rank<R>.log``. A check that hangs ends the process after ``LIMIT_S``; after one that fails in another
 way than by its figures, the ranks may be out of step, and the process ends too.

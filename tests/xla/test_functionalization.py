@@ -13,8 +13,8 @@ from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
-from tests.dist.pool import SEED, distributed
 from nxd_memopt.selftest.golden import MODELS, recorded_losses, train
+from tests.dist.pool import SEED, distributed
 from tests.reference import tensors
 from tests.reference_models import batch, gpt_neox_config, parallel_model
 from tests.xla.functionalization import MODES, VARIABLE, functionalization

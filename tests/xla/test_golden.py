@@ -8,8 +8,8 @@ import torch.distributed as dist
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
-from tests.dist.pool import distributed
 from nxd_memopt.selftest.golden import recorded_losses, train
+from tests.dist.pool import distributed
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn", "norm", "mlp_act")}
