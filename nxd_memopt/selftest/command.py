@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nxd_memopt import __version__
-from nxd_memopt._optional import require_transformers
+from nxd_memopt._optional import require_installed
 from nxd_memopt.command_line import count, require_directory
 from nxd_memopt.files import write_text
 from nxd_memopt.launch.machine import Machine
@@ -56,12 +56,14 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         ValueError: an argument is not valid, or the environment contradicts the platform.
-        MissingDependencyError: transformers, which the models need, is not installed.
+        MissingDependencyError: a package of the training program is not installed.
     """
     options = _parser().parse_args(list(arguments))
     if options.output is not None:
         require_directory("--output", options.output)
-    require_transformers("nxd-memopt selftest")
+    # Of the training program, which the ranks run; none is imported here.
+    packages = ("transformers", "yaml", "rich", "tensorboard", "filelock")
+    require_installed("nxd-memopt selftest", *packages, extra="train")
     started_s = time.time()
     machine = Machine.here()
     platform = options.platform or default_platform(os.environ, machine)

@@ -22,7 +22,7 @@ from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.selftest.check import AbsentError, Check, CheckError
 from nxd_memopt.selftest.golden import LARGEST_T, MODELS, build, optimizer_of, recorded_losses, step, train
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import build_model, load_hf_config
@@ -118,12 +118,13 @@ def memory() -> str:
     if getattr(backend, "is_simulated", False):
         raise AbsentError("a simulated device's memory is the host's, of which there is no plan")
     size = parallel_state.get_tensor_model_parallel_size()
+    replicas = parallel_state.get_data_parallel_size()
     config = TrainConfig(
         ModelConfig(tokenizer="none", config_overrides=dict(_SIZES)),
         ParallelConfig(size, sequence_parallel_enabled=size > 1),
-        data=DataConfig(
-            seq_length=512, micro_batch_size=2, global_batch_size=2 * parallel_state.get_data_parallel_size()
-        ),
+        data=DataConfig(seq_length=512, micro_batch_size=2, global_batch_size=2 * replicas),
+        # A CUDA graph is captured in the third step.
+        trainer=TrainerConfig(enable_cuda_graph=False),
     )
     hf_config = load_hf_config(config.model)
     _, plan = planned(config, hf_config)
