@@ -13,13 +13,14 @@ import torch
 from nxd_memopt import cli
 from nxd_memopt.backends import backend
 from nxd_memopt.launch.machine import Machine
+from nxd_memopt.launch.platforms import Platform
 from nxd_memopt.ops import norm
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.selftest import attention, collectives, command, operators, ranks, training
-from nxd_memopt.selftest.check import FAILED, PASSED
+from nxd_memopt.selftest.check import ABSENT, FAILED, PASSED, STARTED, Record
 from nxd_memopt.selftest.ranks import Collector, Result, run_ranks
-from nxd_memopt.selftest.worker import run_check
+from nxd_memopt.selftest.worker import END, run_check
 from tests.dist.pool import run_on_ranks
 
 
@@ -61,13 +62,13 @@ def test_a_result_that_is_not_finite_fails(monkeypatch):
 
 
 def failing_collectives() -> list[str]:
-    """Rank 1 receives another chunk of a reduce-scatter."""
+    """Rank 1 sends its rows of a reduce-scatter in another order."""
     normal = type(backend).reduce_scatter
     large, collectives._LARGE_SIZE = collectives._LARGE_SIZE, 1024
     if parallel_state.get_global_rank() == 1:
         backend.reduce_scatter = lambda tensor, group: normal(backend, tensor.roll(1, 0), group)
     try:
-        return failing(collectives.checks([1, 2]))
+        return failing(collectives.checks([2]))
     finally:
         collectives._LARGE_SIZE = large
         vars(backend).pop("reduce_scatter", None)
@@ -76,7 +77,7 @@ def failing_collectives() -> list[str]:
 def test_a_fault_of_a_collective_fails_its_check_alone():
     # The lists of ZeRO-1 are reduce-scattered too; the chunks have a call of their own.
     wrong = ["collective: reduce-scatter", "collective: ZeRO-1's lists"]
-    assert run_on_ranks(failing_collectives, 2) == [[], wrong]
+    assert run_on_ranks(failing_collectives, 2) == [wrong, wrong]
 
 
 def test_another_loss_fails(monkeypatch):
@@ -94,6 +95,42 @@ def test_a_later_compilation_fails(monkeypatch):
     assert state == FAILED and "[1, 0, 1]" in text
 
 
+def test_the_checks_after_an_ended_rank_run(tmp_path, monkeypatch):
+    """Results are those of all ranks: the rank that a signal has ended is the cause, not what the other one says."""
+
+    class Ranks:
+        def __init__(self, arguments, processes, environ, *, remedy, watch):
+            self.first, self.watch = int(arguments[-2]), watch
+
+        def write(self, rank, index, name, state, text=""):
+            with (tmp_path / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(Record(index, name, "instead", state, text, 1.0 + rank).to_line())
+
+        def run(self):
+            for rank, index in ((0, self.first), (1, self.first)):
+                self.write(rank, index, f"check {index}", STARTED)
+            if self.first == 0:
+                self.write(1, 0, "check 0", FAILED, "RuntimeError: connection closed")
+                (tmp_path / "rank0.log").write_text("Fatal Python error: Aborted\nThread 1\n", encoding="utf-8")
+                return 134
+            self.write(0, 1, "check 1", PASSED, "good")
+            self.watch()
+            self.write(1, 1, "check 1", FAILED, "bad")
+            for rank in (0, 1):
+                self.write(rank, 2, "check 2", ABSENT, "none")
+                self.write(rank, 3, END, PASSED)
+            self.watch()
+            return 0
+
+    monkeypatch.setattr(ranks, "Agent", Ranks)
+    shown: list[Result] = []
+    run_ranks(["rest"], 2, {}, Collector(tmp_path, 2, shown.append), directory=tmp_path)
+    first = "a rank was ended by SIGABRT: rank 0: Fatal Python error: Aborted"
+    wanted = [("check 0", FAILED, first), ("check 1", FAILED, "bad"), ("check 2", ABSENT, "none")]
+    assert [(result.name, result.state, result.text) for result in shown] == wanted
+
+
+@pytest.mark.slow
 def test_ranks_that_end_are_started_again(tmp_path, capfd):
     """One is ended by a signal, one hangs: the checks after it still run."""
     shown: list[Result] = []
@@ -152,7 +189,7 @@ def test_the_page_of_results(tmp_path, monkeypatch, capsys):
 def test_the_hosts_platform_and_environment(environ, chips, name, tmp_path, monkeypatch):
     """trn1's ranks have what the launcher gives them."""
     monkeypatch.setattr(ranks, "is_importable", lambda module: False)
-    monkeypatch.setattr(ranks.Platform, "require_package", lambda self: None)
+    monkeypatch.setattr(Platform, "require_package", lambda self: None)
     (tmp_path / "dev").mkdir()
     for chip in range(chips):
         (tmp_path / f"dev/neuron{chip}").touch()
