@@ -1,4 +1,4 @@
-"""The command line ``nxd-memopt``: train, prepare, launch, plan, profile, certify, convert and doctor."""
+"""The command line ``nxd-memopt``: train, prepare, launch, plan, profile, certify, convert, doctor and selftest."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "certify": "show, without the hardware, that a step recomputes, communicates and fits as it should",
     "convert": "convert weights between Hugging Face directories and neuronx-distributed's files",
     "doctor": "show versions, the backend and why it was chosen, and the fast paths that run",
+    "selftest": "check the library on this device in ten minutes at most, for a bug report",
 }
 # Imported when the command runs: plan and every --help need neither torch nor a device.
 _MODULES = {
@@ -31,6 +32,7 @@ _MODULES = {
     "certify": "nxd_memopt.certify.command",
     "convert": "nxd_memopt.commands.convert",
     "doctor": "nxd_memopt.commands.doctor",
+    "selftest": "nxd_memopt.selftest.command",
 }
 
 

@@ -102,6 +102,7 @@ def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**FAMILY | BALANCED | own | changes)
 
 
+DENSE = ("llama", "gpt_neox")  # of the golden runs
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -62,6 +62,8 @@ class Backend(Collectives):
     """Whether torch.distributed's default group has all that a group of all ranks has that ``new_group`` creates."""
     narrows_float64: bool = False
     """Whether float64 tensors have the precision of float32 on the device, without an error."""
+    rounds_matmuls: bool = False
+    """Whether the device's compiler may round the inputs of fp32 matmuls to bf16."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 
