@@ -28,8 +28,8 @@ def select_backend(requested: str | None = None) -> tuple[Backend, str]:
     """Return the backend and the reason for choosing it.
 
     Args:
-        requested: a name from ``BACKENDS``, a device such as ``gpu`` or ``trn2``, or ``None`` for the first backend that this machine
-            has.
+        requested: a name from ``BACKENDS``, a device such as ``gpu`` or ``trn2``, or ``None`` for the first
+            backend that this machine has.
 
     Raises:
         ValueError: the name is unknown, or this machine lacks the backend. There is no fallback.

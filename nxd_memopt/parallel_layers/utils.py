@@ -173,7 +173,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def describe_shard(weight: Tensor, size: int) -> str:
-    """Return the shape and the dtype of this rank's shard of a weight on ``size`` ranks, as ``repr`` of a layer has them."""
+    """Return what the ``repr`` of a layer says about this rank's shard of a weight on ``size`` ranks."""
     return f"weight_per_partition={list(weight.shape)}, tensor_model_parallel_size={size}, dtype={weight.dtype}"
 
 

@@ -139,7 +139,7 @@ def with_schedule_of_run(config: TrainConfig) -> TrainConfig:
     if is_rank_zero() and warmup != given:
         print(
             f"optimizer.warmup_steps {given} does not fit trainer.max_steps {steps}: the warm-up of this run is "
-            f"{SHORT_WARMUP:.0%} of its steps, {warmup}; set optimizer.decay_steps to run the start of a longer schedule",
+            f"{SHORT_WARMUP:.0%} of its steps, {warmup}; for the start of a longer schedule set optimizer.decay_steps",
             flush=True,
         )
     return replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
