@@ -90,9 +90,18 @@ def _require_hub(tokenizer: str | None, datasets: list[str]) -> None:
 
 
 def _require_pretrained(name: str | None) -> None:
-    """Raise ``ValueError`` if ``model.pretrained`` does not exist."""
+    """Raise ``ValueError`` if ``model.pretrained`` is no directory with a model."""
     # Of an export that was cut off, what reads the directory knows the remedy.
-    if name is None or Path(name).exists() or any(Path(name).parent.glob(f".{Path(name).name}.*")):
+    if name is None or any(Path(name).parent.glob(f".{Path(name).name}.*")):
+        return
+    path = Path(name)
+    if path.is_file():
+        raise ValueError(f"model.pretrained {name} is a file: name its directory, {path.absolute().parent}")
+    if path.is_dir():
+        if not any((path / each).is_file() for each in ("config.json", "adapter_config.json")) and not any(
+            path.glob("*.gguf")
+        ):
+            raise ValueError(f"model.pretrained {name} has no config.json: copy it from where the weights came from")
         return
     remedy = "name a directory in Hugging Face format"
     if len(Path(name).parts) == 2 and not Path(name).is_absolute():
@@ -120,7 +129,10 @@ def _is_on_hub(name: str) -> bool:
                 f"dataset {name!r} cannot be read: no such file; a relative path is looked for in {Path.cwd()}"
             )
         return False
-    return not local_files(name) and not is_saved(name) and not is_repository(Path(name))
+    files = local_files(name)
+    if files and not any(path.stat().st_size for path in files):
+        raise ValueError(f"dataset {name!r} is empty: it has no documents")
+    return not files and not is_saved(name) and not is_repository(Path(name))
 
 
 def _answers(endpoint: str) -> bool:

@@ -255,7 +255,8 @@ class OwnNorm(nn.Module):
 
     def forward(self, shard: Tensor) -> Tensor:
         # Applied to the full sequence, as after a gather: every rank has all of its gradient.
-        full = mappings.gather_from_sequence_parallel_region(self.down(self.up(self.norm(shard * self.scale))), False)
+        local = self.down(self.up(self.norm(shard * self.scale)))
+        full = mappings.gather_from_sequence_parallel_region(local, to_model_parallel=False)
         return (full * self.replicated).square().sum()
 
 
@@ -273,7 +274,7 @@ def test_a_parameter_that_is_not_tagged_is_named_once(is_tagged: bool, uses_trai
         warnings.simplefilter("always")
         for step in range(3):
             optimizer.zero_grad()
-            model(shard(tensors(4, 2, 6, seed=step), 0)).backward()
+            model(shard(tensors(4, 2, 6, seed=step), 0).float()).backward()
             with CountCollectives() as counted:
                 optimizer.step()
             counts.append(counted.total)

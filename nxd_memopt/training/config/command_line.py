@@ -8,7 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_memopt.options import alternatives, collected, field_types, fit, listed, nearest
+from nxd_memopt.options import alternatives, collected, field_types, fit, listed
+from nxd_memopt.training.config.other_tools import meant
 from nxd_memopt.training.config.train_config import SECTIONS
 from nxd_memopt.training.config.yaml_file import parse_yaml
 
@@ -68,7 +69,9 @@ def _option_named(name: str) -> tuple[str, str, str]:
             for section, cls in SECTIONS.items()
             for field in dataclasses.fields(cls)
         ]
-        remedy = nearest(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
+        remedy = meant(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
+        if name.endswith((".yaml", ".yml")):
+            remedy = f": write --config {name}"
         raise ValueError(f"unknown option {name}{remedy}")
     # The names of a model's configuration have underscores, paths of a mixture what they have.
     if option == "config_overrides":

@@ -15,6 +15,7 @@ from nxd_memopt.training.config.command_line import read_overrides
 from nxd_memopt.training.config.help import options_help
 from nxd_memopt.training.config.nemo.model import translate
 from nxd_memopt.training.config.nemo.switches import knows, take_switches
+from nxd_memopt.training.config.other_tools import meant
 from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, TrainConfig
 from nxd_memopt.training.config.yaml_file import read_yaml_file
 
@@ -101,7 +102,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
     try:
         known, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{str(error).removeprefix('argument ')}: write --config FILE or --recipe NAME") from error
     if known.help:
         print(options_help(program))
         raise SystemExit(0)
@@ -124,7 +125,10 @@ def recipe_path(name: str) -> Path:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     found = spelled(name, names)
     if found is None:
-        raise ValueError(f"there is no recipe {name!r}: the recipes are {', '.join(names)}; --config takes a file")
+        hint = nearest(name, names)
+        raise ValueError(
+            f"there is no recipe {name!r}: the recipes are {', '.join(names)}; --config takes a file{hint}"
+        )
     return RECIPES / f"{found}.yaml"
 
 
@@ -181,7 +185,7 @@ def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(values: Mapping[str, Any], known: Collection[str], section: str, problems: list[str]) -> None:
     """Add a text to ``problems`` for the names of ``values`` that are not ``known``."""
     unknown = [name for name in values if name not in known]
-    remedies = [nearest(name, tuple(known)) for name in unknown]
+    remedies = [meant(str(name), tuple(known)) for name in unknown]
     for name, remedy in zip(unknown, remedies, strict=True):
         problems.append(f"unknown key {name!r} in {section}{remedy}")
     # The list of all names, once.
