@@ -41,7 +41,7 @@ def test_without_a_request_the_best_available_is_taken():
 def test_unknown_and_absent_backends_are_refused_and_never_replaced():
     assert_says(error_message(lambda: select_backend("cud")), "NXD_MEMOPT_BACKEND", "'cud'", "did you mean 'cuda'")
     for name in ("cuda", "gpu"):
-        message = error_message(lambda: select_backend(name))
+        message = error_message(lambda name=name: select_backend(name))
         assert_says(message, f"NXD_MEMOPT_BACKEND={name} cannot be met", "CUDA", "unset NXD_MEMOPT_BACKEND")
 
 

@@ -183,7 +183,7 @@ def test_packages_offer_the_names_of_neuronx_distributed() -> None:
             getattr(package, name)
     assert parallel_layers.ColumnParallelLinear is layers.ColumnParallelLinear
     with pytest.raises(AttributeError, match="no attribute 'ColumnLinear'"):
-        parallel_layers.ColumnLinear
+        _ = parallel_layers.ColumnLinear
 
 
 def test_layers_print_their_sizes() -> None:

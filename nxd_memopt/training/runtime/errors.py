@@ -76,7 +76,7 @@ def text_of(error: Exception) -> str:
     It is one line, or one for each problem of several (``listed``): messages of other libraries may have
     any lines, and the ranks of a host write to the same terminal.
     """
-    return ITEM.join(" ".join(problem.split()) for problem in _message(error).split(ITEM))
+    return ITEM.join(" ".join(problem.split()) for problem in str.split(_message(error), ITEM))
 
 
 def _message(error: Exception) -> str:
