@@ -59,6 +59,8 @@ def _train(arguments: Sequence[str]) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status."""
+    if name.startswith("-") or name.endswith((".yaml", ".yml")):
+        raise ValueError(f"no command is named before {name}: write nxd-memopt train {name}, or another command")
     require_one_of("command", name, tuple(COMMANDS))
     if name == "train":
         return _train(arguments)

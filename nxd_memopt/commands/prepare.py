@@ -48,10 +48,14 @@ def _prepare(arguments: Sequence[str]) -> None:
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
     options, train_arguments = parser.separate(arguments)
     require_installed(PROGRAM, "yaml", "rich", extra="train")
+    from nxd_memopt.training.config.parsing import parse_config
+    from nxd_memopt.training.inputs import require_inputs
+
+    config = parse_config(train_arguments, program=PROGRAM)
+    require_inputs(config)
     require_transformers(PROGRAM, extra="train")
     # Tokenizing needs no device, and on this host a run may have all of them.
     use_host_only()
-    from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.data.mixture import Blend
     from nxd_memopt.training.data.sources.data_format import with_format
     from nxd_memopt.training.data.tokenize.chat import with_chat_template
@@ -60,8 +64,6 @@ def _prepare(arguments: Sequence[str]) -> None:
 
     # The same steps in the same order as at the start of a run: the fingerprint of the tokens, and
     # with it their directory, depends on each of them.
-    config = parse_config(train_arguments, program=PROGRAM)
-    config.data.require_sources()
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import death_signal
 from nxd_memopt.command_line import Parser, count
 from nxd_memopt.training.runtime.errors import USAGE_ERROR, user_errors
@@ -242,6 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--nproc {options.nproc} starts the ranks, but RANK is {os.environ['RANK']}: torchrun has started "
                 "them already, so omit --nproc or torchrun"
             )
+        # An error of the options or of a missing file is reported here once, before N processes import torch.
+        require_installed("nxd-memopt train", "yaml", extra="train")
+        from nxd_memopt.training.config.parsing import parse_config
+        from nxd_memopt.training.inputs import require_inputs
+
+        config = parse_config(train_arguments)
+        config.accumulation_steps(options.nproc)
+        config.require_expert_ranks(options.nproc)
+        require_inputs(config)
         return Agent([*PROGRAM, *train_arguments], options.nproc, os.environ).run()
 
 

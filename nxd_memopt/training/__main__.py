@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from nxd_memopt._optional import require_installed, require_transformers
-from nxd_memopt.training.runtime.distributed import is_rank_zero, require_rank_variables
+from nxd_memopt.training.runtime.distributed import is_rank_zero, ranks_per_host, require_rank_variables, world_size
 from nxd_memopt.training.runtime.errors import user_errors
 from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_status, final_status
 
@@ -38,15 +38,16 @@ def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) 
     """Check the packages, read the configuration and run."""
     require_rank_variables()
     require_installed(program, "yaml", "rich", "tensorboard", extra="train")
-    require_transformers(program, extra="train")
-
-    # Options need no torch: a wrong one is reported before the seconds that its import takes.
     from nxd_memopt.training.config.parsing import parse_config
+    from nxd_memopt.training.inputs import require_inputs
 
     if arguments is None:
         arguments = sys.argv[1:]
+    # What a user mistypes most is known before the imports below, which take seconds.
     config = parse_config(arguments, program=program)
-    config.data.require_sources()
+    require_inputs(config, is_one_host=world_size() == ranks_per_host())
+    require_transformers(program, extra="train")
+
     # Imported inside user_errors: the first import of the library selects the backend, and a
     # backend that cannot be used raises there.
     from nxd_memopt.training.loop import run

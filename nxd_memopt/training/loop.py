@@ -25,6 +25,7 @@ from nxd_memopt.training.checks import (
     require_finite_weights,
     require_trainable,
     require_usable_output,
+    with_schedule_of_run,
 )
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
@@ -98,7 +99,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
         epochs = config.trainer.max_epochs
-        config = with_steps_of_epochs(config, vocabulary)
+        config = with_schedule_of_run(with_steps_of_epochs(config, vocabulary))
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
         require_complete_epochs(plan, epochs)

@@ -18,6 +18,7 @@ from nxd_memopt.training.config.optimizer import OptimizerConfig
 from nxd_memopt.training.config.precision import PRECISIONS, precision_name
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+SHORT_WARMUP = 0.1  # of the steps of a run that is too short for optimizer.warmup_steps
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
 
 
@@ -249,7 +250,7 @@ class TrainConfig:
         # run of epochs are not known yet (``epochs.py``).
         if not self.trainer.max_steps or self.trainer.max_epochs is not None:
             return
-        warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
+        warmup, decay = self.warmup_steps, self.optimizer.wsd_decay_steps
         if warmup + decay > self.decay_steps:
             steps = f"optimizer.warmup_steps {warmup}"
             if decay:
@@ -259,6 +260,18 @@ class TrainConfig:
                 "trainer.max_steps): the learning rate would never reach optimizer.lr; shorten one of them or set "
                 "decay_steps"
             )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up: ``optimizer.warmup_steps``, or a tenth of a run that is too short for them.
+
+        A few steps that try the configuration of a long run then have a peak and a decay too. With ``decay_steps``
+        the schedule is stated, and a longer warm-up is an error.
+        """
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
+        if self.optimizer.decay_steps is not None or warmup + decay <= self.trainer.max_steps:
+            return warmup
+        return min(warmup, max(1, int(SHORT_WARMUP * self.trainer.max_steps)))
 
     @property
     def decay_steps(self) -> int:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from nxd_memopt.checkpoint.sharded.index import INDEX
 from nxd_memopt.checkpoint.sharded.steps import find_latest
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun, read_stored_run
-from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume
+from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume, listed
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.resume.changes import Changes, compare_options, judge, recorded_options, require_known
@@ -119,7 +119,7 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
     changes = compare_options(stored.config, recorded_options(config, hf_config), allowed)
     _compare_schedules(config, stored, changes)
     if changes.refusals:
-        raise ValueError(f"{stored.directory} was written by another configuration: {'; '.join(changes.refusals)}")
+        raise ValueError(f"{stored.directory} was written by another configuration: {listed(changes.refusals)}")
     if stored.step > config.trainer.max_steps:
         raise ValueError(
             f"{stored.directory} has done {stored.step} steps, more than trainer.max_steps "

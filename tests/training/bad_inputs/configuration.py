@@ -132,8 +132,8 @@ VALUES = (
     ),
     BadInput(
         "warm_up_beyond_the_last_step",
-        _option("optimizer", "warmup_steps", 9),
-        ("warmup_steps 9", "schedule of 8 steps", "shorten"),
+        _option("optimizer", "decay_steps", 1),
+        ("warmup_steps 2", "schedule of 1 steps", "shorten"),
     ),
     BadInput(
         "sequence_beyond_the_positions",

@@ -146,6 +146,16 @@ def test_norms_do_not_decay_after_a_resume() -> None:
     ]
 
 
+def test_a_warm_up_for_a_longer_run_is_a_tenth_of_this_one(tmp_path: Path) -> None:
+    schedule = {"lr": 0.2, "lr_schedule": "constant", "warmup_steps": 500}
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 20}, optimizer=schedule)
+    output = succeed(run_here(config))
+    assert "the warm-up of this run is 10% of its steps, 2;" in output
+    assert output.count("warning: optimizer.lr 0.2 is large for AdamW") == 1
+    assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([0.1, *[0.2] * 19])
+    refuse(run_here(config, "--trainer.max-steps", "600"), "optimizer.warmup_steps was 2 and is 500: restore it")
+
+
 def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
 
