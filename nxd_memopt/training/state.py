@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +14,9 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
+from nxd_memopt.checkpoint.files import Sources
+from nxd_memopt.checkpoint.huggingface.base import find_base
+from nxd_memopt.checkpoint.huggingface.importing import model_sources, opened_weights
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.loading import load_weights
 from nxd_memopt.checkpoint.sharded.training import load_checkpoint
@@ -38,7 +43,10 @@ class Training:
         tokens: packed tokens of the run.
         step: optimizer steps done, skipped ones included. The data position follows from it and
             from ``plan``, the learning rate from ``updates`` and ``plan``.
+        base: where the weights are that a run with adapters (LoRA) does not train, as its checkpoints record it;
+            None if they store all weights.
         adapter_base: directory that the files of adapters name as their base; None if none can be named.
+        files: directory of the files that rank 0 copies into each checkpoint: configuration and tokenizer.
     """
 
     model: nn.Module
@@ -47,7 +55,9 @@ class Training:
     plan: ResumePlan
     tokens: RunTokens
     step: int = 0
+    base: Mapping[str, Any] | None = None
     adapter_base: str | None = None
+    files: Path | None = None
 
     @property
     def updates(self) -> int:
@@ -68,6 +78,8 @@ class Training:
             self.optimizer.inner,
             shared=shared,
             per_rank={"random": random_state()},
+            base=self.base,
+            files=self.files,
         )
 
 
@@ -197,7 +209,16 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     with raise_together(f"loading the weights of {plan.warm_start}"):
         index = Index(plan.warm_start)
         lora = recorded_lora(index.content["config"])
-        has_loaded = load_weights(index, model, lora and lora.scale)
+    task = f"loading the weights of {plan.warm_start}"
+    with ExitStack() as stack:
+        base: Sources = {}
+        if index.base is None:
+            stack.enter_context(raise_together(task))
+        else:
+            directories = [index.base["directory"], plan.config.model.pretrained or index.base["directory"]]
+            directory = find_base(index.base, plan.warm_start, directories)
+            base = model_sources(model, stack.enter_context(opened_weights(directory, task)))
+        has_loaded = load_weights(index, model, lora and lora.scale, base)
     # On XLA the graph of loading ends here, as in build_model.
     backend.mark_step()
     adapters = ""

@@ -11,6 +11,7 @@ import torch
 
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
+from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
@@ -26,7 +27,14 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
-def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraConfig, *, base_model: str | None) -> None:
+def save_adapters(
+    model: torch.nn.Module,
+    directory: str | Path,
+    config: LoraConfig,
+    *,
+    base_model: str | None,
+    companions: str | Path | None = None,
+) -> None:
     """Write the adapters of ``model`` for ``peft.PeftModel.from_pretrained``. Every rank calls.
 
     The directory appears with one rename, and replaces an earlier one of adapters.
@@ -36,6 +44,8 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         directory: must be absent, empty, or of adapters that this program wrote.
         config: the adapters' configuration.
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
+        companions: directory with the tokenizer and chat template that the adapters were trained with, which are
+            copied; read by the writing rank.
 
     Raises:
         ValueError: on every rank, if the model has no adapters or adapters of another configuration, or the
@@ -66,7 +76,8 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
                 content = _peft_config(target_modules(model), config, base_model)
                 text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-                copy_other_files(target, incomplete)
+                has_own = companions is not None and copy_companions(Path(companions), incomplete)
+                copy_other_files(target, incomplete, companions=not has_own)
 
 
 def remove_adapters(target: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -46,6 +47,7 @@ def save_pretrained(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
     companions: str | Path | None = None,
+    merges_adapters: bool = True,
 ) -> None:
     """Write ``model`` as safetensors with its config, for
     ``AutoModelForCausalLM.from_pretrained``.
@@ -67,6 +69,7 @@ def save_pretrained(
         companions: directory whose tokenizer, chat template and ``generation_config.json`` the
             export gets, in the same rename as the weights; if it has any, none of an earlier
             export remains. Read by the writing rank.
+        merges_adapters: add the adapters (LoRA) to the weights; without, the weights are those of the adapters' base.
 
     Raises:
         ValueError, OSError: on every rank, if the writing rank fails; an earlier export is left
@@ -90,7 +93,7 @@ def save_pretrained(
         # One file at a time bounds the host memory of the writing rank. The gathers are outside
         # of ``raise_together``: the error of one rank inside of it would leave the other ranks
         # waiting in a collective.
-        with merged_adapters(model):
+        with merged_adapters(model) if merges_adapters else nullcontext():
             for file_name, params in shards.items():
                 tensors = _gather(model, params, dtype)
                 with raise_together(task):
@@ -229,7 +232,7 @@ def _write_remaining(model: torch.nn.Module, target: Path, shards: Shards, dtype
         for name, param in params.items():
             weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
     write_index(incomplete, weight_map, _total_bytes(shards, dtype))
-    _write_config(model, incomplete, dtype or model_dtype(next(iter(named_tensors(model))).tensor))
+    write_config(model, incomplete, dtype)
 
 
 def _replace(target: Path, companions: str | Path | None) -> None:
@@ -242,14 +245,14 @@ def _replace(target: Path, companions: str | Path | None) -> None:
     replace_directory(incomplete, target)
 
 
-def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model
+def write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``config.json`` with the stored dtype, by default the model's, and ``generation_config.json`` if the model
     has one.
     """
     # Transformers reads dtype and architectures from the config; the model's own config stays
     # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
-    config.dtype = dtype
+    config.dtype = dtype or model_dtype(next(iter(named_tensors(model))).tensor)
     # Megatron's name of the number of KV heads, which transformers does not read.
     if getattr(config, "num_query_groups", None):
         config.num_key_value_heads = num_kv_heads(config)

@@ -83,6 +83,7 @@ class RankSave:
             "config": flat_config(config),
             "sizes": parallel_sizes(),
             "versions": versions(),
+            "base": state.base,
         }
 
     @property
@@ -92,7 +93,7 @@ class RankSave:
 
     def _tensor_sources(self, state: TrainingState) -> list[SnapshotSource]:
         """Return the sources of this rank's boxes and record the boxes in the fragment."""
-        logicals = list(model_tensors(state.model))
+        logicals = list(model_tensors(state.model, frozen=state.base is None))
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []

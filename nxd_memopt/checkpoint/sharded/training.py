@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,8 @@ def begin_save(
         save = RankSave(directory, step, state, config, keep)
         if parallel_state.is_global_rank_zero():
             prepare_step(Path(directory), step, keep)
+            if state.files is not None:
+                shutil.copytree(state.files, save.incomplete, dirs_exist_ok=True)
     return save
 
 

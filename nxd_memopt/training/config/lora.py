@@ -19,7 +19,7 @@ class LoraOptions:
 
     Args:
         lora_rank: r, rank of the adapters; ``None`` trains the model's weights without adapters.
-        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``.
+        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``; ``None`` is twice the rank.
         lora_dropout: probability of dropping an element of an adapter's input.
         target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, which ``None`` means.
         use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
@@ -28,7 +28,7 @@ class LoraOptions:
     # Rank and targets decide the shapes, and alpha the function that was trained: another value is refused at a resume.
     # Dropout acts in training only, and may change if asked.
     lora_rank: int | None = option(None, resume=Resume.REFUSED)
-    lora_alpha: int = option(8, resume=Resume.REFUSED)
+    lora_alpha: int | None = option(None, resume=Resume.REFUSED)
     lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
     target_modules: tuple[str, ...] | None = option(None, resume=Resume.REFUSED)
     use_rslora: bool = option(False, resume=Resume.REFUSED)
@@ -42,6 +42,10 @@ class LoraOptions:
                         f"lora.{field.name} {getattr(self, field.name)!r} needs adapters: set lora.lora_rank, or leave "
                         "it out"
                     )
+        # Resolved here, so that a checkpoint records the value: twice the rank is what PEFT's users set. neuronx-
+        # distributed's default, 8 at any rank, would scale adapters of rank 16 by a half, and those of rank 64 by 1/8.
+        elif self.lora_alpha is None:
+            object.__setattr__(self, "lora_alpha", 2 * self.lora_rank)
         self.config()  # raises if an option is out of range
 
     def config(self) -> LoraConfig | None:

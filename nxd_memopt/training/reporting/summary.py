@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint.huggingface.exporting import write_config
 from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
@@ -156,16 +159,40 @@ def peak_bytes_of_all_ranks() -> list[int | None]:
     return [json.loads(peak) for peak in peaks]
 
 
-def export(model: nn.Module, vocabulary: Vocabulary, directory: Path) -> None:
-    """Write the model and its tokenizer as a Hugging Face directory. Every rank calls.
+@contextmanager
+def model_files(model: nn.Module, vocabulary: Vocabulary) -> Iterator[Path]:
+    """Yield a directory with what an export has next to its weights: configuration and tokenizer. Every rank calls.
 
-    The weights, the tokenizer and the generation config appear with one rename.
+    Rank 0 alone fills it, and removes it afterwards.
     """
     assert vocabulary.special is not None
-    exported = cast(Any, model)
-    exported.config = vocabulary.special.config_of_export(exported.config)
-    with tempfile.TemporaryDirectory(prefix="nxd_memopt_tokenizer_") as companions:
-        with raise_together(f"writing the tokenizer of {directory}"):
+    with tempfile.TemporaryDirectory(prefix="nxd_memopt_model_") as directory:
+        with raise_together("writing the tokenizer"):
             if parallel_state.is_global_rank_zero():
-                vocabulary.special.write_companions(vocabulary.tokenizer, Path(companions))
-        save_pretrained(model, directory, companions=companions)
+                vocabulary.special.write_companions(vocabulary.tokenizer, Path(directory))
+                with _config_of_export(model, vocabulary):
+                    write_config(model, Path(directory))
+        yield Path(directory)
+
+
+def export(
+    model: nn.Module, vocabulary: Vocabulary, directory: Path, files: Path, *, merges_adapters: bool = True
+) -> None:
+    """Write the model, with its adapters merged or left out, and ``model_files`` as a Hugging Face directory.
+
+    The weights, the tokenizer and the generation config appear with one rename. Every rank calls.
+    """
+    with _config_of_export(model, vocabulary):
+        save_pretrained(model, directory, companions=files, merges_adapters=merges_adapters)
+
+
+@contextmanager
+def _config_of_export(model: nn.Module, vocabulary: Vocabulary) -> Iterator[None]:
+    """Give ``model`` the token ids of its export inside the block."""
+    assert vocabulary.special is not None
+    exported = cast(Any, model)
+    own, exported.config = exported.config, vocabulary.special.config_of_export(exported.config)
+    try:
+        yield
+    finally:
+        exported.config = own
