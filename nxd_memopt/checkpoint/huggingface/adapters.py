@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def save_adapters(
     *,
     base_model: str | None,
     companions: str | Path | None = None,
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Write the adapters of ``model`` for ``peft.PeftModel.from_pretrained``. Every rank calls.
 
@@ -46,6 +48,7 @@ def save_adapters(
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
         companions: directory with the tokenizer and chat template that the adapters were trained with, which are
             copied; read by the writing rank.
+        read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:
         ValueError: on every rank, if the model has no adapters or adapters of another configuration, or the
@@ -68,7 +71,7 @@ def save_adapters(
         if writes:
             restore_interrupted(target)
             require_replaceable_adapters(target)
-    tensors = _gather(model)
+    tensors = _gather(model, read)
     with raise_together(task):
         if writes:
             with new_version(target) as incomplete:
@@ -93,11 +96,14 @@ def require_replaceable_adapters(target: Path) -> None:
     require_replaceable(target, re.compile(re.escape(ADAPTER_WEIGHTS)))
 
 
-def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _gather(model: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
+            continue
+        if read is not None:
+            tensors[PEFT_PREFIX + entry.names[0]] = read(entry.tensor)
             continue
         # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
         rows = gather_rows(entry.tensor)

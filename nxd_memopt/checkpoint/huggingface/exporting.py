@@ -6,6 +6,7 @@ import copy
 import math
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -48,6 +49,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     companions: str | Path | None = None,
     merges_adapters: bool = True,
+    read: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Write ``model`` as safetensors with its config, for
     ``AutoModelForCausalLM.from_pretrained``.
@@ -70,6 +72,7 @@ def save_pretrained(
             export gets, in the same rename as the weights; if it has any, none of an earlier
             export remains. Read by the writing rank.
         merges_adapters: add the adapters (LoRA) to the weights; without, the weights are those of the adapters' base.
+        read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:
         ValueError, OSError: on every rank, if the writing rank fails; an earlier export is left
@@ -93,9 +96,9 @@ def save_pretrained(
         # One file at a time bounds the host memory of the writing rank. The gathers are outside
         # of ``raise_together``: the error of one rank inside of it would leave the other ranks
         # waiting in a collective.
-        with merged_adapters(model) if merges_adapters else nullcontext():
+        with merged_adapters(model) if merges_adapters and read is None else nullcontext():
             for file_name, params in shards.items():
-                tensors = _gather(model, params, dtype)
+                tensors = _gather(model, params, dtype, read)
                 with raise_together(task):
                     if writes:
                         write_safetensors(incomplete_path(target) / file_name, tensors)
@@ -156,7 +159,12 @@ def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
     return sum(_full_bytes(tensor, dtype) for params in shards.values() for tensor in params.values())
 
 
-def _gather(model: torch.nn.Module, params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _gather(
+    model: torch.nn.Module,
+    params: dict[str, Tensor],
+    dtype: torch.dtype | None,
+    read: Callable[[Tensor], Tensor] | None,
+) -> dict[str, Tensor]:
     """Return the full tensors, as files have them, on tensor-parallel rank 0 of the first replica, and nothing on all
     other ranks.
     """
@@ -165,6 +173,9 @@ def _gather(model: torch.nn.Module, params: dict[str, Tensor], dtype: torch.dtyp
     # the experts of expert-parallel ranks, need the ranks of all replicas.
     full_tensors: dict[str, Tensor] = {}
     for name, param in params.items():
+        if read is not None:
+            full_tensors |= split_experts(model, name, read(param).to(_stored_dtype(param, dtype)))
+            continue
         gathered = gather_experts(gather_rows(param))
         if not is_model_replica_zero():
             continue

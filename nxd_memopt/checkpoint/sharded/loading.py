@@ -38,7 +38,7 @@ def load_model(index: Index, model: nn.Module) -> None:
     targets = match_names(model, list(index.names("model.")), without=without)
     # Check all tensors before the first one changes.
     for name, target in targets.items():
-        _require_alike(index, f"model.{name}", full_shape(target), model_dtype(target))
+        require_alike(index, f"model.{name}", full_shape(target), model_dtype(target))
     for name, target in targets.items():
         rows = local_rows(target)
         rows.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(rows.shape)))
@@ -78,7 +78,7 @@ def load_weights(
     targets = match_names(model, names, without=None if is_same else (lambda entry: entry.is_adapter))
     for name, target in targets.items():
         if f"model.{name}" in index:
-            _require_alike(index, f"model.{name}", full_shape(target), None)
+            require_alike(index, f"model.{name}", full_shape(target), None)
         else:
             require_full_shape(name, base[name], target)
     for name, target in targets.items():
@@ -125,7 +125,7 @@ def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: 
         part.of(weight).add_(scale * (up[rows] @ down[:, columns]))
 
 
-def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
@@ -253,7 +253,7 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
     expected = torch.float32 if keeps_remainder else each.stored.dtype
     if found != name:
         expected = torch.int16
-    _require_alike(index, found, full_shape(each.param), expected)
+    require_alike(index, found, full_shape(each.param), expected)
     master = _master(index, found, parts, shape)
     each.stored.copy_(master)
     if keeps_remainder:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.options import Resume, check_options, option
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class LoraOptions:
             raise ValueError(f"lora: {error}") from error
 
 
+def recorded_section(cls: type[Section], section: str, options: Mapping[str, Any]) -> Section:
+    """Return a section, of class ``cls``, of the options that a checkpoint records; others have their defaults."""
+    names = [field.name for field in dataclasses.fields(cast(Any, cls))]
+    return cls(**{name: options[f"{section}.{name}"] for name in names if f"{section}.{name}" in options})
+
+
 def recorded_lora(options: Mapping[str, Any]) -> LoraConfig | None:
     """Return the configuration of the adapters of a checkpoint that records ``options``; None without adapters."""
-    names = [field.name for field in dataclasses.fields(LoraOptions)]
-    return LoraOptions(**{name: options[f"lora.{name}"] for name in names if f"lora.{name}" in options}).config()
+    return recorded_section(LoraOptions, "lora", options).config()
