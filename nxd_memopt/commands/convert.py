@@ -104,11 +104,11 @@ class Convert:
         """Check the options, and convert."""
         self._require_options_of_formats()
         self._require_sizes()
+        if self.source.resolve() == self.target.resolve():
+            raise ValueError(f"--target {self.target} is the source, which stays as it is: choose another")
         if self.source_format == "checkpoint":
             self._from_checkpoint()
-            return
-        self._require_another(self.source)
-        if self.source_format == "nxd":
+        elif self.source_format == "nxd":
             self._from_nxd()
         elif self.target_format == "nxd":
             self._to_nxd()
@@ -159,12 +159,6 @@ class Convert:
                 remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
             raise ValueError(f"--from {formats[0]} --to {formats[1]} takes no {options}: {remedy}")
 
-    def _require_another(self, read: Path) -> None:
-        """Raise ``ValueError`` if the target is a directory that is read, or lies in it."""
-        source, target = read.resolve(), self.target.resolve()
-        if source == target or source in target.parents:
-            raise ValueError(f"--target {self.target} is in {read}, which is read and stays as it is: choose another")
-
     def _from_checkpoint(self) -> None:
         """Convert a training checkpoint to a Hugging Face directory, or its adapters to PEFT's format."""
         from nxd_memopt.commands.convert_checkpoint import CheckpointSource
@@ -172,7 +166,8 @@ class Convert:
 
         source = CheckpointSource(find_checkpoint("--source", str(self.source)), self.base)
         for read in source.directories():
-            self._require_another(read)
+            if read.resolve() in (self.target.resolve(), *self.target.resolve().parents):
+                raise ValueError(f"--target {self.target} is in {read}, which stays as it is: choose another")
         if self.target_format == "peft":
             source.write_adapters(self.target)
         else:

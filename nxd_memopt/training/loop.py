@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
+from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.checks import (
@@ -166,6 +167,7 @@ def run_prepared(
         ]
         with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
             summary.held_out_loss_before = evaluate_before(training, config, reporter)
+            find_best(training, config, reporter)
             evaluate_missed(training, config, reporter)
             # The reported peak is of training alone, without loading and the first evaluation.
             backend.reset_peak_memory_stats()
@@ -175,6 +177,8 @@ def run_prepared(
             summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
             summary.freed_memory_bytes = backend.freed_bytes_kept()
             summary.held_out_loss_after = evaluate(training, config, reporter)
+            if config.trainer.keep_best:
+                training.improves(summary.held_out_loss_after)
             if not reporter.evaluated_same_tokens(0, training.step):
                 reporter.say(
                     "the held-out tokens have changed since step 0: the summary has no held_out_change_percent"
@@ -255,7 +259,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
                 metrics.read()
             if evaluates:
                 with stopping.evaluation():
-                    evaluate(training, config, reporter, stopping.before_batch)
+                    loss = evaluate(training, config, reporter, stopping.before_batch)
+                    saves |= trainer.keep_best and training.improves(loss)
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
@@ -335,7 +340,23 @@ def evaluate_missed(training: Training, config: TrainConfig, reporter: Reporter)
     recorded = json.loads(share_texts(json.dumps(reporter.recorded_evaluation(step)))[0])
     is_inside = 0 < step < config.trainer.max_steps
     if is_inside and is_due(step, config.trainer.val_check_interval) and recorded is None:
-        evaluate(training, config, reporter)
+        loss = evaluate(training, config, reporter)
+        # The checkpoint of this step is in another directory if the run of that directory is continued.
+        if config.trainer.keep_best and training.plan.continues:
+            training.improves(loss)
+
+
+def find_best(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+    """Set ``training.best`` to the best of the checkpoints that a resumed run has. Every rank calls."""
+    if not config.trainer.keep_best:
+        return
+    best: tuple[int, float] | None = None
+    with raise_together("reading the held-out losses of checkpoints"):
+        if is_rank_zero():
+            steps = complete_steps(config.trainer.checkpoint_directory)
+            best = reporter.best_evaluation(steps, held_out_digest(training, config))
+    shared = json.loads(share_texts(json.dumps(best))[0])
+    training.best = shared and (shared[0], shared[1])
 
 
 def finish(
@@ -360,7 +381,15 @@ def finish(
             if config.trainer.export == "verify":
                 summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, training, config)
             summary.steps = training.step
+            if training.best is not None:
+                step, summary.best_held_out_loss = training.best
+                checkpoints = config.trainer.checkpoint_directory
+                summary.best_checkpoint = str(step_directory(checkpoints, step))
+                # The last evaluation may have found a better one than the last save knew.
+                prune(checkpoints, config.trainer.keep_checkpoints, step)
             summary.tokens_per_s = reporter.mean_tokens_per_s()
+            if summary.tokens_per_s is None:
+                summary = summary.with_recorded(Path(config.trainer.output_dir))
             summary.write(Path(config.trainer.output_dir))
             reporter.show(summary.table())
             # Last, so that nothing is lost: checkpoint, export and summary are complete.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Training:
         base: where the weights are that a run with adapters (LoRA) does not train, as its checkpoints record it;
             None if they store all weights.
         adapter_base: directory that the files of adapters name as their base; None if none can be named.
+        best: step and held-out loss of the best checkpoint, with ``trainer.keep_best``; None before the first.
         files: directory of the files that rank 0 copies into each checkpoint: configuration and tokenizer.
     """
 
@@ -57,12 +59,22 @@ class Training:
     step: int = 0
     base: Mapping[str, Any] | None = None
     adapter_base: str | None = None
+    best: tuple[int, float] | None = None
     files: Path | None = None
 
     @property
     def updates(self) -> int:
         """Steps that have updated the weights: all but those skipped after an overflow in fp16."""
         return self.step - self.optimizer.skipped_steps
+
+    def improves(self, loss: float | None) -> bool:
+        """Return whether the held-out loss of this step is the lowest one, which ``best`` then is."""
+        lowest = math.inf if self.best is None else self.best[1]
+        # Not "not greater": a loss may be NaN.
+        if loss is None or not loss < lowest:
+            return False
+        self.best = (self.step, loss)
+        return True
 
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
@@ -135,8 +147,9 @@ class Saver:
     def save(self) -> None:
         """Save a checkpoint of the current step, in the background with ``trainer.async_save``."""
         config = self._training.plan.recorded
+        keep_step = self._training.best and self._training.best[0]
         if self._background is not None:
-            self._background.save(self._training.step, self._training.state(), config)
+            self._background.save(self._training.step, self._training.state(), config, keep_step=keep_step)
             return
         save_training_state(
             self._config.trainer.checkpoint_directory,
@@ -144,6 +157,7 @@ class Saver:
             state=self._training.state(),
             config=config,
             keep=self._config.trainer.keep_checkpoints,
+            keep_step=keep_step,
         )
 
 

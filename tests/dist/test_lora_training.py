@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from nxd_memopt.checkpoint import find_latest
+from nxd_memopt.commands.convert import Convert
 from tests.reference_models import llama_config
 from tests.training.runs import (
     LLAMA,
@@ -62,6 +64,7 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
     assert found["held_out_loss_after"] < found["held_out_loss_before"] - 0.01
     assert found["transformers_difference"] < 1e-5 * found["held_out_loss_after"]  # of the merged export
     require_converted(tmp_path / "run")
+    require_refused_conversions(base, tmp_path)
     # The checkpoint has adapters and their optimizer states only, and the base is what it was.
     checkpoints = tmp_path / "run" / "checkpoints"
     index = json.loads(next(checkpoints.glob("*/index.json")).read_text(encoding="utf-8"))
@@ -141,16 +144,32 @@ def test_a_run_goes_on_at_another_stage_and_size(base: Path, tmp_path: Path) -> 
 
 def test_a_resumed_run_goes_on_with_its_adapters(base: Path, tmp_path: Path) -> None:
     lora = {"lora_dropout": 0.2}
-    at_once = {"trainer": {"save_interval": 2, "output_dir": str(tmp_path / "once"), "max_steps": 4}}
+    at_once: dict[str, Any] = {"trainer": {"save_interval": 2, "output_dir": str(tmp_path / "once"), "max_steps": 4}}
     assert run_here(config(tmp_path, base, lora=lora, **at_once)).returncode == 0
     shutil.copytree(tmp_path / "once", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_00000004")
-    again = {"trainer": at_once["trainer"] | {"output_dir": str(tmp_path / "resumed")}}
+    again: dict[str, Any] = {"trainer": at_once["trainer"] | {"output_dir": str(tmp_path / "resumed")}}
     outcome = run_here(config(tmp_path, base, lora=lora, **again))
     assert outcome.returncode == 0 and "resuming after step 2" in outcome.stdout, outcome.stderr
     assert exact(tmp_path / "resumed") == exact(tmp_path / "once")
     refused = run_here(config(tmp_path, base, lora=lora | {"lora_rank": 2}, **again))
     assert refused.returncode == 2 and "lora.lora_rank was 4 and is 2" in refused.stderr
+
+
+def require_refused_conversions(base: Path, directory: Path) -> None:
+    """Check that a conversion takes the base of the adapters alone, and writes neither to it nor to the checkpoint."""
+    checkpoint = find_latest(directory / "run" / "checkpoints")
+    assert checkpoint is not None
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(llama_config(**LLAMA)).save_pretrained(directory / "other base")
+    for target, other, says in (
+        (directory / "new", directory / "other base", "has SHA-256"),
+        (checkpoint / "new", base, "which stays as it is"),
+        (base, base, "which stays as it is"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Convert(checkpoint, target, source_format="checkpoint", base=other)()
+        assert not (directory / "new").exists() and not (checkpoint / "new").exists()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -244,7 +263,8 @@ def test_a_base_without_a_directory_is_stored_once(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "once")
     model = model | {"warm_start": str(tmp_path / "other")}
     file = config(tmp_path, tmp_path, "third", model=model, data=data, trainer={"max_steps": 2})
-    assert run_here(file).returncode == 0
+    outcome = run_here(file, "--optimizer.lr", "2e-5")
+    assert outcome.returncode == 0 and "optimizer.lr is 2e-05; adapters usually need 1e-4" in outcome.stdout
     expected = summary(tmp_path / "other")["held_out_loss_after"]
     assert summary(tmp_path / "third")["held_out_loss_before"] == pytest.approx(expected, rel=1e-6)
 

@@ -42,7 +42,13 @@ class Restored:
 
 
 def save_training_state(
-    directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
+    directory: str | Path,
+    step: int,
+    *,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int = 2,
+    keep_step: int | None = None,
 ) -> Path:
     """Write ``directory/step_XXXXXXXX`` and return its path.
 
@@ -59,12 +65,13 @@ def save_training_state(
         state: the state to save.
         config: options that a resumed run must share; compared by ``load_training_state``.
         keep: number of complete checkpoints to keep, this one included; at least 1.
+        keep_step: step of another checkpoint to keep, such as the best one.
 
     Raises:
         ValueError, OSError: on every rank, if one cannot write, or if ``directory`` has a later
             step.
     """
-    save = begin_save(directory, step, state, config, keep)
+    save = begin_save(directory, step, state, config, keep, keep_step)
     task = f"saving {save.target}"
     reader = HostReader()
     # Every rank writes its file; only if all succeed, rank 0 writes the index.
@@ -78,7 +85,12 @@ def save_training_state(
 
 
 def begin_save(
-    directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+    directory: str | Path,
+    step: int,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int,
+    keep_step: int | None = None,
 ) -> RankSave:
     """Describe this rank's part of a checkpoint and create the directory to write into.
 
@@ -86,7 +98,7 @@ def begin_save(
     """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     with raise_together(f"saving step {step} to {directory}"):
-        save = RankSave(directory, step, state, config, keep)
+        save = RankSave(directory, step, state, config, keep, keep_step)
         if parallel_state.is_global_rank_zero():
             prepare_step(Path(directory), step, keep)
             if state.files is not None:

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.huggingface.exporting import write_config
 from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
@@ -22,6 +23,15 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.reporting.reporter import gib
+
+EVALUATED = (
+    "held_out_loss_after",
+    "transformers_held_out_loss",
+    "best_checkpoint",
+    "best_held_out_loss",
+    "export",
+)
+"""Figures that a start without a step has too."""
 
 
 @dataclass
@@ -43,6 +53,8 @@ class Summary:
     available_memory_bytes: int | None = None
     measured_memory_bytes: int | None = None
     freed_memory_bytes: int | None = None
+    best_checkpoint: str | None = None
+    best_held_out_loss: float | None = None
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -65,7 +77,27 @@ class Summary:
             "transformers_difference": self.transformers_difference(),
         }
         text = json.dumps(asdict(self) | derived, indent=2) + "\n"
-        write_text(directory / "summary.json", text)
+        path = directory / "summary.json"
+        # A finished run that is started again has nothing new to say.
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+
+    def with_recorded(self, directory: Path) -> Summary:
+        """Return this summary of a start that has trained nothing, with the figures of the start that has trained.
+
+        Held-out losses are of this start, where it has evaluated. A file of another step says nothing about this one.
+        """
+        path = directory / "summary.json"
+        if not path.is_file():
+            return self
+        recorded = read_json(path)
+        if recorded.get("steps") != self.steps:
+            return self
+        own = asdict(self)
+        # The loss before is read from the records, and is None if it is of other tokens than the loss after.
+        del own["held_out_loss_before"]
+        evaluated = [name for name in EVALUATED if own[name] is not None]
+        return replace(self, **{name: recorded[name] for name in own if name in recorded and name not in evaluated})
 
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""
@@ -105,6 +137,8 @@ class Summary:
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
+            ("best checkpoint", self.best_checkpoint),
+            ("its held-out loss", _number(self.best_held_out_loss, ".4f")),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
             ("planned memory", self._planned()),
