@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -83,7 +83,9 @@ def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: P
         torch.testing.assert_close(weight, loaded.get_parameter(name), rtol=1e-6, atol=1e-7)
     before = load_file(base / "model.safetensors")
     changed = {
-        name for name, weight in merged.state_dict().items() if not torch.equal(weight, before.get(name, weight))
+        name
+        for name, weight in merged.state_dict().items()
+        if not torch.equal(weight, cast(Any, before).get(name, weight))
     }
     assert changed and all(name.split(".")[-2] in LORA["target_modules"] for name in changed)
 

@@ -310,12 +310,13 @@ class Reporter:
         if not self._enabled:
             return None
         rows = [row for row in self._evaluations.rows if row["step"] in steps]
-        same = [(row["held_out_loss"], row["step"]) for row in rows if row.get("tokens") == tokens]
+        same = [row for row in rows if row.get("tokens") == tokens]
         if rows and not same:
             self.say("trainer.keep_best: the held-out tokens have changed, and the best checkpoint is chosen anew")
-        if not same:
+        losses = [(row["held_out_loss"], row["step"]) for row in same if math.isfinite(row["held_out_loss"])]
+        if not losses:
             return None
-        loss, step = min(same)
+        loss, step = min(losses)
         return step, loss
 
     def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:

@@ -125,6 +125,11 @@ class Summary:
             text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
         return text
 
+    def _best(self) -> str | None:
+        if self.best_checkpoint is None:
+            return None
+        return f"{Path(self.best_checkpoint).name}, held-out loss {self.best_held_out_loss:.4f}"
+
     def _rows(self) -> list[tuple[str, str]]:
         # Rows without a value are left out: not every run exports, evaluates or reports memory. An
         # empty text counts as no value, so a run without peaks has no row for them.
@@ -137,8 +142,7 @@ class Summary:
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
-            ("best checkpoint", self.best_checkpoint),
-            ("its held-out loss", _number(self.best_held_out_loss, ".4f")),
+            ("best checkpoint", self._best()),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
             ("planned memory", self._planned()),

@@ -121,7 +121,7 @@ def test_dropout_may_change_when_asked() -> None:
 
 def test_another_pretrained_directory_with_an_equal_configuration() -> None:
     before, after = build(model={"pretrained": "a"}), build(model={"pretrained": "b"})
-    said = "model.pretrained: a -> b, with an equal configuration; the weights are the checkpoint's"
+    said = "model.pretrained: a -> b, with an equal configuration; the weights stay as they are"
     assert compare(before, after).notes == [said]
 
 
