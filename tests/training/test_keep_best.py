@@ -39,6 +39,8 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     before = (path.read_bytes(), path.stat().st_mtime_ns)
     assert start(8)[0] == [6, 8] and (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert found["tokens_per_s"] > 0
+    # Others may read it, as far as the umask allows.
+    assert (checkpoints / "step_00000008").stat().st_mode == checkpoints.stat().st_mode
     require_converted(tmp_path / "run")
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.directories import copy_entry, incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import group_by_size, is_own, write_index, write_safetensors
-from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, copy_entry, is_companion
+from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
 from nxd_memopt.checkpoint.layout import require_groups_of
 from nxd_memopt.checkpoint.names import named_tensors

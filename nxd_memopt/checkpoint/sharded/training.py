@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint.directories import copy_entry
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.fingerprint import flat_config, parallel_sizes, require_same_config
 from nxd_memopt.checkpoint.sharded.index import Index
@@ -101,8 +101,9 @@ def begin_save(
         save = RankSave(directory, step, state, config, keep, keep_step)
         if parallel_state.is_global_rank_zero():
             prepare_step(Path(directory), step, keep)
-            if state.files is not None:
-                shutil.copytree(state.files, save.incomplete, dirs_exist_ok=True)
+            # One by one: copying the directory would also copy its mode, and a temporary one is closed to others.
+            for path in sorted(state.files.iterdir()) if state.files is not None else ():
+                copy_entry(path, save.incomplete / path.name)
     return save
 
 
