@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
+from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.checks import (
@@ -51,6 +52,7 @@ from nxd_memopt.training.reporting.start_report import start_lines
 from nxd_memopt.training.reporting.summary import (
     Summary,
     export,
+    model_files,
     peak_bytes_of_all_ranks,
     require_verified,
     start_summary,
@@ -138,7 +140,7 @@ def run_prepared(
     memory_plan = memory_plan.before_model()
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
-    model = build_model(config, hf_config)
+    model = build_model(config, hf_config, plan.base)
     lora_notes = apply_lora(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
@@ -149,51 +151,53 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    read = plan.position(config.trainer.max_steps)
-    described = tokens.describe(config.data, config.trainer.max_steps, read)
-    rows = [*model_notes, *described, *conversation_notes(training, config, vocabulary)]
-    notes = [
-        *rows,
-        *lora_notes,
-        *describe_step(model, config),
-        *vocabulary.notes,
-        *warm_notes,
-        *plan.notes,
-        *resume(training),
-        *find_adapter_base(training, hf_config),
-    ]
-    continues = plan.stored is not None and plan.stored.directory.parent == Path(config.trainer.checkpoint_directory)
-    with open_reporter(config, training.step, notes, memory_plan.planned_bytes, continues=continues) as reporter:
-        summary.held_out_loss_before = evaluate_before(training, config, reporter)
-        evaluate_missed(training, config, reporter)
-        # The reported peak is of training alone, without loading and the first evaluation.
-        backend.reset_peak_memory_stats()
-        with gc_frozen():
-            train(training, config, reporter, interrupts)
-        summary.peak_memory_bytes = peak_bytes_of_all_ranks()
-        summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
-        summary.freed_memory_bytes = backend.freed_bytes_kept()
-        summary.held_out_loss_after = evaluate(training, config, reporter)
-        if not reporter.evaluated_same_tokens(0, training.step):
-            reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
-            summary.held_out_loss_before = None
-        finish(training, config, reporter, summary, vocabulary)
+    with model_files(model, vocabulary) as training.files:
+        read = plan.position(config.trainer.max_steps)
+        described = tokens.describe(config.data, config.trainer.max_steps, read)
+        notes = [
+            *model_notes,
+            *described,
+            *conversation_notes(training, config, vocabulary),
+            *lora_notes,
+            *describe_step(model, config),
+            *vocabulary.notes,
+            *warm_notes,
+            *plan.notes,
+            *resume(training),
+            *find_adapter_base(training, hf_config, vocabulary),
+        ]
+        with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
+            summary.held_out_loss_before = evaluate_before(training, config, reporter)
+            find_best(training, config, reporter)
+            evaluate_missed(training, config, reporter)
+            # The reported peak is of training alone, without loading and the first evaluation.
+            backend.reset_peak_memory_stats()
+            with gc_frozen():
+                train(training, config, reporter, interrupts)
+            summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+            summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
+            summary.freed_memory_bytes = backend.freed_bytes_kept()
+            summary.held_out_loss_after = evaluate(training, config, reporter)
+            if config.trainer.keep_best:
+                training.improves(summary.held_out_loss_after)
+            if not reporter.evaluated_same_tokens(0, training.step):
+                reporter.say(
+                    "the held-out tokens have changed since step 0: the summary has no held_out_change_percent"
+                )
+                summary.held_out_loss_before = None
+            finish(training, config, reporter, summary, vocabulary)
 
 
-def open_reporter(
-    config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None, *, continues: bool
-) -> Reporter:
-    """Return the reporter of a run that has done ``first_step`` steps, and print its setup.
-
-    ``continues`` says whether a checkpoint of the run's own directory is continued.
-    """
+def open_reporter(training: Training, config: TrainConfig, notes: list[str], planned_bytes: int | None) -> Reporter:
+    """Return the reporter of a run that trains from ``training.step`` on, and print its setup."""
+    first_step = training.step
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     with raise_together("reading the records of earlier steps"):
         reporter = Reporter(
             config,
             enabled=is_rank_zero(),
             first_step=first_step,
-            continues=continues,
+            continues=training.plan.continues,
             planned_memory_bytes=planned_bytes,
         )
     tensor_size = parallel_state.get_tensor_model_parallel_size()
@@ -256,7 +260,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
                 metrics.read()
             if evaluates:
                 with stopping.evaluation():
-                    evaluate(training, config, reporter, stopping.before_batch)
+                    loss = evaluate(training, config, reporter, stopping.before_batch)
+                    saves |= trainer.keep_best and training.improves(loss)
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
@@ -336,7 +341,23 @@ def evaluate_missed(training: Training, config: TrainConfig, reporter: Reporter)
     recorded = json.loads(share_texts(json.dumps(reporter.recorded_evaluation(step)))[0])
     is_inside = 0 < step < config.trainer.max_steps
     if is_inside and is_due(step, config.trainer.val_check_interval) and recorded is None:
-        evaluate(training, config, reporter)
+        loss = evaluate(training, config, reporter)
+        # The checkpoint of this step is in another directory if the run of that directory is continued.
+        if config.trainer.keep_best and training.plan.continues:
+            training.improves(loss)
+
+
+def find_best(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+    """Set ``training.best`` to the best of the checkpoints that a resumed run has. Every rank calls."""
+    if not config.trainer.keep_best:
+        return
+    best: tuple[int, float] | None = None
+    with raise_together("reading the held-out losses of checkpoints"):
+        if is_rank_zero():
+            steps = complete_steps(config.trainer.checkpoint_directory)
+            best = reporter.best_evaluation(steps, held_out_digest(training, config))
+    shared = json.loads(share_texts(json.dumps(best))[0])
+    training.best = shared and (shared[0], shared[1])
 
 
 def finish(
@@ -350,8 +371,9 @@ def finish(
     directory = config.trainer.export_directory
     training.optimizer.finish_update()
     if config.trainer.export:
-        export(training.model, vocabulary, directory)
-        write_adapters(training.model, config, training.adapter_base)
+        assert training.files is not None
+        export(training.model, vocabulary, directory, training.files)
+        write_adapters(training, config)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.
@@ -360,7 +382,15 @@ def finish(
             if config.trainer.export == "verify":
                 summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, training, config)
             summary.steps = training.step
+            if training.best is not None:
+                step, summary.best_held_out_loss = training.best
+                checkpoints = config.trainer.checkpoint_directory
+                summary.best_checkpoint = str(step_directory(checkpoints, step))
+                # The last evaluation may have found a better one than the last save knew.
+                prune(checkpoints, config.trainer.keep_checkpoints, step)
             summary.tokens_per_s = reporter.mean_tokens_per_s()
+            if summary.tokens_per_s is None:
+                summary = summary.with_recorded(Path(config.trainer.output_dir))
             summary.write(Path(config.trainer.output_dir))
             reporter.show(summary.table())
             # Last, so that nothing is lost: checkpoint, export and summary are complete.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,13 +111,19 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
     return Vocabulary(tokenizer, hf_config.vocab_size, special.end_of_text, special)
 
 
-def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
+def build_model(config: TrainConfig, hf_config: PretrainedConfig, base: Path | None = None) -> ParallelCausalLM:
     """Build this rank's shard of the model on the backend's device, and load pretrained weights.
 
     With ``use_cpu_initialization`` the shard is initialized and loaded on the host in two cases. On
     XLA it is copied afterwards: initializing or loading it on the device, slice by slice, would
     compile another graph. At zero3 it stays there until ``shard_model`` copies one layer at a time,
     because the device need not have room for the model without its data-parallel sharding.
+
+    Args:
+        config: configuration of the run.
+        hf_config: configuration of the model.
+        base: Hugging Face directory whose weights are loaded, whatever the configuration says: a resumed run's
+            base of adapters.
     """
     is_sharded_later = config.data_parallel.sharding == "zero3"
     on_host = config.parallel.use_cpu_initialization and (backend.name == "xla" or is_sharded_later)
@@ -131,7 +138,9 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
         device=device,
         **expert_options(config, hf_config),
     )
-    if config.model.pretrained is not None and not config.model.random_init:
+    if base is not None:
+        load_pretrained(model, base)
+    elif config.model.pretrained is not None and not config.model.random_init:
         resizes = config.model.resize_embedding
         if is_upcycled(config, hf_config):
             load_upcycled(model, config.model.pretrained, seed=config.trainer.seed, resize_embedding=resizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
+from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
@@ -26,7 +28,15 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
-def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraConfig, *, base_model: str | None) -> None:
+def save_adapters(
+    model: torch.nn.Module,
+    directory: str | Path,
+    config: LoraConfig,
+    *,
+    base_model: str | None,
+    companions: str | Path | None = None,
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Write the adapters of ``model`` for ``peft.PeftModel.from_pretrained``. Every rank calls.
 
     The directory appears with one rename, and replaces an earlier one of adapters.
@@ -36,6 +46,9 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         directory: must be absent, empty, or of adapters that this program wrote.
         config: the adapters' configuration.
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
+        companions: directory with the tokenizer and chat template that the adapters were trained with, which are
+            copied; read by the writing rank.
+        read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:
         ValueError: on every rank, if the model has no adapters or adapters of another configuration, or the
@@ -58,7 +71,7 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         if writes:
             restore_interrupted(target)
             require_replaceable_adapters(target)
-    tensors = _gather(model)
+    tensors = _gather(model, read)
     with raise_together(task):
         if writes:
             with new_version(target) as incomplete:
@@ -66,7 +79,8 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
                 content = _peft_config(target_modules(model), config, base_model)
                 text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-                copy_other_files(target, incomplete)
+                has_own = companions is not None and copy_companions(Path(companions), incomplete)
+                copy_other_files(target, incomplete, companions=not has_own)
 
 
 def remove_adapters(target: Path) -> None:
@@ -82,11 +96,14 @@ def require_replaceable_adapters(target: Path) -> None:
     require_replaceable(target, re.compile(re.escape(ADAPTER_WEIGHTS)))
 
 
-def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _gather(model: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
+            continue
+        if read is not None:
+            tensors[PEFT_PREFIX + entry.names[0]] = read(entry.tensor)
             continue
         # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
         rows = gather_rows(entry.tensor)

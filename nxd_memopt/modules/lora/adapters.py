@@ -86,9 +86,8 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
         for layer in adapted_layers(model).values():
             weight = local_rows(layer.weight)
             originals[weight] = weight.detach().to("cpu", copy=True)
-            # The sum is rounded once to the weight's dtype.
-            delta = layer.delta()
-            weight.copy_(weight.to(delta.dtype) + delta)
+            # The sum is rounded on the host, as a conversion of a checkpoint does.
+            weight.copy_((originals[weight].double() + layer.delta()).to(weight.dtype))
         try:
             yield
         finally:

@@ -98,6 +98,8 @@ class TrainerConfig:
             is reported at the next step. Needs host memory for everything that a rank writes
             (parameters, master weights, optimizer states); page-locked on GPUs.
         keep_checkpoints: number of newest checkpoints that stay on disk.
+        keep_best: save after each evaluation with a lower held-out loss than all before, and keep the checkpoint
+            with the lowest one next to the newest ones. It needs ``val_check_interval``.
         log_every_n_steps: number of steps whose loss and gradient norm are read from the device
             together, written to metrics.jsonl and checked to be finite; also the steps between
             progress lines. Each read makes the host wait for the device, so use 10 or more on
@@ -136,6 +138,7 @@ class TrainerConfig:
     save_interval: int | Literal["auto", "never"] = option("auto", resume=Resume.REPORTED, minimum=0)
     async_save: bool = option(False, resume=Resume.REPORTED)
     keep_checkpoints: int = option(2, resume=Resume.REPORTED, minimum=1)
+    keep_best: bool = option(False, resume=Resume.REPORTED)
     log_every_n_steps: int = option(1, resume=Resume.REPORTED, minimum=1)
     export: bool | Literal["verify"] = option(True, resume=Resume.REPORTED)
     enable_cuda_graph: bool | Literal["auto"] = option("auto", resume=Resume.REPORTED)

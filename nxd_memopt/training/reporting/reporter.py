@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -301,6 +301,23 @@ class Reporter:
         # The last one, where other tokens were evaluated later.
         losses = [row["held_out_loss"] for row in self._evaluations.rows if row["step"] == step]
         return losses[-1] if losses else None
+
+    def best_evaluation(self, steps: Collection[int], tokens: str) -> tuple[int, float] | None:
+        """Return the one of ``steps`` with the lowest recorded loss of held-out ``tokens``, and the loss; None without.
+
+        Losses of other tokens, as options of the data give, are not compared; a line then says so.
+        """
+        if not self._enabled:
+            return None
+        rows = [row for row in self._evaluations.rows if row["step"] in steps]
+        same = [row for row in rows if row.get("tokens") == tokens]
+        if rows and not same:
+            self.say("trainer.keep_best: the held-out tokens have changed, and the best checkpoint is chosen anew")
+        losses = [(row["held_out_loss"], row["step"]) for row in same if math.isfinite(row["held_out_loss"])]
+        if not losses:
+            return None
+        loss, step = min(losses)
+        return step, loss
 
     def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
         """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.

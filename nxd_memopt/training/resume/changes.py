@@ -129,7 +129,7 @@ def judge(changes: Changes, name: str, rule: Declaration, values: tuple[Any, Any
     if rule.resume is Resume.REPORTED:
         changes.notes.append(f"{name}: {old} -> {new}")
     elif rule.resume is Resume.SAME_CONFIG:
-        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights are the checkpoint's")
+        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights stay as they are")
     elif rule.resume is Resume.SAME_CONTENT:
         # Whether the allowed tokens are others is said where they are compared.
         content = "" if DATASET in allowed else ", with equal content"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from nxd_memopt.checkpoint.huggingface.base import find_base
 from nxd_memopt.checkpoint.sharded.index import INDEX
 from nxd_memopt.checkpoint.sharded.steps import find_latest
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun, read_stored_run
@@ -29,6 +30,7 @@ class ResumePlan:
         config: the run's configuration, with the decay that its schedule has after the resume.
         recorded: options that the run's checkpoints record.
         stored: the checkpoint to continue from; None for a run that starts at step 0.
+        base: Hugging Face directory of the weights next to the adapters in ``stored``; None if it has all weights.
         warm_start: the checkpoint whose weights a run at step 0 starts with, if any.
         sequence_offset: ``sequence_offset + s * data.global_batch_size`` sequences are consumed before
             step s. It is 0 unless the run was resumed with another batch size or other text.
@@ -38,9 +40,16 @@ class ResumePlan:
     config: TrainConfig
     recorded: Mapping[str, Any]
     stored: StoredRun | None = None
+    base: Path | None = None
     warm_start: Path | None = None
     sequence_offset: int = 0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run continues from a checkpoint in its own directory."""
+        own = Path(self.config.trainer.checkpoint_directory)
+        return self.stored is not None and self.stored.directory.parent == own
 
     def position(self, step: int) -> int:
         """Return the number of training sequences that ``step`` steps have consumed."""
@@ -74,7 +83,12 @@ def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
         return ResumePlan(config, recorded, warm_start=_warm_start(config))
     with raise_together(f"resuming from {checkpoint}"):
         stored = read_stored_run(checkpoint)
-        return _compared(config, hf_config, stored, notes)
+        plan = _compared(config, hf_config, stored, notes)
+    if stored.base is None:
+        return plan
+    # The checkpoint has no weights but the adapters': they continue with the base that they were trained with.
+    directories = [config.model.pretrained] if config.model.pretrained is not None else []
+    return replace(plan, base=find_base(stored.base, checkpoint, directories))
 
 
 def _warm_start(config: TrainConfig) -> Path | None:
