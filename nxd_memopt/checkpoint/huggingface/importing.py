@@ -12,6 +12,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import stack_experts, with_zero_biases
+from nxd_memopt.checkpoint.huggingface.fused_layers import split_layers
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
 from nxd_memopt.modules.packed_weights import pack_weights
@@ -76,7 +77,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, r
     # A ValueError below names tensors; the directory is added here.
     try:
         # Names and shapes are checked for all tensors before the first parameter changes.
-        sources = with_zero_biases(model, stack_experts(model, sources))
+        sources = with_zero_biases(model, split_layers(model, stack_experts(model, sources)))
         targets = match_names(model, sources.keys())
         if resize_embedding:
             sources = _with_rows_of_tokens(model, sources, targets)
@@ -110,7 +111,8 @@ def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
         raise_together(f"comparing with {directory}"),
         open_weights(location) as sources,
     ):
-        sources = with_zero_biases(model, stack_experts(model, with_backbone_prefix(model, sources)))
+        sources = split_layers(model, stack_experts(model, with_backbone_prefix(model, sources)))
+        sources = with_zero_biases(model, sources)
         for name, param in match_names(model, sources.keys(), without_adapters=True).items():
             require_full_shape(name, sources[name], param)
             stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)

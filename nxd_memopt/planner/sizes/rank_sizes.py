@@ -18,9 +18,6 @@ from nxd_memopt.moe_config import MoEConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-_AS_LLAMA = ("llama", "mistral", "qwen2")
-
-
 @dataclass(frozen=True)
 class RankSizes:
     """Sizes that determine the activations of one rank.
@@ -167,9 +164,9 @@ def rank_sizes(
     windows: tuple[int | None, ...] = ()
     if any(each is not None and each < sequence_length for each in spec.windows):
         windows = tuple(each if each is not None and each < sequence_length else None for each in spec.windows)
-    # Mistral and Qwen2 differ from LLaMA in windows and biases, which keep no tensors for backward.
+    # Models that differ from LLaMA by windows, biases and factors keep the same tensors for backward.
     model_type = spec.model_type
-    if model_type in _AS_LLAMA:
+    if not (spec.is_gpt_neox or spec.has_experts or "q_norm" in spec.biases):
         model_type = "llama"
     experts = moe_sizes(spec, parallel, moe)
     adapters = None
