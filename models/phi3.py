@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219) and Phi-4: LLaMA with windows, partial RoPE, and fused projections in Hugging Face's files."""
+"""Phi-3 (arXiv:2404.14219) and Phi-4: LLaMA with windows and partial RoPE, and fused projections in files."""
 
 from __future__ import annotations
 

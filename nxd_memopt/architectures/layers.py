@@ -198,7 +198,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
 FUSED_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 }
-"""Layers that Hugging Face's files and PEFT have as one, by ``model_type``: its name -> the names here, in its rows' order.
+"""Layers that Hugging Face's files and PEFT have as one, by ``model_type``: its name -> names here, in order.
 
 Here they are separate, so that each rank has contiguous rows of each, next to its KV heads.
 """

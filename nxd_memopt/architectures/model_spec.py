@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, MODELS_WITH_EXPERTS, MULTIPLIERS, option, raw_option, reads
+from nxd_memopt.architectures.config_options import (
+    GPT_NEOX_TYPES,
+    MODELS_WITH_EXPERTS,
+    MULTIPLIERS,
+    option,
+    raw_option,
+    reads,
+)
 from nxd_memopt.architectures.layers import LAYERS, QWEN2_MOE, Layer
 from nxd_memopt.config import require_divisible
 from nxd_memopt.options import require_one_of

@@ -35,10 +35,10 @@ def math_attention(
 
 
 def scaled_scores(query: Tensor, key: Tensor, dtype: torch.dtype, scale: float | None = None) -> Tensor:
-    """Return ``scale Q K^t``, by default ``Q K^t / sqrt(d)``, in ``dtype``, of ``[..., S, d]`` and ``[..., S_k, d]``."""
+    """Return ``scale Q K^t``, or ``Q K^t / sqrt(d)``, in ``dtype``, of ``[..., S, d]`` and ``[..., S_k, d]``."""
     key = key.transpose(-1, -2)
     if scale is None:
-        scale = query.size(-1) ** -0.5
+        scale = float(query.size(-1) ** -0.5)
     if query.dtype == torch.float16:
         # The product alone exceeds the largest fp16 number, 65,504, at scores of 5,800 for d = 128.
         root = scale**0.5

@@ -63,9 +63,7 @@ def tiled_attention(
     """
     length = query.size(2)
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    output: Any = _TiledAttention.apply(
-        query, key, value, mask, tile or tile_length(length), window or length, scale
-    )
+    output: Any = _TiledAttention.apply(query, key, value, mask, tile or tile_length(length), window or length, scale)
     return output
 
 

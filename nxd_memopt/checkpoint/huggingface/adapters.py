@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -84,7 +85,8 @@ def require_replaceable_adapters(target: Path) -> None:
 
 def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
-    tensors: dict[str, torch.Tensor] = {}
+    # Of a fused layer there is one A, and B has the rows of its parts one below the other, in the model's order.
+    parts: dict[str, list[torch.Tensor]] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
             continue
@@ -93,8 +95,10 @@ def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if is_model_replica_zero():
             full = gather_full_tensor(rows)
             if full is not None:
-                tensors[PEFT_PREFIX + entry.names[0]] = full
-    return tensors
+                layer, factor, kind = entry.names[0].rsplit(".", 2)
+                name = f"{PEFT_PREFIX}{fused_name(model_type_of(model), layer)}.{factor}.{kind}"
+                parts.setdefault(name, []).append(full)
+    return {name: torch.cat(each) for name, each in parts.items()}
 
 
 def target_modules(model: torch.nn.Module) -> list[str]:
@@ -103,9 +107,11 @@ def target_modules(model: torch.nn.Module) -> list[str]:
     Those are the last parts of the layers' names, such as ``q_proj``, or, if a layer without an adapter
     has such a name too, the full names.
     """
-    layers = list(adapted_layers(model))
+    model_type = model_type_of(model)
+    layers = list(dict.fromkeys(fused_name(model_type, name) for name in adapted_layers(model)))
     short = sorted({name.rpartition(".")[2] for name in layers})
-    found = [name for name, _ in model.named_modules() if is_target(name, short)]
+    modules = dict.fromkeys(fused_name(model_type, name) for name, _ in model.named_modules())
+    found = [name for name in modules if is_target(name, short)]
     return short if found == layers else layers
 
 
