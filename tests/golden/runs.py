@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import GPTNeoXConfig, GraniteConfig, LlamaConfig, Phi3Config
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.granite import GraniteForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models.phi3 import Phi3ForCausalLM
 from nxd_memopt.parallel_layers import grads, parallel_state
 
 STEPS = 20
@@ -21,10 +23,21 @@ SIZES = {
     "num_attention_heads": 8,
     "intermediate_size": 128,
 }
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+PHI3 = {"sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None, "eos_token_id": 2}
 MODELS = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**SIZES)),
+    "granite": (GraniteForCausalLM, lambda: GraniteConfig(**SIZES, **FACTORS, tie_word_embeddings=True)),
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**SIZES, **PHI3, num_key_value_heads=2)),
 }
+FAMILIES = ("llama", "gpt_neox")
+"""The architectures that run under all settings; the others share LLaMA's code."""
 
 
 def golden_file(name: str) -> Path:

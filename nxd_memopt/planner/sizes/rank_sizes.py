@@ -49,6 +49,7 @@ class RankSizes:
             empty if no layer has a window.
         reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
         adapters: low-rank adapters, which are trained instead of the weights; None trains the weights.
+        scales_blocks: outputs of attention and MLP are multiplied by a constant (Granite).
     """
 
     model_type: str
@@ -76,6 +77,7 @@ class RankSizes:
     windows: tuple[int | None, ...] = ()
     reduces_in_fp32: bool = False
     adapters: Adapters | None = None
+    scales_blocks: bool = False
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
@@ -200,4 +202,5 @@ def rank_sizes(
         windows=windows,
         reduces_in_fp32=parallel.reduce_dtype == "float32",
         adapters=adapters,
+        scales_blocks=spec.residual_multiplier is not None,
     )
