@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint import TrainingState, save_pretrained, save_training_state
 from nxd_memopt.checkpoint.huggingface.adapters import save_adapters
+from nxd_memopt.checkpoint.sharded.index import Index
+from nxd_memopt.checkpoint.sharded.loading import load_weights
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -230,6 +232,24 @@ def test_the_initial_factors_are_those_of_one_rank() -> None:
         for factor in ("lora_A", "lora_B")
     }
     assert all(not value.any() for name, value in found.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_stored_adapters_are_merged_or_loaded(name: str, tmp_path: Path) -> None:
+    """Of a training checkpoint, into a model without adapters and one with the same ones."""
+    config = CONFIGS[name]()
+    base = hugging_face(config)
+    full = full_parameters(base)
+    _, factors = of_peft(base, targets_of(name))
+    model = with_adapters(config, full, factors, targets_of(name))
+    index = Index(save_training_state(tmp_path, 1, state=TrainingState(model), config={}))
+    expected = model(**batch()).loss
+    for has_adapters in (False, True):
+        other = parallel_model(config, full)
+        if has_adapters:
+            add_adapters(other, LoraConfig(3, 5, target_modules=targets_of(name)))
+        assert load_weights(index, other, 5 / 3) == has_adapters
+        assert relative_error(other(**batch()).loss, expected) < TOLERANCE
 
 
 @distributed(world_size=2)

@@ -8,13 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.layout import Part, parts_of
 from nxd_memopt.checkpoint.names import match_names, named_tensors
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.sharded.stored_optimizer import MASTER, StoredOptimizer
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
@@ -71,12 +72,20 @@ def load_weights(index: Index, model: nn.Module, adapter_scale: float | None) ->
     targets = match_names(model, names, without_adapters=not is_same)
     for name, target in targets.items():
         _require_alike(index, f"model.{name}", full_shape(target), None)
+    # The parts of a fused layer have one A, stored under the first part's name.
+    downs: dict[str, str] = {}
+    for name in stored:
+        if name.endswith(".lora_A.weight"):
+            downs[fused_name(model_type_of(model), name.removesuffix(".lora_A.weight"))] = name
     for name, target in targets.items():
         parts = parts_of(target)
         weight = _weight(index, name, parts, tuple(target.shape))
-        if not is_same and f"{name.removesuffix('weight')}lora_A.weight" in stored:
+        layer = name.removesuffix(".weight")
+        up = f"{layer}.lora_B.weight"
+        if not is_same and up in stored:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            _add_adapter(index, name.removesuffix(".weight"), cast(float, adapter_scale), weight, parts)
+            down = downs[fused_name(model_type_of(model), layer)]
+            _add_adapter(index, (up, down), cast(float, adapter_scale), weight, parts)
         target.copy_(weight)  # rounds once, to the target's dtype
     pack_weights(model)
     return is_same and bool(stored)
@@ -90,10 +99,10 @@ def _weight(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) 
     return index.assemble(f"model.{name}", parts, shape)
 
 
-def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: list[Part]) -> None:
-    """Add this rank's part of ``scale * B A`` of a stored adapter to the layer's ``weight``, fp32 or wider."""
+def _add_adapter(index: Index, names: tuple[str, str], scale: float, weight: Tensor, parts: list[Part]) -> None:
+    """Add this rank's part of ``scale * B A`` of the adapter ``names`` (B, A) to the ``weight``, fp32 or wider."""
     factors = []
-    for name in (f"{layer}.lora_B.weight", f"{layer}.lora_A.weight"):
+    for name in names:
         shape = index.shape(f"model.{name}")
         full = _weight(index, name, parts_of(torch.empty(shape, device="meta")), shape)
         factors.append(full.to(weight.dtype))
