@@ -140,8 +140,7 @@ CONFIGS = {
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
     ),
     "qwen3 dense, biases": lambda: qwen3_config(attention_bias=True),
-    "granite": granite_config,
-    "granite tied, biases": lambda: granite_config(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "granite": lambda: granite_config(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "phi3": phi3_config,
     "neox": gpt_neox_config,
     "neox sequential residual": lambda: gpt_neox_config(use_parallel_residual=False, layer_norm_eps=0.1),
