@@ -1,4 +1,4 @@
-"""The golden training run: three tiny models, and their losses as recorded in fp32 on a CPU."""
+"""The golden training run: tiny models, and their losses as recorded in fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig
+from transformers import GPTNeoXConfig, GraniteConfig, LlamaConfig, MixtralConfig, Phi3Config
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.granite import GraniteForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.models.mixtral import MixtralForCausalLM
+from nxd_memopt.models.phi3 import Phi3ForCausalLM
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import grads, parallel_state
@@ -30,11 +32,22 @@ SIZES: dict[str, Any] = {
 }
 LARGEST_T = SIZES["num_attention_heads"]
 """Every rank has a head."""
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+PHI3 = {"sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None, "eos_token_id": 2}
 MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**SIZES)),
     "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
+    "granite": (GraniteForCausalLM, lambda: GraniteConfig(**SIZES, **FACTORS, tie_word_embeddings=True)),
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**SIZES, **PHI3, num_key_value_heads=2)),
 }
+FAMILIES = ("llama", "gpt_neox", "mixtral")
+"""The models with code of their own; the others share LLaMA's."""
 GOLDEN_FILE = Path(__file__).with_name("golden.json")
 
 

@@ -20,7 +20,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.selftest.check import AbsentError, Check, CheckError
-from nxd_memopt.selftest.golden import LARGEST_T, MODELS, build, optimizer_of, recorded_losses, step, train
+from nxd_memopt.selftest.golden import FAMILIES, LARGEST_T, build, optimizer_of, recorded_losses, step, train
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
@@ -239,7 +239,7 @@ def checks(sizes: list[int]) -> list[Check]:
     found: list[Check] = []
     # Few runs, because each has two graphs to compile: with and without recompute and sequence parallelism.
     for size in sizes:
-        for name in MODELS:
+        for name in FAMILIES:
             sequence_parallel = size > 1 and name != "gpt_neox"
             instead, recompute = named, None
             if size == 1 and name == "llama":

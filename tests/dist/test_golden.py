@@ -35,3 +35,10 @@ def test_single_process_matches_golden(name, memory):
 def test_parallel_matches_golden(name, sequence_parallel, memory):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     assert_golden(name, train(name, sequence_parallel=sequence_parallel, memory=MemoryConfig(**memory)))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["granite", "phi3"])
+def test_other_architectures_match_golden(name):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    assert_golden(name, train(name, sequence_parallel=True, memory=MemoryConfig(**SELECTIVE)))

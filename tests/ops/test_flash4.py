@@ -41,12 +41,12 @@ def heads(query_heads, kv_heads, length=13, width=WIDTH):
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
-@pytest.mark.parametrize("starts", [None, [0, 5, 5, 13, 14, 26, 26]], ids=["rows", "packed"])
-def test_equals_the_reference(kernels, query_heads, kv_heads, starts):
+@pytest.mark.parametrize(("starts", "scale"), [(None, None), ([0, 5, 5, 13, 14, 26, 26], 0.7)], ids=["rows", "packed"])
+def test_equals_the_reference(kernels, query_heads, kv_heads, starts, scale):
     inputs, upstream = heads(query_heads, kv_heads), tensors(2, query_heads, 13, WIDTH, seed=3)
     documents = None if starts is None else PackedDocuments.of(torch.tensor(starts), 2, 13)
-    found = core_attention(*inputs, implementation="flash4", mask=documents)
-    expected = core_attention(*inputs, implementation="math", mask=documents)
+    found = core_attention(*inputs, implementation="flash4", mask=documents, scale=scale)
+    expected = core_attention(*inputs, implementation="math", mask=documents, scale=scale)
     assert_float64_close(found, expected)
     for a, b in zip(gradients(found, upstream, inputs), gradients(expected, upstream, inputs), strict=True):
         assert_float64_close(a, b)
@@ -186,7 +186,7 @@ def test_it_is_said_why_the_kernels_are_not_there(monkeypatch):
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
 def test_kernels_of_another_version_are_refused(kernels, monkeypatch, name):
     monkeypatch.setattr(kernels, name, lambda q, k, v, out, dout, lse: None)
-    assert_says(unavailable_reason(), f"{name} takes no causal", "cu_seqlens_k", "flash-attn-4==")
+    assert_says(unavailable_reason(), f"{name} takes no softmax_scale", "cu_seqlens_k", "flash-attn-4==")
 
 
 # ---- what each of a GPU's kernels serves -----------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
 from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -98,20 +99,24 @@ def require_replaceable_adapters(target: Path) -> None:
 
 def _gather(model: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
-    tensors: dict[str, torch.Tensor] = {}
+    # Of a fused layer there is one A, and B has the rows of its parts one below the other, in the model's order.
+    parts: dict[str, list[torch.Tensor]] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
             continue
-        if read is not None:
-            tensors[PEFT_PREFIX + entry.names[0]] = read(entry.tensor)
-            continue
-        # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
-        rows = gather_rows(entry.tensor)
-        if is_model_replica_zero():
-            full = gather_full_tensor(rows)
-            if full is not None:
-                tensors[PEFT_PREFIX + entry.names[0]] = full
-    return tensors
+        full = read(entry.tensor) if read is not None else _gathered(entry.tensor)
+        if full is not None:
+            layer, factor, kind = entry.names[0].rsplit(".", 2)
+            name = f"{PEFT_PREFIX}{fused_name(model_type_of(model), layer)}.{factor}.{kind}"
+            parts.setdefault(name, []).append(full)
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the full tensor on tensor-parallel rank 0 of the first replica, None elsewhere. Every rank calls."""
+    # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
+    rows = gather_rows(tensor)
+    return gather_full_tensor(rows) if is_model_replica_zero() else None
 
 
 def target_modules(model: torch.nn.Module) -> list[str]:
@@ -120,9 +125,11 @@ def target_modules(model: torch.nn.Module) -> list[str]:
     Those are the last parts of the layers' names, such as ``q_proj``, or, if a layer without an adapter
     has such a name too, the full names.
     """
-    layers = list(adapted_layers(model))
+    model_type = model_type_of(model)
+    layers = list(dict.fromkeys(fused_name(model_type, name) for name in adapted_layers(model)))
     short = sorted({name.rpartition(".")[2] for name in layers})
-    found = [name for name, _ in model.named_modules() if is_target(name, short)]
+    modules = dict.fromkeys(fused_name(model_type, name) for name, _ in model.named_modules())
+    found = [name for name in modules if is_target(name, short)]
     return short if found == layers else layers
 
 

@@ -21,6 +21,7 @@ from nxd_memopt.checkpoint.directories import copy_entry, incomplete_path, repla
 from nxd_memopt.checkpoint.files import group_by_size, is_own, write_index, write_safetensors
 from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
+from nxd_memopt.checkpoint.huggingface.fused_layers import fuse_layers, fused_parameter
 from nxd_memopt.checkpoint.layout import require_groups_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
@@ -123,10 +124,14 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
         if not is_adapter(entry.names[0]):
             require_groups_of(entry.tensor)
             tensors[_stored_name(model, entry.names[0])] = entry.tensor
-    sizes = {name: _full_bytes(tensor, dtype) for name, tensor in tensors.items()}
+    # The parts of a fused weight are in one file.
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(fused_parameter(model, name), {})[name] = tensor
+    sizes = {name: sum(_full_bytes(tensor, dtype) for tensor in each.values()) for name, each in parts.items()}
     shards: Shards = {}
     for file_name, names in group_by_size(sizes, max_shard_size_bytes).items():
-        shards[file_name] = {name: tensors[name] for name in names}
+        shards[file_name] = {part: tensor for name in names for part, tensor in parts[name].items()}
     return shards
 
 
@@ -182,7 +187,7 @@ def _gather(
         tensor = gather_full_tensor(gathered, dtype=_stored_dtype(param, dtype))
         if tensor is not None:
             full_tensors |= split_experts(model, name, tensor)
-    return full_tensors
+    return fuse_layers(model, full_tensors)
 
 
 def _prepare(target: Path, total_bytes: int) -> None:
@@ -241,7 +246,7 @@ def _write_remaining(model: torch.nn.Module, target: Path, shards: Shards, dtype
     weight_map: dict[str, str] = {}
     for file_name, params in shards.items():
         for name, param in params.items():
-            weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
+            weight_map |= dict.fromkeys(stored_names(model, fused_parameter(model, name), param), file_name)
     write_index(incomplete, weight_map, _total_bytes(shards, dtype))
     write_config(model, incomplete, dtype)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import stack_experts, with_zero_biases
+from nxd_memopt.checkpoint.huggingface.fused_layers import split_layers
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
 from nxd_memopt.modules.packed_weights import pack_weights
@@ -72,7 +73,8 @@ def opened_weights(directory: str | Path, task: str) -> Iterator[Sources]:
 
 def model_sources(model: torch.nn.Module, sources: Sources) -> Sources:
     """Return the full tensors of files under the names that ``model`` has for them."""
-    return with_zero_biases(model, stack_experts(model, with_backbone_prefix(model, sources)))
+    sources = split_layers(model, stack_experts(model, with_backbone_prefix(model, sources)))
+    return with_zero_biases(model, sources)
 
 
 def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, resize_embedding: bool = False) -> None:

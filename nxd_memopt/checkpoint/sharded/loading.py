@@ -8,13 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.layout import Part, parts_of
 from nxd_memopt.checkpoint.names import match_names, named_tensors
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.sharded.stored_optimizer import MASTER, StoredOptimizer
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
@@ -81,15 +82,23 @@ def load_weights(
             require_alike(index, f"model.{name}", full_shape(target), None)
         else:
             require_full_shape(name, base[name], target)
+    # The parts of a fused layer have one A, stored under the first part's name.
+    downs: dict[str, str] = {}
+    for name in stored:
+        if name.endswith(".lora_A.weight"):
+            downs[fused_name(model_type_of(model), name.removesuffix(".lora_A.weight"))] = name
     for name, target in targets.items():
         parts = parts_of(target)
         if f"model.{name}" in index:
             weight = _weight(index, name, parts, tuple(target.shape))
         else:
             weight = local_slice(base[name], target, dtype=base_dtype(index))
-        if not is_same and f"{name.removesuffix('weight')}lora_A.weight" in stored:
+        layer = name.removesuffix(".weight")
+        up = f"{layer}.lora_B.weight"
+        if not is_same and up in stored:
             weight = weight.double()
-            _add_adapter(index, name.removesuffix(".weight"), cast(float, adapter_scale), weight, parts)
+            down = downs[fused_name(model_type_of(model), layer)]
+            _add_adapter(index, (up, down), cast(float, adapter_scale), weight, parts)
         target.copy_(weight)  # rounds once, to the target's dtype
     pack_weights(model)
     return is_same and bool(stored)
@@ -112,10 +121,10 @@ def _weight(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) 
     return index.assemble(f"model.{name}", parts, shape)
 
 
-def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: list[Part]) -> None:
-    """Add this rank's part of ``scale * B A`` of a stored adapter to the layer's ``weight``, in float64."""
+def _add_adapter(index: Index, names: tuple[str, str], scale: float, weight: Tensor, parts: list[Part]) -> None:
+    """Add this rank's part of ``scale * B A`` of the adapter ``names`` (B, A) to the ``weight``, in float64."""
     factors = []
-    for name in (f"{layer}.lora_B.weight", f"{layer}.lora_A.weight"):
+    for name in names:
         shape = index.shape(f"model.{name}")
         full = _weight(index, name, parts_of(torch.empty(shape, device="meta")), shape)
         factors.append(full.to(weight.dtype))
