@@ -37,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     for name, backend_class in BACKENDS.items():
         print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
     print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
+    kernels = backend.keep_kernels()
+    if kernels is not None:
+        print(f"compiled kernels: {kernels}")
     print(f"tensor parallelism: {backend.describe_overlap()}")
     print(f"data-parallel sharding: {_describe_sharding()}")
     print(f"host memory: {_describe_host_memory()}")
