@@ -83,25 +83,27 @@ class ProfiledSteps:
         notes: list[str] = []
         model: Any = training.model
         if uses_cuda_graph(config, model.config):
-            notes.append(self._leave_graph(request, config))
+            notes += self._leave_graph(request, config)
         if config.trainer.compile:
             notes.append("compiled layers: what is inside of a layer belongs to the layer")
         facts = _facts(training, config, phases)
         self._profiler = StepProfiler(request, training.model, training.optimizer, tuple(notes), facts)
 
-    def _leave_graph(self, request: ProfileRequest, config: TrainConfig) -> str:
-        """Let the next steps run without the graph; return a line for the report."""
+    def _leave_graph(self, request: ProfileRequest, config: TrainConfig) -> list[str]:
+        """Let the next steps run without the graph; return a line for the report if it will not be timed."""
         training = self._training
         model: Any = training.model
         self._graph = training.forward_backward
         training.forward_backward = eager_forward_backward(model, training.optimizer.loss_scaler)
-        note = "the profiled steps run without the run's CUDA graph"
         left = config.trainer.max_steps - training.step - request.total_steps
         needed = UNTIMED_GRAPH_STEPS + request.steps
         if left >= needed:
             self._graph_steps = needed
-            return note
-        return f"{note}, which is not timed: it needs {needed} steps more, and trainer.max_steps leaves {left}"
+            return []
+        return [
+            "the profiled steps run without the run's CUDA graph, which is not timed: this needs "
+            f"{needed} steps more, and trainer.max_steps leaves {left}"
+        ]
 
     def step(self) -> AbstractContextManager[None]:
         """Return the context of the next step."""

@@ -14,8 +14,8 @@ FLASH4_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 def keep_kernels() -> str:
     """Set the packages' environment variables, except those that are set; return where kernels are kept, in words.
 
-    Triton keeps kernels by itself; FlashAttention-4 only if asked to, and compiles for about half a minute in
-    each process otherwise. Both look up kernels by their source, their versions and the GPU. Call it before
+    Triton keeps kernels by itself, in another directory; FlashAttention-4 only if asked to, and compiles in each
+    process otherwise. Both look up kernels by their source, their versions and the GPU. Call it before
     the packages are imported.
     """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_memopt" / "kernels"
@@ -26,7 +26,7 @@ def keep_kernels() -> str:
     os.environ.setdefault(FLASH4, str(directory / "flash4"))
     os.environ.setdefault(FLASH4_SWITCH, "1")
     if os.environ[FLASH4_SWITCH] != "1":
-        return f"Triton's in {os.environ[TRITON]}, FlashAttention-4's not ({FLASH4_SWITCH} is not 1)"
+        return f"Triton's are kept for later starts in {os.environ[TRITON]}, FlashAttention-4's not ({FLASH4_SWITCH})"
     places = sorted({os.environ[TRITON], os.environ[FLASH4]})
     if all(Path(place).parent == directory for place in places):
         places = [str(directory)]
