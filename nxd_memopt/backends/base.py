@@ -271,6 +271,10 @@ class Backend(Collectives):
         Nothing on devices whose allocator has no such setting, and where the user has set its options.
         """
 
+    def keep_kernels(self) -> str | None:
+        """Let compiled kernels be kept on disk for later processes; return where, in words. None if nothing is kept."""
+        return None
+
     def free_memory_bytes(self) -> int | None:
         """Return the bytes of the device that this process can still allocate or has; None if unknown."""
         return None

@@ -45,12 +45,14 @@ def describe() -> list[str]:
     versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
     versions += installed(*_OPTIONAL)
     others = [f"  {name}: {each.unavailable_reason() or 'available'}" for name, each in BACKENDS.items()]
+    kernels = backend.keep_kernels()
     return [
         ", ".join(versions),
         f"models: {_describe_models()}",
         f"backend {backend.name}: {BACKEND_REASON}",
         *others,
         f"collectives: {backend.distributed_backend}; attention: {describe_attention()}",
+        *([] if kernels is None else [f"compiled kernels: {kernels}"]),
         f"tensor parallelism: {backend.describe_overlap()}",
         f"data-parallel sharding: {_describe_sharding()}",
         f"host memory: {_describe_host_memory()}",

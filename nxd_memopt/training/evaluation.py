@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
@@ -25,6 +23,9 @@ from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, documents_per_
 from nxd_memopt.training.reporting.metrics import sum_over_data_parallel_ranks
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs
 from nxd_memopt.training.state import Training
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()
@@ -71,6 +72,10 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
     Returns:
         The mean over all held-out tokens, fp32, or None without held-out tokens.
     """
+    # Imported here: transformers' models import torch._dynamo, which takes seconds in every process.
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     rows = _held_out_rows(training, config)
     if rows is None:

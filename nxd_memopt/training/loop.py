@@ -41,7 +41,13 @@ from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_fp16_range
+from nxd_memopt.training.model import (
+    build_model,
+    load_hf_config,
+    load_initial_weights,
+    load_vocabulary,
+    require_fp16_range,
+)
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.profiled import ProfiledSteps
 from nxd_memopt.training.reporting.boards import require_boards
@@ -62,6 +68,7 @@ from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.runtime.run_lock import locked_output_directory
 from nxd_memopt.training.runtime.signals import Interrupts
+from nxd_memopt.training.runtime.start_phases import FIRST_STEP, StartPhases
 from nxd_memopt.training.sample import conversation_notes
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
@@ -76,13 +83,15 @@ Two are enough: the first of each has its own graph, all later ones share one gr
 """
 
 
-def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
+def run(config: TrainConfig, interrupts: Interrupts | None = None, phases: StartPhases | None = None) -> None:
     """Run the training program: prepare, evaluate, train, evaluate, export. Every rank calls.
+
+    ``phases`` has the phases of the start that are over.
 
     Raises:
         Interrupted: ``interrupts`` has received a signal; the state is saved.
     """
-    interrupts = interrupts or Interrupts()
+    interrupts, phases = interrupts or Interrupts(), phases or StartPhases()
     # Checks that need no model and no file of the run come first: a user error is reported before
     # the output directory is touched and weights are loaded.
     summary = start_summary(config)
@@ -94,9 +103,11 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     config, memory_plan = plan_memory(config, hf_config)
     summary.planned_memory_bytes = memory_plan.planned_bytes
     summary.available_memory_bytes = memory_plan.available_bytes
+    summary.start_s = phases.seconds
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))
     vocabulary = with_chat_template(vocabulary, config.data)
+    phases.end("plan and tokenizer")
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
@@ -110,7 +121,8 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
             plan = prepare_data(plan, tokens)
             # Other text is read from its first sequence on.
             require_complete_epochs(plan, epochs)
-            run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
+            phases.end("data")
+            run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan, phases)
         finally:
             tokens.close()
 
@@ -123,6 +135,7 @@ def run_prepared(
     summary: Summary,
     interrupts: Interrupts,
     memory_plan: MemoryPlan,
+    phases: StartPhases,
 ) -> None:
     """Build the model, resume, train, evaluate and export. Every rank calls.
 
@@ -134,18 +147,23 @@ def run_prepared(
         summary: summary to fill and write.
         interrupts: signals that this process has received.
         memory_plan: planned memory of this rank.
+        phases: phases of the start that are over.
     """
     config = plan.config
     backend.set_tf32(config.trainer.allow_tf32)
     memory_plan = memory_plan.before_model()
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
-    model = build_model(config, hf_config, plan.base)
+    model = build_model(config, hf_config)
+    phases.end("model")
+    load_initial_weights(model, config, hf_config, plan.base)
     lora_notes = apply_lora(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
+    phases.end("weights")
     model_notes = start_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
+    phases.end("optimizer")
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
@@ -167,13 +185,15 @@ def run_prepared(
             *find_adapter_base(training, hf_config, vocabulary),
         ]
         with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
+            phases.end("report and resumption")
             summary.held_out_loss_before = evaluate_before(training, config, reporter)
             find_best(training, config, reporter)
             evaluate_missed(training, config, reporter)
+            phases.end("first evaluation")
             # The reported peak is of training alone, without loading and the first evaluation.
             backend.reset_peak_memory_stats()
             with gc_frozen():
-                train(training, config, reporter, interrupts)
+                train(training, config, reporter, interrupts, phases)
             summary.peak_memory_bytes = peak_bytes_of_all_ranks()
             summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
             summary.freed_memory_bytes = backend.freed_bytes_kept()
@@ -214,7 +234,9 @@ def open_reporter(training: Training, config: TrainConfig, notes: list[str], pla
     return reporter
 
 
-def train(training: Training, config: TrainConfig, reporter: Reporter, interrupts: Interrupts) -> None:
+def train(
+    training: Training, config: TrainConfig, reporter: Reporter, interrupts: Interrupts, phases: StartPhases
+) -> None:
     """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
     interrupts.message = message_after_training(config)
@@ -234,7 +256,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     )
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)
-        profiled = ProfiledSteps(training, config, reporter.say)
+        profiled = ProfiledSteps(training, config, phases, reporter.say)
+        first_step = training.step + 1
         while training.step < trainer.max_steps:
             metrics.start()
             try:
@@ -244,6 +267,9 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
                 stopping.stop_waiting(stop.number)
             with profiled.step():
                 result = run_step(training, config, batches)
+            if training.step == first_step:
+                backend.synchronize()
+                phases.end(FIRST_STEP)
             metrics.add(result)
             profiled.raise_if_finished()
             saver.after_step()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -255,3 +258,12 @@ def test_switches_of_torch_and_of_transformer_engine(monkeypatch, name, torch_sw
     assert refusal(name) is None
     monkeypatch.setenv(variable, "0")
     assert_says(refusal(name), f"{variable}=0")
+
+
+def test_the_library_is_imported_without_the_compiler():
+    """torch._dynamo takes seconds, in every process. The fused loss and this attention import it where it traces."""
+    code = (
+        "import sys, nxd_memopt.memory, nxd_memopt.modules.causal_lm, nxd_memopt.optimizer; "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

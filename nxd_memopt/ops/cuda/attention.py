@@ -33,7 +33,6 @@ _PARAMETERS = {
 }
 
 
-@torch.compiler.assume_constant_result  # otherwise dynamo traces the import
 def unavailable_reason() -> str | None:
     """Return why the kernels cannot be called, or None if they can.
 
@@ -43,6 +42,11 @@ def unavailable_reason() -> str | None:
     if reason is None:
         return None
     return f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
+
+
+# Otherwise dynamo traces the import. torch.compiler.assume_constant_result sets this attribute too, but imports
+# torch._dynamo, which takes seconds in every process.
+unavailable_reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def refusal(call: AttentionCall) -> str | None:

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,28 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
     if options.pop("auto_memory"):
         options["memory"] = "auto"
     return options
+
+
+def changed_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that are not at their defaults, such as ``"data.seq_length"``, as plain values."""
+    found: dict[str, Any] = {}
+    for name, values in options_of(config).items():
+        if not isinstance(values, dict):
+            found[name] = values
+            continue
+        for each in fields(getattr(config, name)):
+            default = each.default
+            if each.default_factory is not MISSING:
+                default = each.default_factory()
+            # As plain values, like the options: tuples are lists there.
+            value, key = values[each.name], f"{name}.{each.name}"
+            if default is not MISSING and value == json.loads(json.dumps(default)):
+                continue
+            if isinstance(value, dict):
+                found |= {f"{key}.{inner}": item for inner, item in value.items()}
+            else:
+                found[key] = value
+    return found
 
 
 def options_text(config: TrainConfig) -> str:

@@ -23,6 +23,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.reporting.reporter import gib
+from nxd_memopt.training.runtime.start_phases import FIRST_STEP
 
 EVALUATED = (
     "held_out_loss_after",
@@ -38,7 +39,8 @@ EVALUATED = (
 class Summary:
     """Results of a run, written to summary.json.
 
-    A figure is None if it was not requested, or was measured before a resume and not recorded.
+    A figure is None if it was not requested, or was measured before a resume and not recorded. ``start_s`` has the
+    seconds of the phases of the start.
     """
 
     backend: str
@@ -55,6 +57,7 @@ class Summary:
     freed_memory_bytes: int | None = None
     best_checkpoint: str | None = None
     best_held_out_loss: float | None = None
+    start_s: dict[str, float] = field(default_factory=dict)
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -63,6 +66,12 @@ class Summary:
         if not self.held_out_loss_before or self.held_out_loss_after is None:
             return None
         return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
+
+    def time_to_first_step_s(self) -> float | None:
+        """Return the seconds from the start to the end of the first step, or None if no step was trained."""
+        if FIRST_STEP not in self.start_s:
+            return None
+        return sum(self.start_s.values())
 
     def transformers_difference(self) -> float | None:
         """Return |our held-out loss - transformers' held-out loss|, or None if it is unknown."""
@@ -75,6 +84,7 @@ class Summary:
         derived = {
             "held_out_change_percent": self.change_percent(),
             "transformers_difference": self.transformers_difference(),
+            "time_to_first_step_s": self.time_to_first_step_s(),
         }
         text = json.dumps(asdict(self) | derived, indent=2) + "\n"
         path = directory / "summary.json"
@@ -143,6 +153,7 @@ class Summary:
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
             ("best checkpoint", self._best()),
+            ("time to first step", _number(self.time_to_first_step_s(), ".1f", " s")),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
             ("planned memory", self._planned()),

@@ -177,6 +177,7 @@ def init_distributed(config: TrainConfig) -> None:
     config.accumulation_steps(world_size())  # called for its checks
     config.require_expert_ranks(world_size())
     backend.expand_segments()
+    backend.keep_kernels()
     # The order matters: the model-parallel groups are subgroups of the world, and seeds depend on
     # the rank in these groups.
     backend.init_process_group(timeout=timedelta(minutes=config.trainer.distributed_timeout_minutes))
