@@ -225,6 +225,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
         reporter,
         every=trainer.log_every_n_steps,
         tokens_per_step=tokens_per_step,
+        trained=training.trained,
         utilization_per_token=utilization_per_token(config, cast("PretrainedConfig", training.model.config)),
     )
     with interrupts.deferred(), Saver(training, config) as saver:

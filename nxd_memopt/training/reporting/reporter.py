@@ -3,102 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from nxd_memopt.files import complete_file
-from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.reporting.boards import Boards
+from nxd_memopt.training.reporting.progress import ProgressLines
 from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
+from nxd_memopt.training.reporting.step_metrics import StepMetrics
 
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
 # Numbers besides the step that a resumed run reads from the rows of earlier processes.
 READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",)}
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one optimizer step: a row of metrics.jsonl.
-
-    Args:
-        step: number of the step, counted from 1.
-        loss: mean cross entropy of the step's tokens on all ranks, fp32, without the routers' losses.
-        grad_norm: global gradient norm before clipping, fp32.
-        lr: learning rate of the update.
-        tokens_per_s: tokens per second over all ranks, mean over the steps that were read
-            together.
-        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
-            the device does not report it.
-        mfu: model FLOPs utilization (``utilization_per_token``); None if it is not known.
-        loss_scale: factor of the loss in the step's gradients; None without loss scaling.
-        skipped: whether a gradient overflowed, so that nothing was updated; None without loss
-            scaling.
-        routers: values of ``RouterSums`` of a model with experts.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    peak_memory_bytes: int | None
-    mfu: float | None = None
-    loss_scale: float | None = None
-    skipped: bool | None = None
-    routers: Mapping[str, Any] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        """Return the values by name, without MFU and those of loss scaling and routers if there are none.
-
-        The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
-        no numbers: they are None.
-        """
-        values = asdict(self)
-        if self.loss_scale is None:
-            del values["loss_scale"], values["skipped"]
-        if self.mfu is None:
-            del values["mfu"]
-        values |= values.pop("routers")
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-        return values
-
-    def line(self) -> str:
-        """Return the metrics as one line of text."""
-        line = (
-            f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
-            f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
-        )
-        if self.mfu is not None:
-            line += f"  MFU {100 * self.mfu:.1f} %"
-        if self.loss_scale is not None:
-            line += f"  loss scale {self.loss_scale:.4g}"
-        for name in ("load_balancing_loss", "z_loss", "max_load", "dropped_share"):
-            if name in self.routers:
-                line += f"  {name.replace('_', ' ')} {self.routers[name]:.3g}"
-        if self.skipped:
-            line += ", overflow: skipped"
-        return line
-
-
-def gib(size: int | None) -> str:
-    """Return a size in bytes as text in GiB, or ``n/a`` if None."""
-    if size is None:
-        return "n/a"
-    return f"{size / GIB:.2f} GiB"
 
 
 class Rows:
@@ -231,12 +156,11 @@ class Reporter:
             write_run_record(config)
             self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
             self._boards.options(options_text(config), options_of(config))
-            self._progress = _progress(self.console)
+            self._progress = ProgressLines(self.console, max_steps=self._config.max_steps, first_step=first_step)
 
     def __enter__(self) -> Reporter:
         if self._enabled and self.console.is_terminal:
             self._progress.start()
-            self._task = self._progress.add_task("", total=self._config.max_steps, completed=self._first_step)
         return self
 
     def __exit__(
@@ -265,23 +189,19 @@ class Reporter:
             return
         values = row.row() | {"planned_memory_bytes": self._planned_memory_bytes}
         self._metrics.append(values)
-        self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
+        self._boards.scalars(
+            {f"train/{name}": value for name, value in values.items() if name not in ("step", "time")}, row.step
+        )
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:
-        """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
+        """Show the progress, with a line of its own every ``log_every_n_steps``."""
         remaining = self._config.max_steps - row.step
         left: timedelta | None = None
         if self.tokens_per_step is not None and remaining:
             left = timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
-        # A terminal has the remaining time in its progress bar.
-        if self.console.is_terminal:
-            self._progress.update(self._task, completed=row.step, description=row.line())
-        elif row.step % self._config.log_every_n_steps == 0 or not remaining:
-            line = f"step {row.step}/{self._config.max_steps}  {row.line()}"
-            if left is not None:
-                line += f"  {left} left"
-            self.say(line)
+        is_logged = row.step % self._config.log_every_n_steps == 0 or not remaining
+        self._progress.show(row, left, prints=is_logged)
         # Once, after the second step, because the first one is a warm-up.
         if left is not None and row.step - self._first_step == 2:
             end = datetime.now().astimezone() + left
@@ -333,14 +253,3 @@ class Reporter:
         if not rates:
             return None
         return len(rates) / sum(1 / rate for rate in rates)
-
-
-def _progress(console: Console) -> Progress:
-    """Return the progress bar, disabled if the console is not a terminal."""
-    columns = (
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -79,6 +79,16 @@ class RunTokens:
                 parts.append(tokens.rows(range(min(len(tokens), count))))
         return np.concatenate(parts)
 
+    def epoch(self, consumed: int) -> float | None:
+        """Return the passes over the text that ``consumed`` training sequences are.
+
+        None if the length of the text is not known (yet), and for several sources, which have epochs of their own.
+        """
+        if len(self._feeds) > 1:
+            return None
+        known = self._feeds[0].windows["train"].last
+        return consumed / known.rows if known.ended and known.rows else None
+
     def trains(self) -> bool:
         """Return whether the run reads sequences of training."""
         return any(feed.wanted("train") for feed in self._feeds)
