@@ -23,6 +23,7 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
 from nxd_memopt.training.reporting.metrics import sum_over_data_parallel_ranks
+from nxd_memopt.training.reporting.step_metrics import HeldOut
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs
 from nxd_memopt.training.state import Training
 
@@ -52,14 +53,15 @@ def held_out_loss(
     return total.item()
 
 
-def held_out_digest(training: Training, config: TrainConfig) -> str:
-    """Return what identifies the held-out tokens of one evaluation, and what each sees; empty without any."""
+def held_out_text(training: Training, config: TrainConfig) -> HeldOut | None:
+    """Return size and digest of the held-out text of one evaluation, or None without an evaluation."""
     rows = _held_out_rows(training, config)
     if rows is None:
-        return ""
+        return None
+    isolated = config.data.isolate_documents
     digest = hashlib.sha256(rows.tobytes())
-    digest.update(str(config.data.isolate_documents).encode())
-    return digest.hexdigest()[:16]
+    digest.update(str(isolated).encode())
+    return HeldOut(len(rows), trained_tokens(rows, isolated=isolated), digest.hexdigest()[:16])
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ from typing import cast
 
 from transformers import PretrainedConfig
 
-from nxd_memopt.backends import BACKEND_REASON, backend
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
-from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.checks import (
     require_applicable_memory,
@@ -36,7 +35,7 @@ from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.chat import with_chat_template
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.device_support import require_executable
-from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
+from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers, held_out_text
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_fp16_range
@@ -46,7 +45,7 @@ from nxd_memopt.training.reporting.boards import require_boards
 from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.reporting.mfu import utilization_per_token
 from nxd_memopt.training.reporting.reporter import Reporter
-from nxd_memopt.training.reporting.start_report import start_lines
+from nxd_memopt.training.reporting.start_report import held_out_line, model_line, run_lines, training_lines
 from nxd_memopt.training.reporting.summary import (
     Summary,
     export,
@@ -64,7 +63,6 @@ from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 
-COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
 EXTRACTED_MICRO_BATCHES = 2
 """Steps and micro-batches that ``extract_graphs`` runs.
@@ -141,18 +139,24 @@ def run_prepared(
     lora_notes = apply_lora(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
-    model_notes = start_lines(model, config)
+    line_of_model, lines_of_training = model_line(model, config), training_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
 
-    read = plan.position(config.trainer.max_steps)
-    described = tokens.describe(config.data, config.trainer.max_steps, read)
-    rows = [*model_notes, *described, *conversation_notes(training, config, vocabulary)]
+    steps = config.trainer.max_steps
+    data_lines, packing_lines = tokens.describe(config.data, steps, plan.position(steps))
+    # What the run is comes first, then how it is done.
     notes = [
-        *rows,
+        line_of_model,
+        *data_lines,
+        *run_lines(config),
+        *lines_of_training,
+        held_out_line(config.data, held_out_text(training, config)),
+        *packing_lines,
+        *conversation_notes(training, config, vocabulary),
         *lora_notes,
         *describe_step(model, config),
         *vocabulary.notes,
@@ -195,17 +199,10 @@ def open_reporter(
             continues=continues,
             planned_memory_bytes=planned_bytes,
         )
-    tensor_size = parallel_state.get_tensor_model_parallel_size()
-    data_size = parallel_state.get_data_parallel_size()
-    reporter.say(
-        f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor_size} x data-parallel {data_size}"
-    )
-    if config.trainer.compile:
-        reporter.say(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
-    if first_step:
-        reporter.say(f"resuming after step {first_step}")
     for note in notes:
         reporter.say(note)
+    if first_step:
+        reporter.say(f"resuming after step {first_step}")
     return reporter
 
 
@@ -316,7 +313,9 @@ def evaluate(
     if training.step == 0:
         require_finite_weights(loss, config)
     if loss is not None:
-        reporter.evaluation(training.step, loss, held_out_digest(training, config) if is_rank_zero() else "")
+        text = held_out_text(training, config)
+        assert text is not None
+        reporter.evaluation(training.step, loss, text)
     return loss
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,10 @@ from rich.table import Table
 from nxd_memopt.files import complete_file
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.reporting.boards import Boards
+from nxd_memopt.training.reporting.loss_plot import LOSS_PLOT, draw_losses
 from nxd_memopt.training.reporting.progress import ProgressLines
 from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
-from nxd_memopt.training.reporting.step_metrics import StepMetrics
+from nxd_memopt.training.reporting.step_metrics import HeldOut, StepMetrics
 
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
@@ -172,6 +174,19 @@ class Reporter:
         if self._enabled:
             self._progress.stop()
             self._boards.close(exit_code=0 if kind is None else 1)
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the losses of all steps, those of earlier processes too; a failure is a line."""
+        if not self._metrics.rows:
+            return
+        # The picture is an extra: whatever fails, also in a library, must not fail a run that is complete, or hide the
+        # error with which it ends. It comes last, because matplotlib's first start takes seconds.
+        path = Path(self._config.output_dir) / LOSS_PLOT
+        try:
+            draw_losses(path, self._metrics.rows, self._evaluations.rows)
+        except Exception as error:
+            self.say(f"{path} is not drawn: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -211,8 +226,8 @@ class Reporter:
         """Return whether the losses recorded for two steps are of the same tokens, as far as their rows say."""
         if not self._enabled:
             return True
-        tokens = {row["step"]: row.get("tokens") for row in self._evaluations.rows}
-        return None in (tokens.get(first), tokens.get(last)) or tokens[first] == tokens[last]
+        digests = {row["step"]: row.get("digest") for row in self._evaluations.rows}
+        return None in (digests.get(first), digests.get(last)) or digests[first] == digests[last]
 
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""
@@ -222,24 +237,22 @@ class Reporter:
         losses = [row["held_out_loss"] for row in self._evaluations.rows if row["step"] == step]
         return losses[-1] if losses else None
 
-    def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
+    def evaluation(self, step: int, held_out_loss: float, text: HeldOut) -> None:
         """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.
 
         Args:
             step: number of the step.
             held_out_loss: mean over the held-out tokens.
-            tokens: identifies these tokens, which change with the options of the data.
+            text: what was evaluated, which changes with the options of the data.
         """
         if not self._enabled:
             return
         # A finished run that is started again evaluates its last step again: one row is enough.
-        row = {"step": step, "held_out_loss": held_out_loss, "tokens": tokens}
-        # Rows of earlier versions do not say of which tokens they are.
         same = [known for known in self._evaluations.rows if known["step"] == step]
-        if not any(known.get("tokens") in (None, tokens) for known in same):
-            self._evaluations.append(row)
+        if not any(known.get("digest") == text.digest for known in same):
+            self._evaluations.append({"step": step, "held_out_loss": held_out_loss, **asdict(text)})
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
-        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
+        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f} ({text})")
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean tokens per second of this process's steps, or None without steps.

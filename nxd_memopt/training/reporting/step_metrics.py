@@ -1,4 +1,4 @@
-"""The metrics of one optimizer step: a row of metrics.jsonl, and the texts of a line of progress."""
+"""Values that are recorded: the metrics of a step, what was trained before it, and the text of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,24 @@ class Trained:
 
     tokens: int
     epoch: float | None = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out text of one evaluation.
+
+    Args:
+        sequences: sequences that exist, at most ``data.eval_sequences``.
+        tokens: their tokens that are predicted: the loss is the mean over them.
+        digest: identifies these tokens, and what each sees.
+    """
+
+    sequences: int
+    tokens: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.sequences:,} sequence{'s' * (self.sequences != 1)}, {self.tokens:,} predicted tokens"
 
 
 @dataclass(frozen=True)

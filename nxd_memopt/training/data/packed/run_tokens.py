@@ -107,20 +107,24 @@ class RunTokens:
                 needed[split_name("held_out", source, len(self._feeds))] = held_out
         return content_at(self.fingerprint, self.windows(), needed)
 
-    def describe(self, config: DataConfig, steps: int, sequences: int) -> list[str]:
-        """Return the start report's lines about sources and sequences, of which ``steps`` steps read ``sequences``."""
+    def describe(self, config: DataConfig, steps: int, sequences: int) -> tuple[list[str], list[str]]:
+        """Return the start report's lines about the data and its size, and others about its order and packing.
+
+        ``steps`` steps read ``sequences`` sequences.
+        """
         names = self._blend.names
-        lines: list[str] = []
-        for feed in self._feeds:
-            lines += feed.notes
-        if len(names) > 1:
-            shares = ", ".join(f"{share:.2%} of {name}" for name, share in zip(names, self._blend.shares, strict=True))
-            lines.append(f"data: the sequences are {shares}")
-        for name, feed, read in zip(names, self._feeds, self._blend.counts(sequences), strict=True):
+        sizes: list[str] = []
+        others: list[str] = []
+        for name, share, feed, read in zip(
+            names, self._blend.shares, self._feeds, self._blend.counts(sequences), strict=True
+        ):
+            known = feed.windows["train"].last
+            of_mixture = f", {share:.2%} of the sequences" if len(names) > 1 else ""
+            size = _describe_size(config, known, f"{steps:,} steps read {read:,}", read)
+            sizes.append(f"data: {name!r} ({config.format}){of_mixture}: {size}")
             source = f"{name}: " if len(names) > 1 else ""
-            of_source = describe_rows(config, feed.windows["train"].last, f"{steps:,} steps read {read:,}", read)
-            lines += [source + line for line in of_source]
-        return lines
+            others += [*feed.notes, *(source + line for line in _describe_rows(config, known))]
+        return sizes, others
 
     def close(self) -> None:
         """End the processes in the background."""
@@ -133,8 +137,26 @@ class RunTokens:
         return {split_name(split, i, count): (feed, split) for i, feed in enumerate(self._feeds) for split in SPLITS}
 
 
-def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> list[str]:
-    """Return the start report's lines about the rows of training that exist, of which the run reads ``read``."""
+def _describe_size(config: DataConfig, known: Facts, reads: str, read: int) -> str:
+    """Return how much training text is known, and what the run reads of it.
+
+    Args:
+        config: options of the data.
+        known: facts of the sequences that exist.
+        reads: the steps and the sequences that they read, in words.
+        read: sequences that the run reads.
+    """
+    if not known.rows:
+        return "no sequence is tokenized, and none is read"
+    size = f"{known.documents:,} documents, {known.rows:,} sequences of {config.seq_length:,} tokens"
+    if known.ended:
+        return f"{size}; {reads} sequences: {read / known.rows:.1f} epochs"
+    goes_on = ": a process tokenizes while the run trains" if read > known.rows else ""
+    return f"{size} so far; {reads} sequences{goes_on}"
+
+
+def _describe_rows(config: DataConfig, known: Facts) -> list[str]:
+    """Return the start report's lines about the rows of training that exist."""
     if not known.rows:
         return []
     share = known.not_trained / (known.rows * config.seq_length)
@@ -142,10 +164,6 @@ def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> li
     lines = [f"packing {config.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
     if config.has_conversations:
         lines.append(f"conversations: {known.documents:,} read so far, of which {described(known.outcomes)}")
-    if known.ended:
-        lines.append(f"data: the text has {known.rows:,} sequences, of which {reads}: {read / known.rows:.1f} epochs")
-    elif read > known.rows:
-        lines.append(f"data: {known.rows:,} sequences are tokenized, {reads}: a process tokenizes while the run trains")
     return lines
 
 
