@@ -41,7 +41,7 @@ def held_out_loss(
     # caller's next train_step switches the model back to train mode.
     model = training.model
     model.eval()
-    rows = _held_out_rows(training, config)
+    rows = held_out_rows(training, config)
     rank = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_size()
     batches = _batches(rows, config, rank, replicas, backend.device)
@@ -53,9 +53,16 @@ def held_out_loss(
     return total.item()
 
 
+def held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
+    """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
+    if not config.data.eval_sequences:
+        return None
+    return training.tokens.held_out_sequences(config.data.eval_sequences)
+
+
 def held_out_text(training: Training, config: TrainConfig) -> HeldOut | None:
     """Return size and digest of the held-out text of one evaluation, or None without an evaluation."""
-    rows = _held_out_rows(training, config)
+    rows = held_out_rows(training, config)
     if rows is None:
         return None
     isolated = config.data.isolate_documents
@@ -74,7 +81,7 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
         The mean over all held-out tokens, fp32, or None without held-out tokens.
     """
     disable_progress_bar()
-    rows = _held_out_rows(training, config)
+    rows = held_out_rows(training, config)
     if rows is None:
         return None
     dtype = getattr(torch, config.dtype)
@@ -97,13 +104,6 @@ def fits_device(directory: Path) -> bool:
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     # The other half is for activations and logits. A device without such copies is the host itself, or Trainium.
     return transfers is None or 2 * size <= transfers.free_bytes()
-
-
-def _held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
-    """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
-    if not config.data.eval_sequences:
-        return None
-    return training.tokens.held_out_sequences(config.data.eval_sequences)
 
 
 def _batches(

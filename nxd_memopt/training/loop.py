@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.answers import SampledAnswers
 from nxd_memopt.training.checks import (
     require_applicable_memory,
     require_finite_weights,
@@ -168,6 +169,8 @@ def run_prepared(
     continues = plan.stored is not None and plan.stored.directory.parent == Path(config.trainer.checkpoint_directory)
     with open_reporter(config, training.step, notes, memory_plan.planned_bytes, continues=continues) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
+        answers = SampledAnswers(training, config, vocabulary, reporter)
+        answers.before_training()
         evaluate_missed(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.
         backend.reset_peak_memory_stats()
@@ -177,6 +180,7 @@ def run_prepared(
         summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
         summary.freed_memory_bytes = backend.freed_bytes_kept()
         summary.held_out_loss_after = evaluate(training, config, reporter)
+        answers.after_training()
         if not reporter.evaluated_same_tokens(0, training.step):
             reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
             summary.held_out_loss_before = None

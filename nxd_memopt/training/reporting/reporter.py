@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,8 +24,9 @@ from nxd_memopt.training.reporting.step_metrics import HeldOut, StepMetrics
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
+SAMPLES = "samples.jsonl"
 # Numbers besides the step that a resumed run reads from the rows of earlier processes.
-READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",)}
+READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",), SAMPLES: ()}
 
 
 class Rows:
@@ -155,6 +156,8 @@ class Reporter:
             last_step = first_step if continues else -1
             self._metrics = Rows(directory / METRICS, last_step)
             self._evaluations = Rows(directory / EVALUATION, last_step)
+            if config.data.has_conversations:
+                self._samples = Rows(directory / SAMPLES, last_step)
             write_run_record(config)
             self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
             self._boards.options(options_text(config), options_of(config))
@@ -253,6 +256,33 @@ class Reporter:
             self._evaluations.append({"step": step, "held_out_loss": held_out_loss, **asdict(text)})
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f} ({text})")
+
+    def answer(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record an answer of the model after ``step`` in samples.jsonl: ``prompt``, ``answer`` and more values."""
+        # A finished run that is started again generates its last answers again: one row is enough.
+        if self._enabled and self._answer(step, values["prompt"]) is None:
+            self._samples.append({"step": step, **values})
+
+    def show_answers(self, step: int, prompts: Sequence[str], seconds: float) -> None:
+        """Print the recorded answers to ``prompts`` at step 0, if there are any, and after ``step``."""
+        if not self._enabled:
+            return
+        self.say(f"answers to questions of held-out conversations, generated in {seconds:.1f} s:")
+        for prompt in prompts:
+            texts = {"question": prompt, "before": self._answer(0, prompt), f"step {step}": self._answer(step, prompt)}
+            for name, text in texts.items():
+                if text is not None:
+                    # A model may generate characters that control a terminal.
+                    shown = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text.strip())
+                    lines = f"\n{'':<12}| ".join(shown.split("\n"))
+                    self.say(f"  {name:<10}| {lines}")
+
+    def _answer(self, step: int, prompt: str) -> str | None:
+        """Return the recorded answer to ``prompt`` after ``step``, or None."""
+        for row in self._samples.rows:
+            if (row["step"], row.get("prompt")) == (step, prompt):
+                return row.get("answer")
+        return None
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean tokens per second of this process's steps, or None without steps.
