@@ -147,8 +147,7 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    steps = config.trainer.max_steps
-    data_lines, packing_lines = tokens.describe(config.data, steps, plan.position(steps))
+    data_lines, packing_lines = tokens.describe(plan)
     # What the run is comes first, then how it is done.
     notes = [
         line_of_model,

@@ -107,11 +107,10 @@ class RunTokens:
                 needed[split_name("held_out", source, len(self._feeds))] = held_out
         return content_at(self.fingerprint, self.windows(), needed)
 
-    def describe(self, config: DataConfig, steps: int, sequences: int) -> tuple[list[str], list[str]]:
-        """Return the start report's lines about the data and its size, and others about its order and packing.
-
-        ``steps`` steps read ``sequences`` sequences.
-        """
+    def describe(self, plan: ResumePlan) -> tuple[list[str], list[str]]:
+        """Return the start report's lines about the data and its size, and others about its order and packing."""
+        config, steps = plan.config.data, plan.config.trainer.max_steps
+        sequences = plan.position(steps)
         names = self._blend.names
         sizes: list[str] = []
         others: list[str] = []
