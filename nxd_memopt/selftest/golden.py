@@ -32,13 +32,13 @@ SIZES: dict[str, Any] = {
 }
 LARGEST_T = SIZES["num_attention_heads"]
 """Every rank has a head."""
-FACTORS = {
+FACTORS: dict[str, Any] = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.25,
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
-PHI3 = {"sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None, "eos_token_id": 2}
+PHI3: dict[str, Any] = {"sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None, "eos_token_id": 2}
 MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**SIZES)),

@@ -16,11 +16,11 @@ from typing import cast
 
 from transformers import PretrainedConfig
 
-from nxd_memopt.backends import BACKEND_REASON, backend
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
-from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.answers import SampledAnswers
 from nxd_memopt.training.checks import (
     require_applicable_memory,
     require_finite_weights,
@@ -38,7 +38,7 @@ from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.chat import with_chat_template
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.device_support import require_executable
-from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
+from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers, held_out_text
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.model import (
@@ -54,7 +54,7 @@ from nxd_memopt.training.reporting.boards import require_boards
 from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.reporting.mfu import utilization_per_token
 from nxd_memopt.training.reporting.reporter import Reporter
-from nxd_memopt.training.reporting.start_report import start_lines
+from nxd_memopt.training.reporting.start_report import held_out_line, model_line, run_lines, training_lines
 from nxd_memopt.training.reporting.summary import (
     Summary,
     export,
@@ -74,7 +74,6 @@ from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 
-COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
 EXTRACTED_MICRO_BATCHES = 2
 """Steps and micro-batches that ``extract_graphs`` runs.
@@ -161,7 +160,7 @@ def run_prepared(
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
     phases.end("weights")
-    model_notes = start_lines(model, config)
+    line_of_model, lines_of_training = model_line(model, config), training_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
     phases.end("optimizer")
     training = Training(model, optimizer, forward_backward, plan, tokens)
@@ -170,11 +169,15 @@ def run_prepared(
         return
 
     with model_files(model, vocabulary) as training.files:
-        read = plan.position(config.trainer.max_steps)
-        described = tokens.describe(config.data, config.trainer.max_steps, read)
+        data_lines, packing_lines = tokens.describe(plan)
+        # What the run is comes first, then how it is done.
         notes = [
-            *model_notes,
-            *described,
+            line_of_model,
+            *data_lines,
+            *run_lines(config),
+            *lines_of_training,
+            held_out_line(config.data, held_out_text(training, config)),
+            *packing_lines,
             *conversation_notes(training, config, vocabulary),
             *lora_notes,
             *describe_step(model, config),
@@ -187,6 +190,8 @@ def run_prepared(
         with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
             phases.end("report and resumption")
             summary.held_out_loss_before = evaluate_before(training, config, reporter)
+            answers = SampledAnswers(training, config, vocabulary, reporter)
+            answers.before_training()
             find_best(training, config, reporter)
             evaluate_missed(training, config, reporter)
             phases.end("first evaluation")
@@ -198,6 +203,7 @@ def run_prepared(
             summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
             summary.freed_memory_bytes = backend.freed_bytes_kept()
             summary.held_out_loss_after = evaluate(training, config, reporter)
+            answers.after_training()
             if config.trainer.keep_best:
                 training.improves(summary.held_out_loss_after)
             if not reporter.evaluated_same_tokens(0, training.step):
@@ -220,17 +226,10 @@ def open_reporter(training: Training, config: TrainConfig, notes: list[str], pla
             continues=training.plan.continues,
             planned_memory_bytes=planned_bytes,
         )
-    tensor_size = parallel_state.get_tensor_model_parallel_size()
-    data_size = parallel_state.get_data_parallel_size()
-    reporter.say(
-        f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor_size} x data-parallel {data_size}"
-    )
-    if config.trainer.compile:
-        reporter.say(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
-    if first_step:
-        reporter.say(f"resuming after step {first_step}")
     for note in notes:
         reporter.say(note)
+    if first_step:
+        reporter.say(f"resuming after step {first_step}")
     return reporter
 
 
@@ -252,6 +251,7 @@ def train(
         reporter,
         every=trainer.log_every_n_steps,
         tokens_per_step=tokens_per_step,
+        trained=training.trained,
         utilization_per_token=utilization_per_token(config, cast("PretrainedConfig", training.model.config)),
     )
     with interrupts.deferred(), Saver(training, config) as saver:
@@ -347,7 +347,9 @@ def evaluate(
     if training.step == 0:
         require_finite_weights(loss, config)
     if loss is not None:
-        reporter.evaluation(training.step, loss, held_out_digest(training, config) if is_rank_zero() else "")
+        text = held_out_text(training, config)
+        assert text is not None
+        reporter.evaluation(training.step, loss, text)
     return loss
 
 
@@ -381,7 +383,7 @@ def find_best(training: Training, config: TrainConfig, reporter: Reporter) -> No
     with raise_together("reading the held-out losses of checkpoints"):
         if is_rank_zero():
             steps = complete_steps(config.trainer.checkpoint_directory)
-            best = reporter.best_evaluation(steps, held_out_digest(training, config))
+            best = reporter.best_evaluation(steps, held_out_text(training, config))
     shared = json.loads(share_texts(json.dumps(best))[0])
     training.best = shared and (shared[0], shared[1])
 

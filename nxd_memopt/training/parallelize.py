@@ -17,7 +17,6 @@ from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
-from nxd_memopt.training.config.precision import PRECISIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.isolation import describe_isolation
 from nxd_memopt.training.data.micro_batches import MicroBatch
@@ -33,6 +32,8 @@ SHARDED = {
     "zero2": "master weights, optimizer states and gradients",
     "zero3": "parameters, optimizer states and gradients",
 }
+
+COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 
 ForwardBackward = Callable[[MicroBatch], Tensor]
 """Function that runs forward and backward of a micro-batch.
@@ -166,11 +167,12 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
         graph = f"off ({conflict})"
-    precision = str(config.trainer.precision)
-    lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
+    lines: list[str] = []
     kept = backend.keep_kernels()
     if kept is not None:
         lines.append(f"compiled kernels: {kept}")
+    if config.trainer.compile:
+        lines.append(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
     if config.trainer.allow_tf32:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
     return [

@@ -28,6 +28,7 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.reporting.step_metrics import Trained
 from nxd_memopt.training.resume.plan import ResumePlan
 
 
@@ -76,13 +77,22 @@ class Training:
         self.best = (self.step, loss)
         return True
 
+    def trained(self, step: int) -> Trained:
+        """Return what the run has trained after ``step`` steps, those of earlier processes included."""
+        tokens = self.plan.trained_sequences(step) * self.plan.config.data.seq_length
+        return Trained(tokens, self.tokens.epoch(self.plan.position(step)))
+
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
         self.optimizer.finish_update()
         # References to the model and the optimizer, copies of the random states only: the save
         # copies everything else before the next update changes it.
         consumed = self.plan.position(self.step)
-        shared: dict[str, Any] = {"tokens": dict(self.tokens.content(consumed)), "sequences": consumed}
+        shared: dict[str, Any] = {
+            "tokens": dict(self.tokens.content(consumed)),
+            "sequences": consumed,
+            "trained_sequences": self.plan.trained_sequences(self.step),
+        }
         if self.optimizer.loss_scaler is not None:
             shared["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return TrainingState(

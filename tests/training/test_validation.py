@@ -68,7 +68,7 @@ def test_a_resumed_run_keeps_what_is_held_out(tmp_path: Path) -> None:
         if not (tmp_path / name).mkdir()
     )
     outcome = run_here(evaluated)
-    assert "6 sequences of it, and the rest is neither trained nor evaluated" in outcome.stdout
+    assert "which is not trained; an evaluation has 6 sequences, " in outcome.stdout
     more = ("--trainer.max-steps", "4")
     outcome = run_here(evaluated, *more, "--data.eval-sequences", "0")
     assert outcome.returncode == 2

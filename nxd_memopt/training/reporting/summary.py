@@ -22,7 +22,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from nxd_memopt.training.reporting.reporter import gib
+from nxd_memopt.training.reporting.step_metrics import gib
 from nxd_memopt.training.runtime.start_phases import FIRST_STEP
 
 EVALUATED = (

@@ -34,6 +34,7 @@ class ResumePlan:
         warm_start: the checkpoint whose weights a run at step 0 starts with, if any.
         sequence_offset: ``sequence_offset + s * data.global_batch_size`` sequences are consumed before
             step s. It is 0 unless the run was resumed with another batch size or other text.
+        trained_offset: the same for the sequences that are trained, which other text does not set back.
         notes: one line for each option that has changed.
     """
 
@@ -43,6 +44,7 @@ class ResumePlan:
     base: Path | None = None
     warm_start: Path | None = None
     sequence_offset: int = 0
+    trained_offset: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -54,6 +56,10 @@ class ResumePlan:
     def position(self, step: int) -> int:
         """Return the number of training sequences that ``step`` steps have consumed."""
         return self.sequence_offset + step * self.config.data.global_batch_size
+
+    def trained_sequences(self, step: int) -> int:
+        """Return the number of sequences, of any text, that the run has trained after ``step`` steps."""
+        return self.trained_offset + step * self.config.data.global_batch_size
 
 
 def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
@@ -124,7 +130,7 @@ def find_checkpoint(option: str, name: str) -> Path:
 def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRun, notes: list[str]) -> ResumePlan:
     """Return the plan to continue from ``stored``, after comparing its options with this run's."""
     # Other text under the same options would be read at a position that counts other sequences.
-    if "tokens" not in stored.shared or "trainer.precision" not in stored.config:
+    if not {"tokens", "trained_sequences"} <= stored.shared.keys() or "trainer.precision" not in stored.config:
         raise ValueError(
             f"{stored.directory} records no tokens or precision: it was written by an earlier version, or by another "
             f"program: continue with the version or the program that wrote it, or {WARM_START}"
@@ -143,16 +149,16 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
     before = stored.sizes["data_parallel_size"]
     if before != replicas:
         changes.notes.append(f"data-parallel size: {before} -> {replicas}")
-    consumed = sequences_consumed(stored)
-    offset = consumed - stored.step * config.data.global_batch_size
-    recorded = recorded_options(config, hf_config)
-    return ResumePlan(config, recorded, stored, sequence_offset=offset, notes=[*notes, *changes.notes])
-
-
-def sequences_consumed(stored: StoredRun) -> int:
-    """Return the number of training sequences that the run of a checkpoint has consumed."""
-    # Not step * batch: the batch size may have changed in an earlier resume.
-    return stored.shared["sequences"]
+    # Stored, not step * batch: the batch size may have changed in an earlier resume.
+    counted = stored.step * config.data.global_batch_size
+    return ResumePlan(
+        config,
+        recorded_options(config, hf_config),
+        stored,
+        sequence_offset=stored.shared["sequences"] - counted,
+        trained_offset=stored.shared["trained_sequences"] - counted,
+        notes=[*notes, *changes.notes],
+    )
 
 
 def _compare_schedules(config: TrainConfig, stored: StoredRun, changes: Changes) -> None:

@@ -80,6 +80,16 @@ class RunTokens:
             parts.append(tokens.rows(range(min(len(tokens), count))))
         return np.concatenate(parts)
 
+    def epoch(self, consumed: int) -> float | None:
+        """Return the passes over the text that ``consumed`` training sequences are.
+
+        None if the length of the text is not known (yet), and for several sources, which have epochs of their own.
+        """
+        if len(self._feeds) > 1:
+            return None
+        known = self._feeds[0].windows["train"].last
+        return consumed / known.rows if known.ended and known.rows else None
+
     def trains(self) -> bool:
         """Return whether the run reads sequences of training."""
         return any(feed.wanted("train") for feed in self._feeds)
@@ -97,20 +107,23 @@ class RunTokens:
                 needed[name] = feed.wanted(split)
         return content_at(self.fingerprint, self.windows(), needed)
 
-    def describe(self, config: DataConfig, steps: int, sequences: int) -> list[str]:
-        """Return the start report's lines about sources and sequences, of which ``steps`` steps read ``sequences``."""
+    def describe(self, plan: ResumePlan) -> tuple[list[str], list[str]]:
+        """Return the start report's lines about the data and its size, and others about its order and packing."""
+        config, steps = plan.config.data, plan.config.trainer.max_steps
+        sequences = plan.position(steps)
         names = self._blend.names
-        lines: list[str] = []
-        for feed in self._all:
-            lines += feed.notes
-        if len(names) > 1:
-            shares = ", ".join(f"{share:.2%} of {name}" for name, share in zip(names, self._blend.shares, strict=True))
-            lines.append(f"data: the sequences are {shares}")
-        for name, feed, read in zip(names, self._feeds, self._blend.counts(sequences), strict=True):
+        sizes: list[str] = []
+        others = [note for feed in self._all for note in feed.notes]
+        for name, share, feed, read in zip(
+            names, self._blend.shares, self._feeds, self._blend.counts(sequences), strict=True
+        ):
+            known = feed.windows["train"].last
+            of_mixture = f", {share:.2%} of the sequences" if len(names) > 1 else ""
+            size = _describe_size(config, known, f"{steps:,} steps read {read:,}", read)
+            sizes.append(f"data: {name!r} ({config.format}){of_mixture}: {size}")
             source = f"{name}: " if len(names) > 1 else ""
-            of_source = describe_rows(config, feed.windows["train"].last, f"{steps:,} steps read {read:,}", read)
-            lines += [source + line for line in of_source]
-        return lines
+            others += [source + line for line in _describe_rows(config, known)]
+        return sizes, others
 
     def close(self) -> None:
         """End the processes in the background."""
@@ -134,8 +147,26 @@ class RunTokens:
         return [(feed, count) for feed, count in shares if count]
 
 
-def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> list[str]:
-    """Return the start report's lines about the rows of training that exist, of which the run reads ``read``."""
+def _describe_size(config: DataConfig, known: Facts, reads: str, read: int) -> str:
+    """Return how much training text is known, and what the run reads of it.
+
+    Args:
+        config: options of the data.
+        known: facts of the sequences that exist.
+        reads: the steps and the sequences that they read, in words.
+        read: sequences that the run reads.
+    """
+    if not known.rows:
+        return "no sequence is tokenized, and none is read"
+    size = f"{known.documents:,} documents, {known.rows:,} sequences of {config.seq_length:,} tokens"
+    if known.ended:
+        return f"{size}; {reads} sequences: {read / known.rows:.1f} epochs"
+    goes_on = ": a process tokenizes while the run trains" if read > known.rows else ""
+    return f"{size} so far; {reads} sequences{goes_on}"
+
+
+def _describe_rows(config: DataConfig, known: Facts) -> list[str]:
+    """Return the start report's lines about the rows of training that exist."""
     if not known.rows:
         return []
     share = known.not_trained / (known.rows * config.seq_length)
@@ -143,10 +174,6 @@ def describe_rows(config: DataConfig, known: Facts, reads: str, read: int) -> li
     lines = [f"packing {config.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
     if config.has_conversations:
         lines.append(f"conversations: {known.documents:,} read so far, of which {described(known.outcomes)}")
-    if known.ended:
-        lines.append(f"data: the text has {known.rows:,} sequences, of which {reads}: {read / known.rows:.1f} epochs")
-    elif read > known.rows:
-        lines.append(f"data: {known.rows:,} sequences are tokenized, {reads}: a process tokenizes while the run trains")
     return lines
 
 
