@@ -162,12 +162,12 @@ class Display:
         splits: dict[str, _Split] = {}
 
         def show(progress: Progress) -> bool:
-            label = f"{name}{', held-out text' if progress.split == 'held_out' else ''}"
-            if progress.split not in splits:
+            label = f"{name}{', held-out text' if progress.name == 'held_out' else ''}"
+            if progress.name not in splits:
                 for finished in self._bar.task_ids:
                     self._bar.remove_task(finished)
-                splits[progress.split] = _Split(self._bar.add_task(label, total=1.0, rate=""), progress)
-            split = splits[progress.split]
+                splits[progress.name] = _Split(self._bar.add_task(label, total=1.0, rate=""), progress)
+            split = splits[progress.name]
             self._tokens += progress.tokens - split.tokens
             split.tokens = progress.tokens
             self._bar.update(split.task, completed=progress.share, rate=split.rate(progress))

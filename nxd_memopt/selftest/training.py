@@ -25,7 +25,7 @@ from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.memory_plan import planned
-from nxd_memopt.training.model import build_model, load_hf_config
+from nxd_memopt.training.model import build_model, load_hf_config, load_initial_weights
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.state import Training
 from nxd_memopt.training.step import train_step
@@ -131,6 +131,7 @@ def memory() -> str:
     # What other checks have freed, and the process keeps, is used again.
     before = (backend.memory_allocated() or 0) - (backend.freed_bytes_kept() or 0)
     model = build_model(config, hf_config)
+    load_initial_weights(model, config, hf_config)  # none here; on XLA it moves the model to the device
     optimizer, forward_backward = parallelize(model, config)
     # A run's plan of resumption and its tokens are not read by a step.
     training = Training(model, optimizer, forward_backward, cast(Any, None), cast(Any, None))

@@ -189,29 +189,40 @@ def run_prepared(
         ]
         with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
             phases.end("report and resumption")
-            summary.held_out_loss_before = evaluate_before(training, config, reporter)
             answers = SampledAnswers(training, config, vocabulary, reporter)
-            answers.before_training()
-            find_best(training, config, reporter)
-            evaluate_missed(training, config, reporter)
-            phases.end("first evaluation")
-            # The reported peak is of training alone, without loading and the first evaluation.
-            backend.reset_peak_memory_stats()
-            with gc_frozen():
-                train(training, config, reporter, interrupts, phases)
-            summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+            train_and_evaluate(training, config, reporter, answers, summary, interrupts, phases)
             summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
-            summary.freed_memory_bytes = backend.freed_bytes_kept()
-            summary.held_out_loss_after = evaluate(training, config, reporter)
-            answers.after_training()
-            if config.trainer.keep_best:
-                training.improves(summary.held_out_loss_after)
-            if not reporter.evaluated_same_tokens(0, training.step):
-                reporter.say(
-                    "the held-out tokens have changed since step 0: the summary has no held_out_change_percent"
-                )
-                summary.held_out_loss_before = None
             finish(training, config, reporter, summary, vocabulary)
+
+
+def train_and_evaluate(
+    training: Training,
+    config: TrainConfig,
+    reporter: Reporter,
+    answers: SampledAnswers,
+    summary: Summary,
+    interrupts: Interrupts,
+    phases: StartPhases,
+) -> None:
+    """Evaluate, train, and evaluate again; fill ``summary``. Every rank calls."""
+    summary.held_out_loss_before = evaluate_before(training, config, reporter)
+    answers.before_training()
+    find_best(training, config, reporter)
+    evaluate_missed(training, config, reporter)
+    phases.end("first evaluation")
+    # The reported peak is of training alone, without loading and the first evaluation.
+    backend.reset_peak_memory_stats()
+    with gc_frozen():
+        train(training, config, reporter, interrupts, phases)
+    summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+    summary.freed_memory_bytes = backend.freed_bytes_kept()
+    summary.held_out_loss_after = evaluate(training, config, reporter)
+    answers.after_training()
+    if config.trainer.keep_best:
+        training.improves(summary.held_out_loss_after)
+    if not reporter.evaluated_same_tokens(0, training.step):
+        reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
+        summary.held_out_loss_before = None
 
 
 def open_reporter(training: Training, config: TrainConfig, notes: list[str], planned_bytes: int | None) -> Reporter:

@@ -54,7 +54,7 @@ class Progress(NamedTuple):
     """How much of a split is tokenized.
 
     Args:
-        split: ``train`` or ``held_out``.
+        name: of the split, ``train`` or ``held_out``.
         sequences: sequences that are written.
         wanted: sequences that are wanted; ``ALL_SEQUENCES`` for all of the text.
         documents: documents that were read.
@@ -62,7 +62,7 @@ class Progress(NamedTuple):
         share: about which part of the work is done.
     """
 
-    split: str
+    name: str
     sequences: int
     wanted: int
     documents: int
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
         if self.wanted != ALL_SEQUENCES:
             sequences += f" of {self.wanted:,}"
         return (
-            f"tokenizing {self.split.replace('_', '-')} text: {sequences} sequences are complete, "
+            f"tokenizing {self.name.replace('_', '-')} text: {sequences} sequences are complete, "
             f"{self.documents:,} documents are read"
         )
 
