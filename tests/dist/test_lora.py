@@ -248,7 +248,7 @@ def test_stored_adapters_are_merged_or_loaded(name: str, tmp_path: Path) -> None
         other = parallel_model(config, full)
         if has_adapters:
             add_adapters(other, LoraConfig(3, 5, target_modules=targets_of(name)))
-        assert load_weights(index, other, 5 / 3) == has_adapters
+        assert load_weights(index, other, 5 / 3, {}) == has_adapters
         assert relative_error(other(**batch()).loss, expected) < TOLERANCE
 
 

@@ -55,7 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_process_learns_records_and_exports(reference: Path) -> None:
     steps, result = rows(reference), summary(reference)
     assert [row["step"] for row in steps] == list(range(1, 9))
-    measured = {"tokens_per_s", "peak_memory_bytes", "planned_memory_bytes"}
+    measured = {"tokens_per_s", "peak_memory_bytes", "planned_memory_bytes", "time", "tokens", "epoch"}
     assert set(steps[0]) == {"step", "loss", "grad_norm", "lr"} | measured
     assert [row["step"] for row in rows(reference, "evaluation.jsonl")] == [0, 4, 8]
     assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
