@@ -46,7 +46,11 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "changes"),
     [
-        ("dropless", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}),
+        pytest.param(
+            "dropless",
+            {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("padded", {}, marks=pytest.mark.slow),
         ("blocks", {}),
     ],
