@@ -1,4 +1,4 @@
-"""The command line ``nxd-memopt``: train, prepare, launch, plan, profile, certify, convert, doctor and selftest."""
+"""The command line ``nxd-memopt``: a program for each of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "show where memory and time of training steps go",
     "certify": "show, without the hardware, that a step recomputes, communicates and fits as it should",
     "convert": "convert weights between Hugging Face directories and neuronx-distributed's files",
+    "chat": "show what a model or an adapter answers",
     "doctor": "show versions, the backend and why it was chosen, and the fast paths that run",
     "selftest": "check the library on this device in ten minutes at most, for a bug report",
 }
@@ -31,6 +32,7 @@ _MODULES = {
     "profile": "nxd_memopt.commands.profile",
     "certify": "nxd_memopt.certify.command",
     "convert": "nxd_memopt.commands.convert",
+    "chat": "nxd_memopt.commands.chat",
     "doctor": "nxd_memopt.commands.doctor",
     "selftest": "nxd_memopt.selftest.command",
 }
