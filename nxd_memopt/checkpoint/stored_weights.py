@@ -33,8 +33,9 @@ class StoredWeights:
         self._index = index
         stored = list(index.names("model."))
         without = None if index.base is None else (lambda entry: entry.is_frozen)
-        self._names = {id(tensor): name for name, tensor in match_names(model, stored, without=without).items()}
-        for name, tensor in match_names(model, stored, without=without).items():
+        matched = match_names(model, stored, without=without)
+        self._names = {id(tensor): name for name, tensor in matched.items()}
+        for name, tensor in matched.items():
             require_alike(index, f"model.{name}", tuple(tensor.shape), tensor.dtype)
         self._base: Sources = {}
         self._base_names: dict[int, str] = {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.command_line import count
+from nxd_memopt.command_line import FlagParser, count
 from nxd_memopt.lora_config import ADAPTER_CONFIG
 
 
@@ -17,13 +18,14 @@ def main(arguments: Sequence[str]) -> int:
     """Answer ``--prompt``, or what a person types until an empty line; return 0.
 
     Raises:
-        ValueError: the directory has no model that can be loaded.
+        ValueError: the directory has no model that can be loaded, or the conversation is too long for it.
     """
     options = _parser().parse_args(list(arguments))
-    directory = _model_directory(options.directory)
+    if options.prompt == "":
+        raise ValueError("--prompt is empty: write a text, or leave it out and type")
+    _require_model(options.directory)
     require_transformers("nxd-memopt chat")
-    model, tokenizer = load(directory)
-    chat = Chat(model, tokenizer, max_tokens=options.max_tokens, temperature=options.temperature)
+    chat = Chat(*load(options.directory), max_tokens=options.max_tokens, temperature=options.temperature)
     if options.prompt is not None:
         chat.answer(options.prompt)
         return 0
@@ -37,13 +39,21 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("nxd-memopt chat", description=__doc__)
+def _parser() -> FlagParser:
+    parser = FlagParser("chat", "Show what a model answers, on the GPU if there is one.")
     parser.add_argument("directory", type=Path, help="a Hugging Face directory, such as a run's export/, or an adapter")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end; default: answer what is typed")
     parser.add_argument("--max-tokens", type=count, default=256, metavar="N", help="longest answer; default: 256")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    greedy = "0, the default, takes the most probable token each time"
+    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="X", help=greedy)
     return parser
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or above, got {text}")
+    return value
 
 
 def _typed() -> str:
@@ -54,48 +64,55 @@ def _typed() -> str:
         return ""
 
 
-def _model_directory(directory: Path) -> Path:
-    """Return ``directory`` if it has a model.
-
-    Raises:
-        ValueError: it does not exist, or has something else, such as a run or a checkpoint of training.
-    """
+def _require_model(directory: Path) -> None:
+    """Raise ``ValueError`` if ``directory`` does not exist, or has something else, such as a run or its checkpoint."""
     if not directory.is_dir():
         raise ValueError(
             f"{directory} is no directory: name one with a model; hf download NAME --local-dir DIRECTORY brings one of "
             "the Hugging Face Hub"
         )
-    if list(directory.glob("rank_*.safetensors")):
-        raise ValueError(
-            f"{directory} is a training checkpoint: nxd-memopt convert --from checkpoint --source {directory} "
-            "--target DIRECTORY makes a model of it"
-        )
-    if (directory / ADAPTER_CONFIG).is_file() or (directory / "config.json").is_file():
-        return directory
-    remedy = "name a directory with a config.json"
     if (directory / "export").is_dir():
-        remedy = f"it is a run, whose model is in {directory / 'export'}"
-    raise ValueError(f"{directory} has no model: {remedy}")
+        raise ValueError(f"{directory} is a run: name its model, {directory / 'export'}")
+    # A checkpoint, the directory of checkpoints, or a run.
+    for pattern in ("rank_*.safetensors", "step_*", "checkpoints/step_*"):
+        if any(directory.glob(pattern)):
+            raise ValueError(
+                f"{directory} has a training checkpoint: nxd-memopt convert --from checkpoint --source {directory} "
+                "--target DIRECTORY makes a model of it"
+            )
+    if not (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no model: name a directory with a config.json")
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    """Return transformers' model, on the GPU if the backend is cuda and else on the host, and its tokenizer."""
+    """Return transformers' model and its tokenizer.
+
+    Raises:
+        ValueError: the directory lacks weights of the model, or has adapters and PEFT is not installed.
+    """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from nxd_memopt.backends import backend
-
-    # transformers loads the base that the adapter names, and puts the adapter into it, by PEFT.
-    if (directory / ADAPTER_CONFIG).is_file() and not is_importable("peft"):
+    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    if is_adapter and not is_importable("peft"):
         raise ValueError(
             f"{directory} has adapters, which need the package peft: pip install peft, or name the run's export/, in "
             "which they are merged"
         )
     disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True).eval()
-    if backend.name == "cuda":
-        model = model.to(backend.device)
-    return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    # transformers loads the base that an adapter names, and puts the adapter into it. It only warns of weights that
+    # the files lack, which then are random.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True, **files)
+    model, found = loaded
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise ValueError(f"{directory} lacks {len(missing)} weights of the model, such as {missing[0]}: copy it again")
+    # transformers' program, without the library's backend: on Trainium that would take a core, which a run may have.
+    if torch.cuda.is_available():
+        model = model.cuda()
+    return model.eval(), AutoTokenizer.from_pretrained(directory, **files)
 
 
 class Chat:
@@ -111,15 +128,27 @@ class Chat:
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, temperature: float) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": temperature > 0}
+        self._max_tokens = max_tokens
+        # What ends an answer for the model, and for the tokenizer whose template it was trained with: of an adapter
+        # the model's is the base's.
+        ends = model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        padding = tokenizer.pad_token_id
+        self._options: dict[str, Any] = {
+            "eos_token_id": sorted(ends) or None,
+            "pad_token_id": tokenizer.eos_token_id if padding is None else padding,
+            "do_sample": temperature > 0,
+        }
         if temperature > 0:
             self._options["temperature"] = temperature
         self._messages: list[dict[str, str]] = []
 
     def answer(self, prompt: str) -> str:
-        """Print the answer as it is generated, and return it."""
-        from transformers import TextStreamer
+        """Print the answer as it is generated, and return it.
 
+        Raises:
+            ValueError: the conversation leaves the model no position for an answer.
+        """
         if self._tokenizer.chat_template is None:
             inputs = self._tokenizer(prompt, return_tensors="pt")
         else:
@@ -127,21 +156,34 @@ class Chat:
             inputs = self._tokenizer.apply_chat_template(
                 self._messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        inputs = inputs.to(self._model.device)
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        # Where there is no padding token, the end of the text, as transformers takes with a warning.
-        padding = self._tokenizer.pad_token_id
-        ids = self._model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            streamer=streamer,
-            pad_token_id=self._tokenizer.eos_token_id if padding is None else padding,
-            **self._options,
+        ids = inputs["input_ids"].to(self._model.device)
+        given, positions = ids.size(1), self._model.config.max_position_embeddings
+        most = min(self._max_tokens, positions - given)
+        if most < 1:
+            raise ValueError(f"the conversation has {given} tokens, and the model {positions} positions: start again")
+        mask = inputs["attention_mask"].to(ids.device)
+        found = self._model.generate(
+            input_ids=ids, attention_mask=mask, streamer=self._streamer(), max_new_tokens=most, **self._options
         )
-        text = self._tokenizer.decode(ids[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+        answered = found[0, given:]
+        if len(answered) == most and int(answered[-1]) not in (self._options["eos_token_id"] or []):
+            print(f"[cut after {most} tokens]", file=sys.stderr)
+        text = self._tokenizer.decode(answered, skip_special_tokens=True)
         if self._messages:
             self._messages.append({"role": "assistant", "content": text})
         return text
+
+    def _streamer(self) -> Any:
+        """Return what prints the tokens as words."""
+        from transformers import TextStreamer
+
+        from nxd_memopt.training.reporting.step_metrics import printable
+
+        class Printed(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                super().on_finalized_text(printable(text), stream_end)
+
+        return Printed(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def forget_question(self) -> None:
         """Take back a question whose answer was stopped."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform as host
@@ -11,11 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from nxd_memopt import __version__
 from nxd_memopt._optional import require_installed
-from nxd_memopt.command_line import count, require_directory
+from nxd_memopt.command_line import FlagParser, count, require_directory
 from nxd_memopt.files import write_text
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import PLATFORMS
@@ -27,20 +25,12 @@ TIME_S = 540
 _MARKS = {PASSED: "pass", FAILED: "FAIL", ABSENT: "n/a "}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser that raises ``ValueError`` instead of printing the usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; {self.prog} --help shows the options")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="nxd-memopt selftest",
-        description="Check this library on the device at hand, in ten minutes at most: operators, collectives, "
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        "selftest",
+        "Check this library on the device at hand, in ten minutes at most: operators, collectives, "
         "training, compilations, memory and checkpoints. Exit status 0: no check failed; 1: one failed; 2: wrong "
         "arguments.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--nproc", type=count, metavar="N", help="number of ranks; default: the host's cores, 2 on CPUs"

@@ -179,8 +179,8 @@ def _longest(model: Any) -> int:
 
 def _refusal(config: TrainConfig) -> str | None:
     """Return why a run on conversations generates no answers, or None."""
-    if backend.name == "xla":
-        return "each length would be compiled on Trainium"
+    if backend.shapes_are_static:
+        return "the device would compile a graph for each length"
     if config.trainer.compile:
         return "other lengths would compile the layers again, and training then runs other kernels (trainer.compile)"
     if config.data.train_on_input:

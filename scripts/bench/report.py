@@ -213,9 +213,8 @@ def readme_section() -> str:
     return (
         f"Full training steps on {DEVICE} ({measured_on()}), batch 1, random weights, {OPTIMIZER}. Each line's peer "
         "ran in the same run; every setting, and its command, is in [docs/benchmarks.md](docs/benchmarks.md).\n\n"
-        "![Speed and memory of full training steps beside the fastest peer](docs/benchmarks/train_step.svg)\n\n"
-        + "\n".join(step_lines(README_SETTINGS))
-        + "\n"
+        "![Tokens per second and peak memory of training steps: nxd_memopt and the fastest peer]"
+        "(docs/benchmarks/train_step.svg)\n\n" + "\n".join(step_lines(README_SETTINGS)) + "\n"
     )
 
 

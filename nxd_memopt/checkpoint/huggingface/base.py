@@ -21,7 +21,7 @@ _THREADS = 8
 def describe_base(directory: Path, *, is_stored: bool) -> dict[str, Any]:
     """Return what a checkpoint records of its base, equal on every rank. Every rank calls.
 
-    Rank 0 reads the weight files once more: their digests are those of ``sha256sum`` and of the Hugging Face hub.
+    Rank 0 reads the weight files a second time and computes their SHA-256, which the Hugging Face hub shows too.
 
     Args:
         directory: the Hugging Face directory that the weights were loaded from.

@@ -72,7 +72,7 @@ def save_pretrained(
         companions: directory whose tokenizer, chat template and ``generation_config.json`` the
             export gets, in the same rename as the weights; if it has any, none of an earlier
             export remains. Read by the writing rank.
-        merges_adapters: add the adapters (LoRA) to the weights; without, the weights are those of the adapters' base.
+        merges_adapters: add the adapters (LoRA) to the weights; False writes the base model.
         read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from nxd_memopt.architectures.layers import FUSED_LAYERS, fused_name
 from nxd_memopt.checkpoint.files import Sources
+from nxd_memopt.modules.lora import model_type_of
 from nxd_memopt.parallel_layers.resharding import LazySlice, full_shape, stored_shape
 
 
 def fused_parameter(model: torch.nn.Module, name: str) -> str:
     """Return Hugging Face's name of the model's parameter ``name``, which may be a part of one of its parameters."""
     layer, dot, kind = name.rpartition(".")
-    return f"{fused_name(_model_type(model), layer)}{dot}{kind}"
+    return f"{fused_name(model_type_of(model), layer)}{dot}{kind}"
 
 
 def split_layers(model: torch.nn.Module, sources: Sources) -> Sources:
@@ -25,7 +26,7 @@ def split_layers(model: torch.nn.Module, sources: Sources) -> Sources:
     Raises:
         ValueError: a fused weight has another number of rows than its parts.
     """
-    if _model_type(model) not in FUSED_LAYERS:
+    if model_type_of(model) not in FUSED_LAYERS:
         return sources
     parts: dict[str, dict[str, int]] = {}
     for name, tensor in model.named_parameters():
@@ -88,7 +89,3 @@ class Rows:
             index = (index,)
         start, stop, _ = (index[0] if index else slice(None)).indices(self._count)
         return self._source[(slice(self._first + start, self._first + stop), *index[1:])]
-
-
-def _model_type(model: torch.nn.Module) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", None))

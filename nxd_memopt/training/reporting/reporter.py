@@ -20,7 +20,7 @@ from nxd_memopt.training.reporting.boards import Boards
 from nxd_memopt.training.reporting.loss_plot import LOSS_PLOT, draw_losses
 from nxd_memopt.training.reporting.progress import ProgressLines
 from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
-from nxd_memopt.training.reporting.step_metrics import HeldOut, StepMetrics
+from nxd_memopt.training.reporting.step_metrics import HeldOut, StepMetrics, printable
 
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
@@ -290,9 +290,7 @@ class Reporter:
             texts = {"question": prompt, "before": self._answer(0, prompt), f"step {step}": self._answer(step, prompt)}
             for name, text in texts.items():
                 if text is not None:
-                    # A model may generate characters that control a terminal.
-                    shown = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text.strip())
-                    lines = f"\n{'':<12}| ".join(shown.split("\n"))
+                    lines = f"\n{'':<12}| ".join(printable(text.strip()).split("\n"))
                     self.say(f"  {name:<10}| {lines}")
 
     def _answer(self, step: int, prompt: str) -> str | None:

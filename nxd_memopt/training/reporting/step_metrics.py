@@ -124,6 +124,11 @@ class StepMetrics:
         return parts
 
 
+def printable(text: str) -> str:
+    """Return text that a model has generated without the characters that control a terminal."""
+    return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text)
+
+
 def gib(size: int | None) -> str:
     """Return a size in bytes as text in GiB, or ``n/a`` if None."""
     if size is None:

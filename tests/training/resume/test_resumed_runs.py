@@ -199,6 +199,8 @@ def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, mon
     output = succeed(run_here(config, *allow))
     assert "data.global_batch_size: 2 -> 4, from this step on" in output
     assert read == list(range(4 * 4 + 2 * 2 + 2 * 4))
+    trained = [row["tokens"] // 24 for row in rows(tmp_path / "run")]
+    assert trained == [4, 8, 12, 16, 18, 20, 24, 28]
 
 
 @pytest.mark.slow
