@@ -10,9 +10,12 @@ RANGE = "nxd_memopt: "
 """Start of the names of ranges that ``ranges.py`` records."""
 MODULE = f"{RANGE}module "
 STEP = f"{RANGE}step"
+PART = f"{RANGE}part "
 GRADIENT = f"{RANGE}gradient "
 OUTSIDE = "outside of modules"
+OPTIMIZER = "optimizer"
 _BACKWARD = "autograd::engine::evaluate_function"
+_ACCUMULATE = "AccumulateGrad"
 _NO_SEQUENCE = -1
 
 
@@ -143,7 +146,7 @@ class Attribution:
 
     In forward, the innermost module whose call is running. In backward, the module of the forward
     operator with autograd's number of the node. A module that is called inside backward is
-    recomputed.
+    recomputed. In a range of ``ranges.part_of_step`` the range's title is the module.
 
     Args:
         found: operations of a profile, in the order of their starts.
@@ -158,6 +161,16 @@ class Attribution:
                 module = _innermost_module(operation)
                 if module is not None:
                     self._forward[operation.thread, operation.sequence] = module
+        # The accumulation of a gradient has no forward operator. Autograd runs it right after the node that has
+        # computed the gradient, before any other ready node: the two are of one module.
+        last: dict[int, str] = {}
+        for operation in found:
+            if not operation.name.startswith(_BACKWARD):
+                continue
+            if operation.name.endswith(_ACCUMULATE):
+                self._cache[id(operation)] = last.get(operation.thread, OUTSIDE), "backward"
+            else:
+                last[operation.thread] = self.of(operation)[0]
 
     def of(self, operation: Operation) -> tuple[str, str]:
         """Return the module, and ``forward``, ``backward``, ``recompute`` or ``other``."""
@@ -174,6 +187,8 @@ class Attribution:
         if operation.name.startswith(MODULE):
             is_backward = any(each.name.startswith(_BACKWARD) for each in operation.ancestors())
             return operation.name.removeprefix(MODULE), "recompute" if is_backward else "forward"
+        if operation.name.startswith(PART):
+            return operation.name.removeprefix(PART), "other"
         if operation.parent is None:
             return OUTSIDE, "other"
         return self.of(operation.parent)

@@ -9,7 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from nxd_memopt.profiling.operations import GRADIENT, MODULE
+from nxd_memopt.profiling.operations import GRADIENT, MODULE, PART
+
+
+def part_of_step(title: str) -> record_function:
+    """Return the context of a part of a training step that no module runs, such as the optimizer."""
+    return record_function(PART + title)
 
 
 def module_names(model: nn.Module) -> dict[int, str]:

@@ -8,9 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
-from nxd_memopt.profiling.operations import OUTSIDE, STEP, Attribution, Operation, device_events, operations
+from nxd_memopt.profiling.operations import (
+    OPTIMIZER,
+    OUTSIDE,
+    STEP,
+    Attribution,
+    Operation,
+    device_events,
+    operations,
+)
 
-OPTIMIZER = "optimizer"
 _CLASSES = (
     ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
     ("attention", ("scaled_dot_product", "flash", "fmha", "attention")),

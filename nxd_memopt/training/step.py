@@ -9,6 +9,8 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.profiling.operations import OPTIMIZER
+from nxd_memopt.profiling.ranges import part_of_step
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.reporting.metrics import StepResult, sum_over_data_parallel_ranks
@@ -46,11 +48,13 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients
     # are averaged over data-parallel ranks (the divisor of the losses is the step's trained
     # tokens / D), and clipping uses the norm of the full model's gradients.
-    grad_norm = optimizer.reduce_gradients()
+    with part_of_step("gradient reduction and clipping"):
+        grad_norm = optimizer.reduce_gradients()
     loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
 
-    optimizer.step(lr)
-    optimizer.zero_grad()
+    with part_of_step(OPTIMIZER):
+        optimizer.step(lr)
+        optimizer.zero_grad()
     # Their collective is part of this graph: after mark_step it would become part of the next step's first one.
     routers = take_router_sums(training.forward_backward)
     backend.mark_step()

@@ -22,6 +22,7 @@ from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.profiling import ProfileRequest, StepProfiler
 from nxd_memopt.profiling.memory_summary import CATEGORIES
+from nxd_memopt.profiling.ranges import part_of_step
 from nxd_memopt.profiling.tensors import owned_blocks
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config
@@ -164,6 +165,27 @@ def test_times_by_class_and_by_module_are_the_same_time(tmp_path):
     # more where another process interrupts just that part.
     assert time["communication"]["compute"] == pytest.approx(by_class - waiting, rel=0.15)
     assert time["communication"]["exposed_communication"] == 0
+
+
+def test_accumulated_gradients_and_parts_of_the_step_are_named(tmp_path):
+    run, large = Run(llama_config), torch.ones(800, 800)
+
+    def hook(_parameter):
+        large @ large
+
+    weight = run.model.model.layers[1].mlp.down_proj.weight
+    weight.register_post_accumulate_grad_hook(hook)
+    plain_step = run.step
+
+    def step():
+        plain_step()
+        with part_of_step("clipping"):
+            large @ large
+
+    run.step = step
+    modules = run.profile(tmp_path, skip=1, steps=1)["time"]["modules"]
+    assert max(modules, key=lambda name: modules[name]["backward"]) == "model.layers.1.mlp.down_proj"
+    assert max(modules, key=lambda name: modules[name]["other"]) == "clipping"
 
 
 def test_nothing_is_left_outside_of_profiled_steps(tmp_path):
