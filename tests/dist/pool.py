@@ -59,6 +59,9 @@ TIMEOUT_S = 120.0
 GRACE_S = 5.0  # a rank that is merely slower than the failing one gets this long to finish or fail too
 START_TIMEOUT_S = 120.0  # importing torch takes seconds, and more when all cores are busy
 
+# Imported once, by the process that ranks are forked from: 2 seconds of torch and 5 of what most bodies use.
+PRELOADED = ["tests.training.runs", "tests.reference_models", "nxd_memopt.training.loop"]
+
 _pools: dict[int, Pool] = {}
 
 
@@ -150,6 +153,15 @@ def close_all() -> None:
         _pools.popitem()[1].close()
 
 
+def _context() -> Any:
+    """Return what starts processes. A GPU or a NeuronCore cannot be used by a fork of a process that opened it."""
+    if os.environ.get("NXD_MEMOPT_BACKEND", "cpu") != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Pool:
     """``world_size`` persistent processes in one gloo world."""
 
@@ -158,7 +170,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.connections: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
