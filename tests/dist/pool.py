@@ -154,7 +154,7 @@ def close_all() -> None:
 
 
 def _context() -> Any:
-    """Return what starts processes. A GPU or a NeuronCore cannot be used by a fork of a process that opened it."""
+    """Return what starts processes. GPUs and torch_xla do not work in a fork of the process that imported them."""
     if os.environ.get("NXD_MEMOPT_BACKEND", "cpu") != "cpu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
