@@ -264,6 +264,7 @@ def _worker_main(rank: int, world_size: int, port: int, connection: Connection) 
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
     os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork inherits is left out of collections, as what a rank imports
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     on_gpus = os.environ["NXD_MEMOPT_BACKEND"] == "cuda"
     if on_gpus:

@@ -65,7 +65,7 @@ def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: P
 def test_data_parallel_losses_under_zero1_equal_the_cpus(disabled: str, tmp_path: Path) -> None:
     sections = {"data_parallel": {"sharding": "zero1"}, "data": {"micro_batch_size": 1}, "trainer": {"export": False}}
     cpu, simulated = (config_in(tmp_path / name, **sections) for name in ("cpu", "xla"))
-    succeed(train(cpu, ranks=2))
+    succeed(train(cpu))
     succeed(train(simulated, ranks=2, env=XLA | {"XLA_DISABLE_FUNCTIONALIZATION": disabled}))
     require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
 
