@@ -59,8 +59,12 @@ TIMEOUT_S = 120.0
 GRACE_S = 5.0  # a rank that is merely slower than the failing one gets this long to finish or fail too
 START_TIMEOUT_S = 120.0  # importing torch takes seconds, and more when all cores are busy
 
-# Imported once, by the process that ranks are forked from: 2 seconds of torch and 5 of what most bodies use.
-PRELOADED = ["tests.training.runs", "tests.reference_models", "nxd_memopt.training.loop"]
+# Imported once, by the process that ranks are forked from: 2 seconds of torch and 8 of what most bodies use.
+PRELOADED = ["tests.training.runs", "tests.reference_models", "nxd_memopt.training.loop", "torch._dynamo"]
+PRELOADED += [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("llama", "gpt_neox", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+]
 
 _pools: dict[int, Pool] = {}
 
