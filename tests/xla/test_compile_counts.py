@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("compile_counts")
     config = write_config(
         directory,
-        model={"tokenizer": str(directory / "tokenizer"), "config_overrides": ONE_LAYER},
+        model={"config_overrides": ONE_LAYER},
         data={"micro_batch_size": 1},  # four micro-batches a step
         data_parallel={"sharding": "zero1"},
         optimizer={"decay_steps": 8},
