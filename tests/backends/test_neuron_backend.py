@@ -192,7 +192,9 @@ SAID = "from nxd_memopt.backends import backend, BACKEND_REASON; print(backend.d
     ("code", "environment", "facts"),
     [
         pytest.param(SAID, {FALLBACK: "0"}, ["neuron:0", "silently", f"{FALLBACK} is not 1"], marks=pytest.mark.slow),
-        (f"import torch_neuronx; {SAID}", {}, [LATE, f"export {FALLBACK}=1"]),
+        pytest.param(
+            f"import torch_neuronx; {SAID}", {}, [LATE, f"export {FALLBACK}=1"], marks=pytest.mark.slow
+        ),  # a warning says it too, below
         (SAID, {"STAND_IN_DEVICES": "0"}, ["cpu", "no neuron: torch_neuronx 2.13.3.0 is native, but no Neuron device"]),
     ],
 )

@@ -133,7 +133,7 @@ def counted_calls() -> Iterator[Counter[str]]:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_collectives_of_a_compiled_layer(name):
     """GPT-NeoX's branches stay merged: what is compiled must not take another path, nor leave a collective out."""
     parallel_state.initialize_model_parallel(2)

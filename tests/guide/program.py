@@ -160,7 +160,8 @@ def check_the_hook_and_zero1(*, hook: bool) -> None:
 
 
 def main() -> None:
-    backend.init_process_group()
+    if not dist.is_initialized():
+        backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     assert dist.get_world_size() == parallel_state.get_tensor_model_parallel_size() == 2
     for recompute in (False, True):

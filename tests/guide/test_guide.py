@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from tests.dist.pool import run_on_ranks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -29,10 +34,14 @@ def neuronx_names(source: str) -> str:
     return source
 
 
-def run_on_two_ranks(directory: Path, *, alias: bool) -> subprocess.CompletedProcess[str]:
+def write_program(directory: Path, *, alias: bool) -> None:
     for name in ("modeling.py", "program.py"):
         source = (HERE / name).read_text(encoding="utf-8")
         (directory / name).write_text(neuronx_names(source) if alias else source, encoding="utf-8")
+
+
+def run_on_two_ranks(directory: Path, *, alias: bool) -> subprocess.CompletedProcess[str]:
+    write_program(directory, alias=alias)
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -40,10 +49,28 @@ def run_on_two_ranks(directory: Path, *, alias: bool) -> subprocess.CompletedPro
     return subprocess.run([*torchrun, *program], capture_output=True, text=True, env=environment, timeout=500)
 
 
-@pytest.mark.parametrize(
-    "alias",
-    [pytest.param(False, id="own-names"), pytest.param(True, id="alias", marks=pytest.mark.slow)],
-)
+def run_in_a_rank(directory: str) -> str:
+    """Run the guide's program, with the library's own names, on this rank of the pool; return what it prints."""
+    sys.path.insert(0, directory)
+    try:
+        program = importlib.import_module("program")
+        with redirect_stdout(io.StringIO()) as stdout:
+            program.main()
+    finally:
+        sys.path.remove(directory)
+        for name in ("program", "modeling"):
+            sys.modules.pop(name, None)
+    return stdout.getvalue()
+
+
+def test_blocks_equal_one_rank_on_the_pool(tmp_path: Path) -> None:
+    write_program(tmp_path, alias=False)
+    for rank, printed in enumerate(run_on_ranks(run_in_a_rank, 2, str(tmp_path))):
+        assert printed == f"guide: rank {rank} agrees on cpu by nxd_memopt.parallel_layers.layer_norm\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", [False, True], ids=["own-names", "alias"])
 def test_blocks_equal_one_rank(alias: bool, tmp_path: Path) -> None:
     finished = run_on_two_ranks(tmp_path, alias=alias)
     assert finished.returncode == 0, finished.stderr[-6000:]

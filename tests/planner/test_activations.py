@@ -126,7 +126,9 @@ def test_storages_of_every_architecture(name):
 WINDOWED = [name for name, config in CONFIGS.items() if model_spec(config()).has_windows]
 
 
-@pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow), "sdpa"])
+@pytest.mark.parametrize(
+    "attention", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("math", "sdpa")), "auto"]
+)
 @pytest.mark.parametrize(
     "technique",
     [
@@ -189,7 +191,7 @@ MOE_TECHNIQUES = {
 @pytest.mark.parametrize(
     "technique",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("none", "full", "nested", "moe", "attn+moe of 3")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("none", "moe", "attn+moe of 3")))
         for name in MOE_TECHNIQUES
     ],
 )

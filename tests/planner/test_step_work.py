@@ -81,7 +81,7 @@ def test_tensor_parallel_bytes_are_those_of_the_step(config, technique, sequence
     assert planned == measured
 
 
-@pytest.mark.parametrize("technique", ["none", "nested"])
+@pytest.mark.parametrize("technique", ["none", pytest.param("nested", marks=pytest.mark.slow)])
 def test_reductions_in_fp32_send_twice_the_bytes(technique):
     options = {"sequence": True, "dtype": "bfloat16"}
     measured, planned = tensor_parallel_case(LLAMA, TECHNIQUES[technique], reduce_dtype="float32", **options)

@@ -9,11 +9,12 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import yaml
@@ -145,12 +146,25 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+@contextmanager
+def without_extras() -> Iterator[None]:
+    """Leave out the picture of the losses, and what would end the exclusion of imports from garbage collection.
+
+    Both take half of a small run's time; tests of their own are in reporting/test_loss_plot.py and test_model.py.
+    """
+    from nxd_memopt.training import loop
+    from nxd_memopt.training.reporting import reporter
+
+    with mock.patch.object(loop, "gc_frozen", nullcontext), mock.patch.object(reporter, "draw_losses"):
+        yield
+
+
 def run_here(config: Path, *options: str) -> Outcome:
     """Run the program in this process, on one rank: 10 times faster than ``train``, which starts one."""
     from nxd_memopt.training.__main__ import main
 
     returncode = 0
-    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+    with without_extras(), redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
         try:
             returncode = main(["--config", str(config), *options])
         except SystemExit as stop:
@@ -177,7 +191,7 @@ def _run_rank(config: str, options: tuple[str, ...]) -> str:
         parallel.tensor_model_parallel_size, expert_model_parallel_size=parallel.expert_model_parallel_size
     )
     random.model_parallel_manual_seed(parsed.trainer.seed)
-    with redirect_stdout(io.StringIO()) as stdout:
+    with without_extras(), redirect_stdout(io.StringIO()) as stdout:
         run(parsed)
     return stdout.getvalue()
 

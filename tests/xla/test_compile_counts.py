@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from nxd_memopt.backends.neuron import xla_inspect
-from tests.training.runs import write_config
+from tests.training.runs import LLAMA, write_config
 
 pytestmark = pytest.mark.xdist_group("compile counts")
 
+ONE_LAYER = LLAMA | {"num_hidden_layers": 1}  # the number of graphs does not depend on it, compilation does
 Phases = list[tuple[str, int]]
 
 
@@ -25,6 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("compile_counts")
     config = write_config(
         directory,
+        model={"config_overrides": ONE_LAYER},
         data={"micro_batch_size": 1},  # four micro-batches a step
         data_parallel={"sharding": "zero1"},
         optimizer={"decay_steps": 8},

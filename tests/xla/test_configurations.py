@@ -20,7 +20,10 @@ BLOCKS = {"moe_expert_block_size": 8}
 
 
 def experts(**options: Any) -> dict[str, Any]:
-    return {"model": {"config_overrides": MIXTRAL}, "moe": {"moe_z_loss_coeff": 0.01, **options}}
+    return {
+        "model": {"config_overrides": MIXTRAL | {"num_hidden_layers": 1}},
+        "moe": {"moe_z_loss_coeff": 0.01, **options},
+    }
 
 
 # Sections of the configuration; graphs of the first step, and of the first evaluation after an update.

@@ -59,6 +59,7 @@ def test_torchs_checkpoint_is_the_barrier_checkpoint_under_the_alias() -> None:
     assert finished.stdout.strip() == "barriers are there", finished.stderr
 
 
+@pytest.mark.slow
 def test_torchs_checkpoint_refuses_flags_that_undo_it() -> None:
     finished = run_python(IMPORTS, NEURON_CC_FLAGS="-O2")
     assert finished.returncode != 0 and "there" not in finished.stdout

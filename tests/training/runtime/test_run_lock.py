@@ -78,12 +78,12 @@ def test_a_directory_in_use_is_refused_and_a_killed_run_is_taken_over(
 
 def test_of_starts_at_the_same_moment_exactly_one_goes_on(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("process 1 on host a, started before\n", encoding="utf-8")
-    holders = [start_holder(tmp_path) for _ in range(3)]
+    holders = [start_holder(tmp_path) for _ in range(2)]
     answers = []
     for holder in holders:
         line = first_line(holder)
         answers.append(first_line(holder) if line.startswith("taking over") else line)
-    assert sorted(answer == "held" for answer in answers) == [False, False, True], answers
+    assert sorted(answer == "held" for answer in answers) == [False, True], answers
     assert all("is in use by process " in answer for answer in answers if answer != "held"), answers
     for holder in holders:
         holder.communicate()
