@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
-from nxd_memopt.command_line import Parser, count
+from nxd_memopt.command_line import Parser, config_without_tokenizer, count
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import PLATFORMS, TORCH_XLA_PACKAGE, Platform, platform_named
@@ -106,7 +106,9 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> Parser:
     """Return the parser of the launcher's flags; other options are the training program's."""
     parser = Parser("launch", "Start training on a platform's ranks, with their environment, or show how.")
-    platforms = f"{', '.join(PLATFORMS)}, or an AWS instance such as trn1.32xlarge; default: trn1"
+    platforms = (
+        f"{', '.join(PLATFORMS)}, a GPU of plan --device, or an AWS instance such as trn1.32xlarge; default: trn1"
+    )
     parser.add_argument("--platform", default="trn1", metavar="NAME", help=platforms)
     ranks = "ranks of each host; default: every logical core of Trainium's host, elsewhere T"
     parser.add_argument("--nproc", type=count, metavar="N", help=ranks)
@@ -145,7 +147,8 @@ def plan(
     machine = machine or Machine.here()
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
-    config = parse_config(train_arguments)
+    parse = config_without_tokenizer if options.dry_run else parse_config
+    config = parse(train_arguments)
     hosts = find_hosts(
         environ,
         nodes=options.nodes,
