@@ -102,6 +102,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--backend", default="auto", help=backends)
     parser.add_argument("--device-memory-gib", type=float, help="memory of one device, instead of the device's")
+    parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
     reserve = "GiB of the memory that tensors cannot use, instead of the device's, such as 1.25 on Trainium"
     parser.add_argument("--reserve-gib", type=float, help=reserve)
     depths = "two depths that are measured, by default 2 and 4; the line through them is drawn to the model's own"
@@ -160,6 +161,7 @@ def _planned(run: Run, model: dict[str, Any], device: Device, devices: int) -> t
 def _require_valid_numbers(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for numbers without a meaning, or a file that cannot be written."""
     require_memory("--device-memory-gib", options.device_memory_gib)
+    require_memory("--host-memory-gib", options.host_memory_gib)
     for name in ("reserve_gib", "max_temp_ratio"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:
@@ -190,7 +192,11 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[Device, int]:
     else:
         device, host_ranks = device_and_ranks(options.device)
         ranks = max(ranks, host_ranks)
-    given = {"memory_gib": options.device_memory_gib, "reserve_gib": options.reserve_gib}
+    given = {
+        "memory_gib": options.device_memory_gib,
+        "reserve_gib": options.reserve_gib,
+        "host_memory_gib": options.host_memory_gib,
+    }
     device = replace(device, **{name: value for name, value in given.items() if value is not None})
     return device, options.devices or ranks
 

@@ -58,8 +58,9 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
             f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "
             f"which is {positions}"
         )
-    if _lacks_tokenizer(content["model"]):
-        notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
+    missing = missing_options(content)
+    if missing:
+        notes.append(f"training needs {' and '.join(map(' '.join, missing))}, or these options in this file")
     lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
     write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
     return notes
@@ -106,7 +107,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     # The program's own parser and its checks: the planner has no second set of rules.
     model = content["model"]
     # The user adds it to the written file.
-    if _lacks_tokenizer(model):
+    if lacks_tokenizer(model):
         model = {**model, "tokenizer": "DIRECTORY"}
     try:
         config = config_from_mapping({**content, "model": model})
@@ -116,8 +117,15 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         raise ValueError(f"{name}, with {setting.describe()}: {error}") from error
 
 
-def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
-    return "pretrained" not in model and "tokenizer" not in model
+def missing_options(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the options that training needs beyond the written sections, with a placeholder for each value."""
+    missing: list[tuple[str, str]] = []
+    if not {"dataset", "mixture"} & set(content["data"]):
+        missing.append(("--data.dataset", "FILE"))
+    # A directory of weights may have a tokenizer.
+    if not {"pretrained", "tokenizer"} & set(content["model"]):
+        missing.append(("--model.tokenizer", "DIRECTORY"))
+    return missing
 
 
 def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.options import require_one_of
@@ -37,12 +38,45 @@ class FixedOptions:
         expert_model_parallel_size: EP; None tries every size.
         optimizer_instances: ``data_parallel.num_distributed_optimizer_instances``.
         compiles_layers: ``trainer.compile``.
+        stated: fields of ``Setting`` that the search would choose, with the values that all settings have.
+        stated_memory: the same of its ``memory``.
     """
 
     setting: Setting = field(default_factory=Setting)
     expert_model_parallel_size: int | None = None
     optimizer_instances: int | Literal["hosts"] = 1
     compiles_layers: bool = False
+    stated: tuple[tuple[str, Any], ...] = ()
+    stated_memory: tuple[tuple[str, Any], ...] = ()
+
+    def tried(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values of a field of ``Setting`` that are tried: the stated one instead of ``values``."""
+        stated = dict(self.stated)
+        if name in stated:
+            return (stated[name],)
+        return values
+
+    def has_stated(self, setting: Setting) -> bool:
+        """Return whether ``setting`` has the stated values."""
+        return all(getattr(setting, name) == value for name, value in self.stated)
+
+    def with_stated_memory(self, tried: Iterable[MemoryConfig], *, is_gpu: bool) -> Iterator[MemoryConfig]:
+        """Yield each of ``tried`` with the stated techniques, once, without those that exclude them.
+
+        Args:
+            tried: memory techniques of the search.
+            is_gpu: the device copies to the host next to its computation, as offload needs it.
+        """
+        found: set[MemoryConfig] = set()
+        for memory in tried:
+            try:
+                changed = replace(memory, **dict(self.stated_memory))
+            except ValueError:
+                continue
+            offloads = changed.cpu_offloading_num_layers > 0 or changed.cpu_offloading_activations
+            if changed not in found and (is_gpu or not offloads):
+                found.add(changed)
+                yield changed
 
     @property
     def stages(self) -> set[str]:
@@ -119,7 +153,7 @@ class FixedOptions:
             value = getattr(owner, field_name)
             if value != getattr(type(owner), field_name):
                 found.append(f"{name} {value} needs {need}")
-        return found
+        return [*found, *(f"{name} {value} is stated" for name, value in (*self.stated, *self.stated_memory))]
 
 
 def require_possible(problem: Problem, fixed: FixedOptions) -> None:
