@@ -107,7 +107,7 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
     # The program's own parser and its checks: the planner has no second set of rules.
     model = content["model"]
     # The user adds it to the written file.
-    if lacks_tokenizer(model):
+    if not {"pretrained", "tokenizer"} & set(model):
         model = {**model, "tokenizer": "DIRECTORY"}
     try:
         config = config_from_mapping({**content, "model": model})
