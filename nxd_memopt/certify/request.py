@@ -33,7 +33,6 @@ MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
 """Options that change a step's memory or collectives -> values with which a simulated rank measures the step.
 
 Other values are planned: the step is measured with the last value, and the certificate names the option."""
-_BLOCK_ROWS = 128
 _CPU_ATTENTION = ("auto", "sdpa", "tiled", "math")
 
 
@@ -113,7 +112,7 @@ def request_of(
     moe = _experts(config, model)
     if moe is not None and not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
         moe = _static_form(moe, device)
-        planned.append("rows of experts that depend on the routing (measured in a static form)")
+        planned.append("rows of experts that depend on the routing (measured padded to capacities)")
     # On Trainium isolation selects tiled attention, and an eager measurement has no values to take the bounds from.
     # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
     is_isolated = config.data.isolate_documents
@@ -206,12 +205,12 @@ def _static_form(moe: MoEConfig, device: str) -> MoEConfig:
     if device in TRAINIUM_GIB:
         raise ValueError(
             f"the rows of an expert depend on the routing, and {device} compiles fixed shapes: set "
-            f"moe.moe_expert_block_size to {_BLOCK_ROWS}, or moe.moe_expert_capacity_factor to 1.25 and "
+            "moe.moe_expert_block_size to 128, or moe.moe_expert_capacity_factor to 1.25 and "
             "moe.moe_pad_expert_input_to_capacity to true"
         )
-    if moe.moe_expert_capacity_factor is not None:
-        return replace(moe, moe_pad_expert_input_to_capacity=True)
-    return replace(moe, moe_expert_block_size=_BLOCK_ROWS, moe_token_dispatcher_type="allgather")
+    # Capacities of factor 1 are the rows of a balanced routing, with the same dispatcher.
+    factor = moe.moe_expert_capacity_factor or 1.0
+    return replace(moe, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
 
 
 def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> tuple[int, int]:

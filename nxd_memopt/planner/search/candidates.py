@@ -37,7 +37,7 @@ def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[
         experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
         for batch in micro_batches(problem, replicas, fixed):
             tried = memories(problem, fixed.setting.memory)
-            for memory in fixed.with_stated_memory(tried, is_gpu=problem.device.kind == "cuda"):
+            for memory in fixed.with_stated_memory(problem, tried):
                 if not fixed.allows(memory):
                     continue
                 for stage in _stages(problem, replicas, fixed):

@@ -11,6 +11,7 @@ from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.techniques.gpu_attention import implementations, limit_refusal
+from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 _EXCLUDING = {
     "parallel.sequence_parallel_enabled": ("sequence_parallel_enabled", "T that divides the sequence length"),
@@ -60,21 +61,22 @@ class FixedOptions:
         """Return whether ``setting`` has the stated values."""
         return all(getattr(setting, name) == value for name, value in self.stated)
 
-    def with_stated_memory(self, tried: Iterable[MemoryConfig], *, is_gpu: bool) -> Iterator[MemoryConfig]:
+    def with_stated_memory(self, problem: Problem, tried: Iterable[MemoryConfig]) -> Iterator[MemoryConfig]:
         """Yield each of ``tried`` with the stated techniques, once, without those that exclude them.
 
         Args:
+            problem: its device, of which only a GPU offloads, and its model, which may have too few layers.
             tried: memory techniques of the search.
-            is_gpu: the device copies to the host next to its computation, as offload needs it.
         """
         found: set[MemoryConfig] = set()
         for memory in tried:
             try:
                 changed = replace(memory, **dict(self.stated_memory))
+                Recomputation.of(changed, problem.model.num_layers)
             except ValueError:
                 continue
             offloads = changed.cpu_offloading_num_layers > 0 or changed.cpu_offloading_activations
-            if changed not in found and (is_gpu or not offloads):
+            if changed not in found and (problem.device.kind == "cuda" or not offloads):
                 found.add(changed)
                 yield changed
 
