@@ -55,7 +55,7 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     shown = capsys.readouterr()
     (first, *_) = json.loads(shown.out)["plans"]
     certifies, trains = (shlex.split(line) for line in shown.err.splitlines()[-2:])
-    asked = read([*certifies[2:], "--backend", "cpu"])
+    asked = read([*certifies[2:], "--backend", "cpu", "--measure-layers", "2", "3"])
     assert asked.planned is not None
     memory = asked.planned.plan.memory
     assert (memory.device, memory.host) == (first["device_bytes"], first["host_bytes"])
@@ -79,7 +79,8 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     # The dry run has no dataset and no tokenizer, and certifies the same step.
     flags = ["--platform", device, "--nproc", "4", "--dry-run", "--config", str(file)]
     launch = launch_command.plan(*launch_command.parser().separate(flags), {})
-    assert read([*launch_command.certify_arguments(launch, None), "--backend", "cpu"]).request == asked.request
+    dry_run = [*launch_command.certify_arguments(launch, None), "--backend", "cpu", "--measure-layers", "2", "3"]
+    assert read(dry_run).request == asked.request
 
 
 def test_a_row_is_written_and_a_command_line_is_kept(tmp_path, capsys):
