@@ -127,7 +127,7 @@ def test_what_a_dry_run_certifies() -> None:
     assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
     assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
     assert asked.states == StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=4)
-    assert asked.capacity_gib == 16.0 and asked.options.reserve_gib == 1.25
+    assert asked.device.memory_gib == 16.0 and asked.device.reserve_gib == 1.25
     # fp32 parameters are their own masters.
     fp32 = certified(planned("gpt_neox_20b", "--trainer.precision", "32-true", environ=FOUR_HOSTS)).states
     assert (fp32.element_bytes, fp32.master_weights) == (4, False)
