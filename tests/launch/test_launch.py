@@ -148,7 +148,7 @@ def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
     launch = planned("fine_tune", *options, "--model.config-overrides.num-hidden-layers", "6", "--platform", "cpu")
     asked = certified(launch, 23.5)
     assert (asked.request.config["num_hidden_layers"], asked.request.config["hidden_size"]) == (6, 64)
-    assert asked.capacity_gib == 23.5 and asked.states.sharding == "none"
+    assert asked.device.memory_gib == 23.5 and asked.states.sharding == "none"
 
 
 def test_techniques_that_certify_cannot_measure_are_refused() -> None:
