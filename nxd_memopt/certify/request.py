@@ -118,6 +118,10 @@ def request_of(
     is_isolated = config.data.isolate_documents
     if is_isolated and backend != "xla" and device in TRAINIUM_GIB:
         planned.append("data.isolate_documents true")
+    # These need copies to the host next to the computation, or gradients that are scattered during backward.
+    refused = [each for each in planned if each.startswith(("memory.cpu_offloading", "data_parallel.sharding"))]
+    if refused and device in TRAINIUM_GIB:
+        raise ValueError(f"{'; '.join(refused)}: {device} does not support it, only GPUs do: leave it out")
     # A certificate of another step than the one that runs would be worse than none.
     if planned and plan_refusal is not None:
         raise ValueError(f"no simulated rank measures {'; '.join(planned)}, and it is not planned: {plan_refusal}")
