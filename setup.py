@@ -40,6 +40,7 @@ setup(
     package_data={
         "nxd_memopt": ["py.typed"],
         "nxd_memopt.planner": ["devices.toml"],
+        "nxd_memopt.selftest": ["golden.json"],
         "nxd_memopt.training": ["recipes/*.yaml"],
     },
     install_requires=CORE,

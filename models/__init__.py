@@ -14,9 +14,11 @@ require_transformers("nxd_memopt.models")
 
 MODELS = {
     "gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),

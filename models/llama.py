@@ -1,7 +1,7 @@
 """LLaMA 1 to 3 and its family with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU.
 
-Mistral, Qwen2 and Qwen3 differ by biases, norms of query and key, and attention windows, which
-``architectures.model_spec`` tells from the config.
+Mistral, Qwen2, Qwen3, Granite and Phi-3 differ by biases, norms of query and key, attention windows, constant factors
+and the rotated part of a head, which ``architectures.model_spec`` tells from the config.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
+from nxd_memopt.ops.residual import scaled
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
 
@@ -70,6 +71,7 @@ class LlamaAttention(PackedWeights):
             dropout=spec.attention_dropout,
             sharded=factory.parallel.tensor_model_parallel_size > 1,
             window=window,
+            scale=spec.attention_multiplier,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
         # After the layers exist: packs their weights, and then registers what a fused path
@@ -120,6 +122,7 @@ class LlamaDecoderLayer(FusibleModule):
         )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.residual_multiplier = spec.residual_multiplier
         self.fused_input_norm = residual_norm_path(self, "input_layernorm")
         self.fused_post_attention_norm = residual_norm_path(self, "post_attention_layernorm")
 
@@ -131,10 +134,10 @@ class LlamaDecoderLayer(FusibleModule):
         normed, hidden = add_and_norm(
             self.post_attention_layernorm,
             hidden,
-            self.self_attn(normed, rope, mask),
+            scaled(self.self_attn(normed, rope, mask), self.residual_multiplier),
             path=self.fused_post_attention_norm,
         )
-        return hidden + self.mlp(normed)
+        return hidden + scaled(self.mlp(normed), self.residual_multiplier)
 
 
 class LlamaModel(nn.Module):
@@ -143,12 +146,13 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         vocab_size = config.vocab_size
+        self.embedding_multiplier = spec.embedding_multiplier
         self.embed_tokens = factory.embedding("embed_tokens", vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, spec, factory, memory, window) for window in spec.windows)
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
+        hidden = scaled(self.embed_tokens(input_ids), self.embedding_multiplier)  # [B, S, H] or [s, B, H]
         for layer in self.layers:
             hidden = layer(hidden, rope, mask)
         return self.norm(hidden)

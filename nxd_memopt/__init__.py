@@ -34,3 +34,7 @@ def __getattr__(name: str) -> Any:
     if name in (*_SUBMODULES, _MODELS):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, _MODELS])

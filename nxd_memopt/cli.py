@@ -1,4 +1,4 @@
-"""The command line ``nxd-memopt``: train, prepare, launch, plan, profile, certify, convert and doctor."""
+"""The command line ``nxd-memopt``: a program for each of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ COMMANDS = {
     "profile": "show where memory and time of training steps go",
     "certify": "show, without the hardware, that a step recomputes, communicates and fits as it should",
     "convert": "convert weights between Hugging Face directories and neuronx-distributed's files",
+    "chat": "show what a model or an adapter answers",
     "doctor": "show versions, the backend and why it was chosen, and the fast paths that run",
+    "selftest": "check the library on this device in ten minutes at most, for a bug report",
 }
 # Imported when the command runs: plan and every --help need neither torch nor a device.
 _MODULES = {
@@ -30,7 +32,9 @@ _MODULES = {
     "profile": "nxd_memopt.commands.profile",
     "certify": "nxd_memopt.certify.command",
     "convert": "nxd_memopt.commands.convert",
+    "chat": "nxd_memopt.commands.chat",
     "doctor": "nxd_memopt.commands.doctor",
+    "selftest": "nxd_memopt.selftest.command",
 }
 
 
@@ -57,6 +61,8 @@ def _train(arguments: Sequence[str]) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status."""
+    if name.startswith("-") or name.endswith((".yaml", ".yml")):
+        raise ValueError(f"no command is named before {name}: write nxd-memopt train {name}, or another command")
     require_one_of("command", name, tuple(COMMANDS))
     if name == "train":
         return _train(arguments)

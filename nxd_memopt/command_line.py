@@ -40,8 +40,19 @@ _SMALL_TRN2_RANKS = 4
 _PLACEHOLDER = "DIRECTORY"
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser of a command's own flags; a ``ValueError`` of one line names what is wrong, and the nearest name.
+class FlagParser(argparse.ArgumentParser):
+    """Parser of a command's own flags, without abbreviations; a ``ValueError`` of one line names what is wrong."""
+
+    def __init__(self, command: str, description: str, **options: Any) -> None:
+        super().__init__(prog=f"nxd-memopt {command}", description=description, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``ValueError`` instead of printing the usage and exiting."""
+        raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help shows the options")
+
+
+class Parser(FlagParser):
+    """Parser of a command that is about a run: its own flags, and options of the run, with the nearest name.
 
     Args:
         command: name of the command.
@@ -52,17 +63,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, *, models: bool = False, **options: Any) -> None:
         options.setdefault("epilog", OVERRIDES)
-        super().__init__(prog=f"nxd-memopt {command}", description=description, allow_abbrev=False, **options)
+        super().__init__(command, description, **options)
         self.add_argument("--config", metavar="FILE", help="YAML file of the run")
         self.add_argument("--recipe", metavar="NAME", help=f"configuration of the package: {', '.join(recipes())}")
         if models:
             names = ", ".join(NAMED_CONFIGS)
             self.add_argument("--model", metavar="NAME", help=f"{names}; or a config.json or its directory")
             self.add_argument("--seq-length", type=int, metavar="S", help="the same as --data.seq-length")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ``ValueError`` instead of printing the usage and exiting."""
-        raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help shows the options")
 
     def separate(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the command's own flags, and the arguments that describe the run as ``nxd-memopt train`` takes them.

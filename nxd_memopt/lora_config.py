@@ -13,7 +13,7 @@ from nxd_memopt.config import require_positive_integer
 from nxd_memopt.options import require_one_of
 
 # PEFT's default: query and value (arXiv:2106.09685, section 4.2).
-DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}
+DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",), "phi3": ("qkv_proj",)}
 QUERY_AND_VALUE = ("q_proj", "v_proj")
 ADAPTER_CONFIG = "adapter_config.json"
 

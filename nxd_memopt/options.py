@@ -11,12 +11,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 NEW_RUN = "start a new run in another trainer.output_dir"
+ITEM = "\n- "  # begins each problem of a message with several
 WARM_START = f"{NEW_RUN}, with these weights: --model.warm-start DIR"
 
 
@@ -261,3 +262,19 @@ def nearest(value: object, allowed: Sequence[object]) -> str:
     if not close:
         return ""
     return f": did you mean {close[0]!r}?"
+
+
+@contextlib.contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Append the message of a ``ValueError`` inside the block to ``problems``: all are reported together."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Return one problem as it is; of several their number, and each on a line of its own."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems:" + "".join(f"{ITEM}{problem}" for problem in problems)

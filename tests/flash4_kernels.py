@@ -20,23 +20,24 @@ class Kernels(types.ModuleType):
 
     def _flash_attn_fwd(
         self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        causal=False, return_lse=False, out=None,
+        softmax_scale=None, causal=False, return_lse=False, out=None,
     ):  # fmt: skip
         self.calls.append(None)
         assert causal and return_lse and out.shape == q.shape
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        rows, lses = _attend(*_wide(q, k, v), cu_seqlens_q)
+        rows, lses = _attend(*_wide(q, k, v), cu_seqlens_q, softmax_scale or q.size(-1) ** -0.5)
         out.copy_(rows)
         return out, lses, None, None, None
 
     def _flash_attn_bwd(
-        self, q, k, v, out, dout, lse, causal=False, cu_seqlens_q=None, cu_seqlens_k=None,
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None, cu_seqlens_k=None,
         max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
     ):  # fmt: skip
         self.calls.append(deterministic)
         assert causal and dout.shape == out.shape == q.shape
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, dout, dq, dk, dv)
-        grads = _differentiate(*_wide(q, k, v, out, dout, lse), cu_seqlens_q)
+        scale = softmax_scale or q.size(-1) ** -0.5
+        grads = _differentiate(*_wide(q, k, v, out, dout, lse), cu_seqlens_q, scale)
         return tuple(place.copy_(grad) for place, grad in zip((dq, dk, dv), grads, strict=True))
 
 
@@ -54,29 +55,30 @@ def _check(q, k, v, starts, other_starts, longest, other_longest, *others):
         assert longest >= int(starts.diff().max())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """``[B, S, h, d]`` and ``[B, h, S]``; with ``starts`` ``[tokens, h, d]`` and ``[h, tokens]``."""
     if starts is None:
-        rows = [_attend(*row, torch.tensor([0, row[0].size(0)])) for row in zip(q, k, v, strict=True)]
+        rows = [_attend(*row, torch.tensor([0, row[0].size(0)]), scale) for row in zip(q, k, v, strict=True)]
         return torch.stack([row for row, _ in rows]), torch.stack([lse for _, lse in rows])
     outputs, lses = [], []
     for a, b in pairwise(starts.tolist()):
-        scores = _scores(q[a:b], k[a:b])
+        scores = _scores(q[a:b], k[a:b], scale)
         outputs.append(torch.einsum("hst,thd->shd", scores.softmax(-1), _repeated(v[a:b], q)))
         lses.append(scores.logsumexp(-1))
     return torch.cat(outputs), torch.cat(lses, dim=1)
 
 
-def _differentiate(q, k, v, out, dout, lse, starts) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(q, k, v, out, dout, lse, starts, scale) -> tuple[Tensor, Tensor, Tensor]:
     """FlashAttention's backward (arXiv:2205.14135, algorithm 4) without tiles."""
     if starts is None:
-        rows = [_differentiate(*x, torch.tensor([0, x[0].size(0)])) for x in zip(q, k, v, out, dout, lse, strict=True)]
+        batch = zip(q, k, v, out, dout, lse, strict=True)
+        rows = [_differentiate(*x, torch.tensor([0, x[0].size(0)]), scale) for x in batch]
         return tuple(torch.stack(grads) for grads in zip(*rows, strict=True))
     parts = []
     for a, b in pairwise(starts.tolist()):
-        weights = (_scores(q[a:b], k[a:b]) - lse[:, a:b, None]).exp()
+        weights = (_scores(q[a:b], k[a:b], scale) - lse[:, a:b, None]).exp()
         dweights = torch.einsum("shd,thd->hst", dout[a:b], _repeated(v[a:b], q))
-        dscores = weights * (dweights - (dout[a:b] * out[a:b]).sum(-1).t()[..., None]) * q.size(-1) ** -0.5
+        dscores = weights * (dweights - (dout[a:b] * out[a:b]).sum(-1).t()[..., None]) * scale
         dq = torch.einsum("hst,thd->shd", dscores, _repeated(k[a:b], q))
         dk, dv = torch.einsum("hst,shd->thd", dscores, q[a:b]), torch.einsum("hst,shd->thd", weights, dout[a:b])
         parts.append((dq, *(x.unflatten(1, (k.size(1), -1)).sum(2) for x in (dk, dv))))
@@ -87,8 +89,8 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.size(1) // x.size(1), 1)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    scores = torch.einsum("shd,thd->hst", q, _repeated(k, q)) * q.size(-1) ** -0.5
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    scores = torch.einsum("shd,thd->hst", q, _repeated(k, q)) * scale
     return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
 
 

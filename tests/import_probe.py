@@ -22,9 +22,10 @@ PACKAGE = Path(nxd_memopt.__file__).parent
 NEED_EXTRAS = (
     "nxd_memopt.certify.report.render",  # cli
     "nxd_memopt.certify.worker",  # models
+    "nxd_memopt.commands.convert_checkpoint",  # train
     "nxd_memopt.modules.moe.gpt_neox_config",  # models
 )
-NEED_THE_TRAIN_EXTRA = ("nxd_memopt.training.", "nxd_memopt.launch.")
+NEED_THE_TRAIN_EXTRA = ("nxd_memopt.training.", "nxd_memopt.launch.", "nxd_memopt.selftest.")
 MODELS = ("nxd_memopt.models", "nxd_memopt.models.gpt_neox", "nxd_memopt.models.llama")
 
 

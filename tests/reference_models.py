@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -71,6 +73,18 @@ def qwen3_config(**changes: Any) -> Qwen3Config:
     return Qwen3Config(**FAMILY | {"head_dim": 6, **changes})
 
 
+def granite_config(**changes: Any) -> GraniteConfig:
+    """Four factors, none of which is a power of two."""
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.7, "residual_multiplier": 0.22}
+    return GraniteConfig(**FAMILY | factors | {"logits_scaling": 3.0, **changes})
+
+
+def phi3_config(**changes: Any) -> Phi3Config:
+    """Windows of 5 of 12 tokens, and RoPE of half of each head; files have fused projections."""
+    own = {"sliding_window": 5, "partial_rotary_factor": 0.5, "pad_token_id": None, "eos_token_id": 2}
+    return Phi3Config(**FAMILY | own | changes)
+
+
 def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
     sizes = {name: value for name, value in FAMILY.items() if name != "num_key_value_heads"}
     return GPTNeoXConfig(**sizes | {"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, **changes})
@@ -102,6 +116,7 @@ def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**FAMILY | BALANCED | own | changes)
 
 
+DENSE = ("llama", "gpt_neox")  # of the golden runs
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -126,6 +141,8 @@ CONFIGS = {
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
     ),
     "qwen3 dense, biases": lambda: qwen3_config(attention_bias=True),
+    "granite": lambda: granite_config(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "phi3": phi3_config,
     "neox": gpt_neox_config,
     "neox sequential residual": lambda: gpt_neox_config(use_parallel_residual=False, layer_norm_eps=0.1),
     "neox tied, full rotary": lambda: gpt_neox_config(tie_word_embeddings=True, rotary_pct=1.0),
@@ -182,8 +199,32 @@ def padded_batch() -> dict[str, Tensor]:
     return {**inputs, "attention_mask": mask, "position_ids": positions}
 
 
-def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+def full_parameters(model: Any) -> dict[str, Tensor]:
+    return separate({name: param.detach().clone() for name, param in model.named_parameters()}, model.config)
+
+
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    return separate({name: param.grad for name, param in model.named_parameters()}, model.config)
+
+
+def separate(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Phi-3's fused weights, gradients or factors B as the separate ones that our models have; A is in all parts."""
+    found = {}
+    for name, tensor in tensors.items():
+        if (".qkv_proj." not in name and ".gate_up_proj." not in name) or config.model_type != "phi3":
+            found[name] = tensor
+            continue
+        own = "qkv_proj" if "qkv_proj" in name else "gate_up_proj"
+        parts = ("q_proj", "k_proj", "v_proj") if own == "qkv_proj" else ("gate_proj", "up_proj")
+        if "lora_A" in name:
+            found[name.replace(own, parts[0])] = tensor
+            continue
+        unit = len(tensor) // (config.num_attention_heads + 2 * config.num_key_value_heads)
+        rows = [unit * config.num_attention_heads, *[unit * config.num_key_value_heads] * 2]
+        if own == "gate_up_proj":
+            rows = [len(tensor) // 2] * 2
+        found |= {name.replace(own, part): piece for part, piece in zip(parts, tensor.split(rows), strict=True)}
+    return found
 
 
 def local_part(name: str, full: Tensor, config: Any) -> Tensor:

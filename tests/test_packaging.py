@@ -61,6 +61,7 @@ def assert_core_works(report: dict) -> None:
     assert report["written"] == [], "save_pretrained left files"
 
 
+@pytest.mark.slow
 def test_without_transformers_and_the_command_lines_packages() -> None:
     report = probe("transformers", "tokenizers", "huggingface_hub", "tyro", "rich")
     assert_core_works(report)
@@ -95,7 +96,8 @@ def test_with_transformers_the_models_import_and_the_core_does_not_load_it() -> 
 
 
 def test_the_training_script_says_so_in_one_line(older_transformers: Path) -> None:
-    finished = run(["-m", "nxd_memopt.training", "--recipe", "llama3_8b"], older_transformers)
+    data = ["--model.tokenizer", str(older_transformers), "--data.dataset", "stdlib"]
+    finished = run(["-m", "nxd_memopt.training", "--recipe", "llama3_8b", *data], older_transformers)
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1, finished.stderr
     assert "nxd_memopt.training needs transformers 5.0 or newer, and 4.48.0 is installed" in finished.stderr
     assert "pip install 'nxd_memopt[train]'" in finished.stderr

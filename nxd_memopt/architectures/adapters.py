@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
@@ -19,7 +20,7 @@ class Adapters:
 
     Args:
         rank: r.
-        layers: last parts of the names of the layers with an adapter.
+        layers: last parts of the names of the layers with an adapter; of a fused layer the names of its parts.
         has_dropout: the adapters' inputs are dropped.
     """
 
@@ -47,10 +48,12 @@ def adapters_of(spec: ModelSpec, lora: LoraConfig) -> Adapters:
     # Adapters are added to linear layers of the decoder alone: embedding and head have other shardings.
     linear = [layer.name for layer in spec.layers if layer.sharding in (*_COLUMNS, *_ROWS)]
     depth = spec.num_layers
-    by_layer = [frozenset(name for name in linear if is_target(name.format(i), targets)) for i in range(depth)]
+    # Hugging Face's and PEFT's name of each layer, by which it is found.
+    fused = {name: fused_name(spec.model_type, name) for name in linear}
+    by_layer = [frozenset(name for name in linear if is_target(fused[name].format(i), targets)) for i in range(depth)]
     for target in targets:
-        if not any(is_target(name.format(i), [target]) for name in linear for i in range(depth)):
-            known = sorted(name.rpartition(".")[2] for name in linear)
+        if not any(is_target(name.format(i), [target]) for name in fused.values() for i in range(depth)):
+            known = sorted({name.rpartition(".")[2] for name in fused.values()})
             raise ValueError(
                 f"target_modules names {target!r}, which is no linear layer of the decoder layers: choose of {known}"
             )
@@ -67,8 +70,9 @@ def adapter_shapes(spec: ModelSpec, adapters: Adapters, tensor_model_parallel_si
     """Return the shapes of A and B of each adapter of one decoder layer on one rank, in the model's order.
 
     Of a column-parallel layer A is replicated and B has the rank's rows; of a row-parallel one A has the
-    rank's columns and B is replicated.
+    rank's columns and B is replicated. The parts of a fused layer have one A.
     """
+    seen: set[str] = set()
     replicas = spec.kv_replicas(tensor_model_parallel_size)
     shapes: list[tuple[int, ...]] = []
     for parameter in parameters(spec.with_layers(1)):
@@ -77,5 +81,9 @@ def adapter_shapes(spec: ModelSpec, adapters: Adapters, tensor_model_parallel_si
             continue
         # y = W x + (alpha / r) B A x: A is [r, in] and B is [out, r], on the rank's part of W.
         outputs, inputs = parameter.local_shape(tensor_model_parallel_size, replicas)
-        shapes += [(adapters.rank, inputs), (outputs, adapters.rank)]
+        fused = fused_name(spec.model_type, parts[-2])
+        if fused not in seen:
+            shapes.append((adapters.rank, inputs))
+        seen.add(fused)
+        shapes.append((outputs, adapters.rank))
     return shapes

@@ -12,16 +12,18 @@ GPT_NEOX_TYPES = ("gpt_neox", GPT_NEOX_MOE)
 MODELS_WITH_EXPERTS = ("mixtral", QWEN2_MOE, "qwen3_moe", GPT_NEOX_MOE)
 _QWENS_WITH_EXPERTS = (QWEN2_MOE, "qwen3_moe")
 _QWENS = ("qwen2", "qwen3", *_QWENS_WITH_EXPERTS)
-_LLAMAS = ("llama", "mistral", "mixtral", *_QWENS)
+_LLAMAS = ("llama", "mistral", "mixtral", "granite", "phi3", *_QWENS)
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+"""Granite's constant factors."""
 
 _READERS: dict[str, tuple[str, ...]] = {
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", *GPT_NEOX_TYPES),
+    "attention_bias": ("llama", "granite", "qwen3", "qwen3_moe", *GPT_NEOX_TYPES),
     "decoder_sparse_step": _QWENS_WITH_EXPERTS,
     "head_dim": _LLAMAS,
     "hidden_dropout": GPT_NEOX_TYPES,
     "layer_types": ("qwen2", "qwen3", QWEN2_MOE),
     "max_window_layers": ("qwen2", "qwen3", QWEN2_MOE),
-    "mlp_bias": ("llama",),
+    "mlp_bias": ("llama", "granite"),
     "mlp_only_layers": _QWENS_WITH_EXPERTS,
     "moe_intermediate_size": _QWENS_WITH_EXPERTS,
     "norm_topk_prob": _QWENS_WITH_EXPERTS,
@@ -37,9 +39,11 @@ _READERS: dict[str, tuple[str, ...]] = {
     # Qwen2-MoE's own; the others have it from this library's options (``hf_options.with_shared_expert``).
     "shared_expert_gate": ("mixtral", "qwen3_moe", GPT_NEOX_MOE),
     "shared_expert_intermediate_size": MODELS_WITH_EXPERTS,
-    "sliding_window": ("mistral", "mixtral", *_QWENS),
+    "resid_pdrop": ("phi3",),
+    "sliding_window": ("mistral", "mixtral", "phi3", *_QWENS),
     "use_parallel_residual": GPT_NEOX_TYPES,
     "use_sliding_window": _QWENS,
+    **dict.fromkeys(MULTIPLIERS, ("granite",)),
 }
 """Option -> architectures that read it; all architectures read options that are not listed.
 

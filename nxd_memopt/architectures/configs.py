@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
+from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, MULTIPLIERS
 from nxd_memopt.architectures.layers import GPT_NEOX_MOE
 from nxd_memopt.architectures.model_spec import moe_layers, num_kv_heads, rope_options, shared_expert
 from nxd_memopt.architectures.published import NAMED_CONFIGS, published_name, sizes
@@ -31,6 +31,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": _GPT_NEOX,
     GPT_NEOX_MOE: _GPT_NEOX | _EIGHT_EXPERTS,
     "llama": _DENSE | sizes(4096, 11008, 32, 32) | {"attention_bias": False, "mlp_bias": False, "vocab_size": 32000},
+    "granite": _DENSE
+    | sizes(4096, 11008, 32, 32, attention_bias=False, mlp_bias=False, vocab_size=32000)
+    | dict.fromkeys(MULTIPLIERS, 1.0),
+    "phi3": _DENSE
+    | sizes(3072, 8192, 32, 32, vocab_size=32064, pad_token_id=32000, resid_pdrop=0.0)
+    | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": None},
     "mistral": _DENSE | sizes(4096, 14336, 32, 32, 8, sliding_window=4096, vocab_size=32000),
     "mixtral": _DENSE | _EIGHT_EXPERTS | sizes(4096, 14336, 32, 32, 8, vocab_size=32000),
     "qwen2": _QWEN_DENSE,

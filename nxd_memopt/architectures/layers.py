@@ -176,6 +176,8 @@ def _gpt_neox_layers(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
 LAYERS: dict[str, tuple[Layer, ...]] = {
     "llama": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": _llama_layers(),
+    "granite": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "phi3": _llama_layers(),
     "qwen2": _llama_layers(attention_bias=True),
     "qwen3": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", head_norms=_HEAD_NORMS),
     "gpt_neox": _gpt_neox_layers(
@@ -192,3 +194,20 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
     GPT_NEOX_MOE: _gpt_neox_layers(_NEOX_EXPERTS),
 }
 """The layers of each architecture by Hugging Face's ``model_type``, in the order of the model."""
+
+FUSED_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+}
+"""Layers that Hugging Face's files and PEFT have as one, by ``model_type``: its name -> names here, in order.
+
+Here they are separate, so that each rank has contiguous rows of each, next to its KV heads.
+"""
+
+
+def fused_name(model_type: str, name: str) -> str:
+    """Return Hugging Face's name of the layer ``name``, which may be a part of one of its layers."""
+    prefix, dot, last = name.rpartition(".")
+    for fused, parts in FUSED_LAYERS.get(model_type, {}).items():
+        if last in parts:
+            return f"{prefix}{dot}{fused}"
+    return name

@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES, MODELS_WITH_EXPERTS, option, raw_option, reads
+from nxd_memopt.architectures.config_options import (
+    GPT_NEOX_TYPES,
+    MODELS_WITH_EXPERTS,
+    MULTIPLIERS,
+    option,
+    raw_option,
+    reads,
+)
 from nxd_memopt.architectures.layers import LAYERS, QWEN2_MOE, Layer
 from nxd_memopt.config import require_divisible
 from nxd_memopt.options import require_one_of
 
 _QWEN_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
+_ROTARY_FRACTIONS = dict.fromkeys(GPT_NEOX_TYPES, "rotary_pct") | {"phi3": "partial_rotary_factor"}
+"""Models that may rotate a part of each head -> the option of a config.json with the fraction."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,10 @@ class ModelSpec:
         moe_layers: for each decoder layer whether it is a mixture of experts.
         experts: None for a dense model.
         layers: the layers of the model in the order of ``LAYERS``, with ``bias`` resolved to a boolean.
+        embedding_multiplier: Granite's factor of the embedding; None multiplies nothing, also below.
+        attention_multiplier: factor of attention scores, in the place of ``1 / sqrt(d)``.
+        residual_multiplier: factor of a block's output before it is added to the residual stream.
+        logits_scaling: divisor of the logits.
     """
 
     model_type: str
@@ -86,6 +99,10 @@ class ModelSpec:
     moe_layers: tuple[bool, ...]
     experts: ExpertSpec | None
     layers: tuple[Layer, ...]
+    embedding_multiplier: float | None = None
+    attention_multiplier: float | None = None
+    residual_multiplier: float | None = None
+    logits_scaling: float | None = None
 
     @property
     def is_gpt_neox(self) -> bool:
@@ -139,6 +156,11 @@ def model_spec(config: Any) -> ModelSpec:
     if model_type in GPT_NEOX_TYPES:
         _require_gpt_neox_heads(config)
     experts = _experts(config) if model_type in MODELS_WITH_EXPERTS else None
+    if option(config, "resid_pdrop"):
+        raise ValueError(
+            f"resid_pdrop {option(config, 'resid_pdrop')}: dropout of the blocks' outputs is not supported for "
+            f"{model_type}: set it to 0.0"
+        )
     return ModelSpec(
         model_type=model_type,
         num_layers=option(config, "num_hidden_layers"),
@@ -160,7 +182,18 @@ def model_spec(config: Any) -> ModelSpec:
         moe_layers=moe_layers(config),
         experts=experts,
         layers=_layers(config, experts),
+        **_multipliers(config),
     )
+
+
+def _multipliers(config: Any) -> dict[str, float | None]:
+    """Return Granite's factors by name; None for other models."""
+    found = {name: option(config, name) for name in MULTIPLIERS}
+    for name, value in found.items():
+        # Flash kernels take the largest score before they scale it, which a factor below 0 would make the smallest.
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} {value} of the model must be above 0: correct its config.json")
+    return found
 
 
 def _require_gpt_neox_heads(config: Any) -> None:
@@ -194,13 +227,15 @@ def num_kv_heads(config: Any) -> int:
 
 def _rotary_dim(config: Any, head_dim: int) -> int:
     """Return how many dimensions of each head RoPE rotates."""
-    # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
+    # transformers 5 has the fraction in rope_parameters, a published config.json at its top level.
     rope = rope_options(config)
-    fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
-    if option(config, "model_type") in GPT_NEOX_TYPES:
+    name_in_files = _ROTARY_FRACTIONS.get(option(config, "model_type"))
+    if name_in_files is not None:
+        fraction = rope.get("partial_rotary_factor", option(config, name_in_files))
         if fraction is None:
             return head_dim
         return int(head_dim * fraction)
+    fraction = rope.get("partial_rotary_factor")
     # transformers ignores the fraction of the default type only, and has no model that runs with it.
     kind = rope["rope_type"]
     if kind != "default" and fraction not in (None, 1.0):
@@ -222,6 +257,9 @@ def rope_options(config: Any) -> dict[str, Any]:
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters {rope!r} are no mapping: give rope_type and its values")
     found = {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    # Older files of Phi-3 have LongRoPE under other names.
+    if option(config, "model_type") == "phi3" and found["rope_type"] in ("su", "yarn"):
+        found["rope_type"] = "longrope"
     # Phi-3's files have the length before scaling at their top level; transformers prefers that one.
     length = option(config, "original_max_position_embeddings")
     if length is not None and found["rope_type"] in ("llama3", "longrope", "yarn"):

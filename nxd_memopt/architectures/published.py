@@ -48,12 +48,22 @@ _QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "rms_norm_eps": 1e-6, "h
 _QWEN_3 |= {"rope_theta": 1e6, "max_position_embeddings": 40960}
 _EXPERTS_OF_8 = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
-# The numbers are hidden size, MLP width, layers, query heads and KV heads. All sizes except for GPT-NeoX-20B equal
-# litgpt's table (litgpt/config.py), which states the same facts for its own loader, and tests/planner/test_published.py
-# compares the parameters that follow from them with the published numbers.
+_PHI_3 = {"model_type": "phi3", "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+_GRANITE_33 = {"model_type": "granite", "vocab_size": 49159, "rms_norm_eps": 1e-5, "rope_theta": 1e7}
+_GRANITE_33 |= {"max_position_embeddings": 131072, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+
+# The numbers are hidden size, MLP width, layers, query heads and KV heads. The sizes of LLaMA, Mistral, Phi-3, Qwen and
+# SmolLM2 equal litgpt's table (litgpt/config.py), which states the same facts for its own loader, and
+# tests/planner/test_published.py compares the parameters that follow from them with the published numbers.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-neox-20b": {"model_type": "gpt_neox", "max_position_embeddings": 2048, "rotary_pct": 0.25}
     | sizes(6144, 24576, 44, 64, vocab_size=50432),
+    "granite-3.3-2b-instruct": _GRANITE_33
+    | sizes(2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0)
+    | _TIED,
+    "granite-3.3-8b-instruct": _GRANITE_33
+    | sizes(4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0)
+    | _TIED,
     "llama-2-7b": _LLAMA_2 | sizes(4096, 11008, 32, 32, 32),
     "llama-3-8b": _llama_3(8192) | sizes(4096, 14336, 32, 32, 8),
     "llama-3-70b": _llama_3(8192) | sizes(8192, 28672, 80, 64, 8),
@@ -65,6 +75,8 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-7b-v0.1": _MISTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=4096, rope_theta=1e4),
     "mistral-7b-v0.3": _MISTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32768, sliding_window=None, rope_theta=1e6),
     "mixtral-8x7b": _MIXTRAL | sizes(4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=None) | _EXPERTS_OF_2,
+    "phi-3-mini-4k-instruct": _PHI_3
+    | sizes(3072, 8192, 32, 32, 32, sliding_window=2047, max_position_embeddings=4096, pad_token_id=32000),
     "qwen2.5-0.5b": _QWEN_25_SMALL | sizes(896, 4864, 24, 14, 2) | _TIED | _32K,
     "qwen2.5-1.5b": _QWEN_25_SMALL | sizes(1536, 8960, 28, 12, 2) | _TIED,
     "qwen2.5-3b": _QWEN_25_SMALL | sizes(2048, 11008, 36, 16, 2) | _TIED | _32K,

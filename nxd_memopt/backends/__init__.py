@@ -20,14 +20,16 @@ BACKENDS: dict[str, type[Backend]] = {
     "cpu": CpuBackend,
 }
 """Known backends, in order of preference."""
+# Names of devices that people write for the backend.
+_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "trn1": "xla", "trn2": "neuron", "trn3": "neuron"}
 
 
 def select_backend(requested: str | None = None) -> tuple[Backend, str]:
     """Return the backend and the reason for choosing it.
 
     Args:
-        requested: a name from ``BACKENDS``, or ``None`` for the first backend that this machine
-            has.
+        requested: a name from ``BACKENDS``, a device such as ``gpu`` or ``trn2``, or ``None`` for the first
+            backend that this machine has.
 
     Raises:
         ValueError: the name is unknown, or this machine lacks the backend. There is no fallback.
@@ -49,17 +51,18 @@ def _described(chosen: Backend, reasons: list[str]) -> tuple[Backend, str]:
     return chosen, f"{'; '.join(reasons)} ({chosen.description()})"
 
 
-def _require_backend(name: str) -> Backend:
+def _require_backend(asked: str) -> Backend:
+    name = _DEVICES.get(asked.lower(), asked.lower())
     if name not in BACKENDS:
-        close = difflib.get_close_matches(name, BACKENDS, n=1)
+        close = difflib.get_close_matches(name, [*BACKENDS, *_DEVICES], n=1)
         hint = f"known are {sorted(BACKENDS)}"
         if close:
             hint = f"did you mean {close[0]!r}?"
-        raise ValueError(f"NXD_MEMOPT_BACKEND {name!r} is not a backend: {hint}")
+        raise ValueError(f"NXD_MEMOPT_BACKEND {asked!r} is not a backend: {hint}")
     reason = BACKENDS[name].unavailable_reason()
     if reason is not None:
         raise ValueError(
-            f"NXD_MEMOPT_BACKEND={name} cannot be met: {reason}; "
+            f"NXD_MEMOPT_BACKEND={asked} cannot be met: {reason}; "
             "unset NXD_MEMOPT_BACKEND to use the best available backend"
         )
     return BACKENDS[name]()

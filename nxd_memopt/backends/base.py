@@ -62,6 +62,8 @@ class Backend(Collectives):
     """Whether torch.distributed's default group has all that a group of all ranks has that ``new_group`` creates."""
     narrows_float64: bool = False
     """Whether float64 tensors have the precision of float32 on the device, without an error."""
+    rounds_matmuls: bool = False
+    """Whether the device's compiler may round the inputs of fp32 matmuls to bf16."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 
@@ -268,6 +270,10 @@ class Backend(Collectives):
 
         Nothing on devices whose allocator has no such setting, and where the user has set its options.
         """
+
+    def keep_kernels(self) -> str | None:
+        """Let compiled kernels be kept on disk for later processes; return where, in words. None if nothing is kept."""
+        return None
 
     def free_memory_bytes(self) -> int | None:
         """Return the bytes of the device that this process can still allocate or has; None if unknown."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.c10d_collectives import C10dCollectives
+from nxd_memopt.backends.rank_wait import reported_wait
 
 
 class C10dBackend(C10dCollectives, Backend):
@@ -37,7 +38,8 @@ class C10dBackend(C10dCollectives, Backend):
             return
         self._timeout = kwargs.get("timeout")
         try:
-            dist.init_process_group(self.distributed_backend, **kwargs)
+            with reported_wait():
+                dist.init_process_group(self.distributed_backend, **kwargs)
         except dist.DistNetworkError as error:
             # TCPStore names the error by its symbol with libuv, and by its text alone without
             message = str(error)

@@ -55,6 +55,14 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def copy_entry(source: Path, target: Path) -> None:
+    """Copy a file, or a directory with its content."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
 @contextmanager
 def new_version(target: Path) -> Iterator[Path]:
     """Yield a new directory, which replaces ``target`` when the block ends without an error.

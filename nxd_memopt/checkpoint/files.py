@@ -78,6 +78,12 @@ def open_weights(directory: Path) -> Iterator[Sources]:
     found = find_weights(require_directory(directory))
     if found is None:
         require_no_adapters(directory)
+        # Such as checkpoints of training, which have a configuration and a tokenizer.
+        if list(directory.glob("rank_*.safetensors")):
+            raise ValueError(
+                f"{directory} is a training checkpoint: convert it by nxd-memopt convert --from checkpoint, or name "
+                "it as model.warm_start"
+            )
         raise ValueError(f"{directory} holds no weights: expected one of {list(_CANDIDATES)} or one *.gguf file")
     with ExitStack() as stack:
         if found.suffix == ".json":

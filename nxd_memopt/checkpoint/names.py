@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,16 @@ class NamedTensor:
     names: tuple[str, ...]
     tensor: Tensor
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that is not trained, as all are but the adapters where there are any."""
+        return isinstance(self.tensor, torch.nn.Parameter) and not self.tensor.requires_grad
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is of an adapter (LoRA)."""
+        return is_adapter(self.names[0])
+
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     """Return the tensors that a checkpoint of ``model`` holds, each tensor once."""
@@ -64,7 +74,7 @@ def with_backbone_prefix(model: torch.nn.Module, sources: Mapping[str, Any]) -> 
 
 
 def match_names(
-    model: torch.nn.Module, stored: Collection[str], *, without_adapters: bool = False
+    model: torch.nn.Module, stored: Collection[str], *, without: Callable[[NamedTensor], bool] | None = None
 ) -> dict[str, Tensor]:
     """Return the model's tensors by the name under which each is stored.
 
@@ -74,12 +84,12 @@ def match_names(
     Args:
         model: the model.
         stored: names in the files.
-        without_adapters: leave the model's adapters (LoRA) out.
+        without: says which tensors of the model are left out.
 
     Raises:
         ValueError: a tensor is not stored, or a stored name is not the model's.
     """
-    wanted = [entry for entry in named_tensors(model) if not (without_adapters and is_adapter(entry.names[0]))]
+    wanted = [entry for entry in named_tensors(model) if not (without and without(entry))]
     matched: dict[str, Tensor] = {}
     known: set[str] = set()
     missing: list[str] = []

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
     from nxd_memopt.checkpoint.nxd.architectures import QKVForm
 
-Format = Literal["hf", "nxd"]
+SourceFormat = Literal["hf", "nxd", "checkpoint"]
+TargetFormat = Literal["hf", "nxd", "peft"]
 # Options by the formats that use them.
 _TO_NXD = ("pipeline_model_parallel_size", "qkv_linear", "fused_qkv", "xser", "kv_size_multiplier")
 _TO_HF = ("max_shard_size_gib",)
 _FROM_NXD = ("config", "accept_drift")
+_FROM_CHECKPOINT = ("base",)
 _OF_NXD = ("tensor_model_parallel_size", "kv_order", "query_key_value_stride")
 _EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed")
 _COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier", *_EXPERTS[:3])
@@ -41,21 +43,26 @@ _FORMS: dict[tuple[bool, bool], QKVForm] = {
 
 @dataclass(frozen=True)
 class Convert:
-    """Convert LLaMA's or GPT-NeoX's weights between Hugging Face directories and neuronx-distributed's files.
+    """Convert weights between Hugging Face directories, training checkpoints and neuronx-distributed's files.
 
     A Hugging Face target gets the tokenizer, chat template and generation config of SOURCE (--from nxd: of the
-    directory of --config).
+    directory of --config). Files of neuronx-distributed are of LLaMA and GPT-NeoX. SOURCE stays as it is.
     """
 
     source: Path
     """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
-    nxd.save_checkpoint, or the directory with the rank files."""
+    nxd.save_checkpoint, or the directory with the rank files. checkpoint: a directory step_XXXXXXXX of nxd-memopt
+    train, or a run's output directory, of which the newest checkpoint is read."""
     target: Path
     """Directory to write; an export or checkpoint of weights of this program there is replaced."""
-    source_format: Annotated[Format, tyro.conf.arg(name="from")] = "hf"
-    """Format of SOURCE: Hugging Face or neuronx-distributed."""
-    target_format: Annotated[Format, tyro.conf.arg(name="to")] = "hf"
-    """Format of TARGET."""
+    source_format: Annotated[SourceFormat, tyro.conf.arg(name="from")] = "hf"
+    """Format of SOURCE: Hugging Face, neuronx-distributed, or a training checkpoint."""
+    target_format: Annotated[TargetFormat, tyro.conf.arg(name="to")] = "hf"
+    """Format of TARGET. From checkpoint, hf has the adapters (LoRA) merged into the weights, and peft has the adapters
+    alone."""
+    base: Path | None = None
+    """From checkpoint, with adapters: the base that they were trained on; default: the directory that the checkpoint
+    names."""
     max_shard_size_gib: float = 5.0
     """To hf: upper size of one file, in units of 2^30 bytes."""
     config: Path | None = None
@@ -97,7 +104,11 @@ class Convert:
         """Check the options, and convert."""
         self._require_options_of_formats()
         self._require_sizes()
-        if self.source_format == "nxd":
+        if self.source.resolve() == self.target.resolve():
+            raise ValueError(f"--target {self.target} is the source, which stays as it is: choose another")
+        if self.source_format == "checkpoint":
+            self._from_checkpoint()
+        elif self.source_format == "nxd":
             self._from_nxd()
         elif self.target_format == "nxd":
             self._to_nxd()
@@ -120,15 +131,20 @@ class Convert:
         """Raise ``ValueError`` for an option that the two formats do not use."""
         if self.source_format == self.target_format == "nxd":
             raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
+        if self.source_format == "checkpoint" and self.target_format == "nxd":
+            raise ValueError("--from checkpoint --to nxd is not offered: convert to hf, and from there to nxd")
+        if self.target_format == "peft" and self.source_format != "checkpoint":
+            raise ValueError(f"--from {self.source_format} --to peft: only a training checkpoint has adapters")
         formats = (self.source_format, self.target_format)
         # Each group of options, and whether this conversion reads it. An option that is not read
         # would change nothing without a word: files of another layout than asked for.
         used = {
             _TO_NXD: self.target_format == "nxd",
             _TO_HF: self.target_format == "hf",
+            _FROM_CHECKPOINT: self.source_format == "checkpoint",
             _FROM_NXD: self.source_format == "nxd",
             _OF_NXD: "nxd" in formats,
-            _EXPERTS: self.num_moe_experts is not None and "nxd" not in formats,
+            _EXPERTS: self.num_moe_experts is not None and formats == ("hf", "hf"),
         }
         # An option counts as set if its value is not the default: a default that is written out
         # changes nothing and is accepted.
@@ -138,10 +154,24 @@ class Convert:
         names = [name for name in unused if getattr(self, name) != defaults[name]]
         if names:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            remedy = "leave it out, or set --from or --to nxd"
+            remedy = "leave it out, or choose the formats that use it"
             if set(_EXPERTS) & set(names):
                 remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
             raise ValueError(f"--from {formats[0]} --to {formats[1]} takes no {options}: {remedy}")
+
+    def _from_checkpoint(self) -> None:
+        """Convert a training checkpoint to a Hugging Face directory, or its adapters to PEFT's format."""
+        from nxd_memopt.commands.convert_checkpoint import CheckpointSource
+        from nxd_memopt.training.resume.plan import find_checkpoint
+
+        source = CheckpointSource(find_checkpoint("--source", str(self.source)), self.base)
+        for read in source.directories():
+            if read.resolve() in (self.target.resolve(), *self.target.resolve().parents):
+                raise ValueError(f"--target {self.target} is in {read}, which stays as it is: choose another")
+        if self.target_format == "peft":
+            source.write_adapters(self.target)
+        else:
+            source.write_model(self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30))
 
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""

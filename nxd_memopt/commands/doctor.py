@@ -20,31 +20,43 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments:
         raise ValueError(f"nxd-memopt doctor takes no {arguments[0]}: leave it out")
-    # Importing them selects a backend, which may open a device.
-    import torch
+    # Selects a backend, which may open a device.
+    from nxd_memopt.ops.describe import describe_fused
 
-    from nxd_memopt import __version__
-    from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-    from nxd_memopt.ops.describe import describe_attention, describe_fused
-
-    # In the order in which a user looks for a cause: versions, what was chosen and what would have
-    # been possible, and last the fast paths, which are the longest list.
-    versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
-    versions += installed(*_OPTIONAL)
-    print(", ".join(versions))
-    print(f"models: {_describe_models()}")
-    print(f"backend {backend.name}: {BACKEND_REASON}")
-    for name, backend_class in BACKENDS.items():
-        print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
-    print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
-    print(f"tensor parallelism: {backend.describe_overlap()}")
-    print(f"data-parallel sharding: {_describe_sharding()}")
-    print(f"host memory: {_describe_host_memory()}")
+    print("\n".join(describe()))
     for line in describe_fused():
         print(f"  {line}")
     for line in _describe_fused_paths():
         print(line)
     return 0
+
+
+def describe() -> list[str]:
+    """Return versions, the backend and why it was chosen, and what it can do, without the fused operations."""
+    # Importing them selects a backend, which may open a device.
+    import torch
+
+    from nxd_memopt import __version__
+    from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
+    from nxd_memopt.ops.describe import describe_attention
+
+    # In the order in which a user looks for a cause: versions, what was chosen and what would have
+    # been possible. The fast paths, the longest list, come after it.
+    versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
+    versions += installed(*_OPTIONAL)
+    others = [f"  {name}: {each.unavailable_reason() or 'available'}" for name, each in BACKENDS.items()]
+    kernels = backend.keep_kernels()
+    return [
+        ", ".join(versions),
+        f"models: {_describe_models()}",
+        f"backend {backend.name}: {BACKEND_REASON}",
+        *others,
+        f"collectives: {backend.distributed_backend}; attention: {describe_attention()}",
+        *([] if kernels is None else [f"compiled kernels: {kernels}"]),
+        f"tensor parallelism: {backend.describe_overlap()}",
+        f"data-parallel sharding: {_describe_sharding()}",
+        f"host memory: {_describe_host_memory()}",
+    ]
 
 
 def _describe_sharding() -> str:

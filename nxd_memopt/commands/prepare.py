@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.command_line import Parser, count
@@ -14,6 +15,7 @@ from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_st
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
+    from nxd_memopt.training.data.packed.writer import Progress
 
 PROGRAM = "nxd-memopt prepare"
 PROGRESS_S = 10.0
@@ -46,10 +48,14 @@ def _prepare(arguments: Sequence[str]) -> None:
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
     options, train_arguments = parser.separate(arguments)
     require_installed(PROGRAM, "yaml", "rich", extra="train")
+    from nxd_memopt.training.config.parsing import parse_config
+    from nxd_memopt.training.inputs import require_inputs
+
+    config = parse_config(train_arguments, program=PROGRAM)
+    require_inputs(config)
     require_transformers(PROGRAM, extra="train")
     # Tokenizing needs no device, and on this host a run may have all of them.
     use_host_only()
-    from nxd_memopt.training.config.parsing import parse_config
     from nxd_memopt.training.data.mixture import Blend
     from nxd_memopt.training.data.sources.data_format import with_format
     from nxd_memopt.training.data.tokenize.chat import with_chat_template
@@ -58,33 +64,38 @@ def _prepare(arguments: Sequence[str]) -> None:
 
     # The same steps in the same order as at the start of a run: the fingerprint of the tokens, and
     # with it their directory, depends on each of them.
-    config = parse_config(train_arguments, program=PROGRAM)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))
     vocabulary = with_chat_template(vocabulary, config.data)
     blend = Blend(config.data.sources)
     held_out = blend.counts(config.data.eval_sequences)
+    sources = list(zip(blend.names, blend.shares, held_out, strict=True))
+    if config.data.validation_dataset is not None:
+        sources = [(name, share, 0) for name, share, _ in sources]
+        sources.append((config.data.validation_dataset, 0.0, config.data.eval_sequences))
     # A run that trains writes to the same directory.
-    with locked_output_directory(config.trainer.output_dir):
-        for name, share, sequences in zip(blend.names, blend.shares, held_out, strict=True):
-            _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=options.workers)
+    with locked_output_directory(config.trainer.output_dir), Display() as display:
+        for name, share, sequences in sources:
+            _prepare_source(config, name, vocabulary, display, share=share, held_out=sequences, workers=options.workers)
+        print(display.totals(), flush=True)
 
 
 def _prepare_source(
-    config: TrainConfig, name: str, vocabulary: Any, *, share: float, held_out: int, workers: int
+    config: TrainConfig, name: str, vocabulary: Any, display: Display, *, share: float, held_out: int, workers: int
 ) -> None:
-    """Tokenize the text of a source.
+    """Tokenize the text of a source, or of ``data.validation_dataset``.
 
     Args:
         config: options of the run.
         name: one of its sources.
         vocabulary: ``Vocabulary`` of the run.
-        share: part of the trained sequences that are of this source.
+        display: shows the progress.
+        share: part of the trained sequences that are of this source; 0 of the validation text.
         held_out: held-out sequences of this source.
         workers: processes that tokenize.
     """
-    from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
+    from nxd_memopt.training.data.packed.fingerprint import directory_of, fingerprint_of
     from nxd_memopt.training.data.packed.sequences import WindowFiles
     from nxd_memopt.training.data.packed.writer import ALL_SEQUENCES, TokenJob, write_tokens
     from nxd_memopt.training.data.sources.corpora import open_corpus
@@ -94,39 +105,115 @@ def _prepare_source(
 
     data, seed = config.data.of_source(name), config.trainer.seed
     corpus = open_corpus(data, seed)
-    fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
+    fingerprint = fingerprint_of(config, name, corpus, vocabulary)
     directory = directory_of(config.trainer.tokens_directory, fingerprint)
     directory.mkdir(parents=True, exist_ok=True)
-    # To the end of the text, whatever the number of steps.
-    wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
-    job = TokenJob(directory, fingerprint, corpus.fingerprint, data, vocabulary, seed, wanted)
+    # Of training to the end of the text, whatever the number of steps.
+    wanted = {"train": ALL_SEQUENCES if share else 0, "held_out": held_out}
+    job = TokenJob(directory, fingerprint, corpus.fingerprint, data, vocabulary, seed, wanted, not share)
     with TokenWorkers(DocumentEncoder(vocabulary, data), workers) as started:
-        write_tokens(job, corpus, _progress(), workers=started)
-    windows = WindowFiles(directory, "train", fingerprint)
+        write_tokens(job, corpus, display.of(name), workers=started)
+    split = "train" if share else "held_out"
+    windows = WindowFiles(directory, split, fingerprint)
     windows.count = windows.written()
     known = windows.last
+    of_source = f" of {name}" if share < 1 else ""
+    documents = f"{known.documents:,} documents{of_source}"
+    line = f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: "
+    if not share:
+        print(f"{line}held-out text", flush=True)
+        return
     # Of a mixture, a step has this source's share of the batch.
     steps = known.rows / (data.global_batch_size * share)
-    documents = f"{known.documents:,} documents" + (f" of {name}" if share < 1 else "")
-    print(
-        f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: an epoch "
-        f"has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
-        flush=True,
-    )
+    print(f"{line}an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences", flush=True)
     if data.has_conversations:
         print(f"conversations: {described(known.outcomes)}", flush=True)
 
 
-def _progress() -> Callable[[str], bool]:
-    """Return a function that prints a line of progress every 10 s, and never asks for a pause."""
-    printed_s = time.monotonic()
+class Display:
+    """Shows what is tokenized, with the share that is done, the rate and the time left, and never asks for a pause.
 
-    def show(line: str) -> bool:
-        nonlocal printed_s
-        # Several windows are written each second: a line for each would hide what matters.
-        if time.monotonic() - printed_s >= PROGRESS_S:
-            print(line, flush=True)
-            printed_s = time.monotonic()
-        return False
+    A bar on a terminal; elsewhere a line every 10 s.
+    """
 
-    return show
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        console = Console()
+        # A name may have brackets, which are no markup.
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), TaskProgressColumn())
+        rate = TextColumn("{task.fields[rate]}", markup=False)
+        self._bar = Progress(
+            *columns, rate, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+        )
+        self._started_s = self._printed_s = time.monotonic()
+        self._tokens = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def of(self, name: str) -> Callable[[Progress], bool]:
+        """Return a function that shows the progress of a source."""
+        splits: dict[str, _Split] = {}
+
+        def show(progress: Progress) -> bool:
+            label = f"{name}{', held-out text' if progress.name == 'held_out' else ''}"
+            if progress.name not in splits:
+                for finished in self._bar.task_ids:
+                    self._bar.remove_task(finished)
+                splits[progress.name] = _Split(self._bar.add_task(label, total=1.0, rate=""), progress)
+            split = splits[progress.name]
+            self._tokens += progress.tokens - split.tokens
+            split.tokens = progress.tokens
+            self._bar.update(split.task, completed=progress.share, rate=split.rate(progress))
+            # Several windows are written each second: a line for each would hide what matters.
+            if self._bar.disable and time.monotonic() - self._printed_s >= PROGRESS_S:
+                parts = (f"{progress.share:.1%} done", split.rate(progress), split.left(progress))
+                print(f"{label}: {', '.join(part for part in parts if part)}", flush=True)
+                self._printed_s = time.monotonic()
+            return False
+
+        return show
+
+    def totals(self) -> str:
+        """Return the line of the end."""
+        seconds = time.monotonic() - self._started_s
+        return (
+            f"tokenized {self._tokens:,} tokens in {seconds:,.0f} s ({self._tokens / max(seconds, 1e-9):,.0f} tokens/s)"
+        )
+
+
+class _Split:
+    """A split that is tokenized.
+
+    Args:
+        task: its bar.
+        first: its first progress: a command that goes on begins with a share.
+    """
+
+    def __init__(self, task: Any, first: Progress) -> None:
+        self.task = task
+        self.tokens = 0
+        self._first = first
+        self._started_s = time.monotonic()
+
+    def rate(self, progress: Progress) -> str:
+        """Return the tokens per second in words; nothing before the second call."""
+        seconds = time.monotonic() - self._started_s
+        tokens = progress.tokens - self._first.tokens
+        if not tokens or not seconds:
+            return ""
+        return f"{tokens / seconds:,.0f} tokens/s"
+
+    def left(self, progress: Progress) -> str:
+        """Return the time left in words, at the rate of all of this split; nothing while that is not known."""
+        done = progress.share - self._first.share
+        if done <= 0:
+            return ""
+        seconds = (time.monotonic() - self._started_s) * (1 - progress.share) / done
+        return f"about {datetime.timedelta(seconds=round(seconds))} left"

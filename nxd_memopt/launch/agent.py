@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import death_signal
 from nxd_memopt.command_line import Parser, count
 from nxd_memopt.training.runtime.errors import USAGE_ERROR, user_errors
@@ -44,9 +45,21 @@ class Agent:
         command: program and arguments of each rank.
         processes: number of ranks.
         environ: environment variables of the ranks, to which those of each rank are added.
+        remedy: what to do after a rank was ended by a signal.
+        watch: called again and again while the ranks run.
     """
 
-    def __init__(self, command: Sequence[str], processes: int, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        environ: Mapping[str, str],
+        *,
+        remedy: str = "start the same command to continue from the last checkpoint",
+        watch: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._remedy = remedy
+        self._watch = watch
         self._command = list(command)
         self._processes = processes
         self._environ = environ
@@ -76,6 +89,7 @@ class Agent:
                     self._forward()
                     self._collect()
                     self._kill_late()
+                    self._watch()
             finally:
                 self._kill()
         return self._status
@@ -162,9 +176,7 @@ class Agent:
         hint = ""
         if -returncode == signal.SIGKILL:
             hint = " (the system does so when the host's memory is exhausted)"
-        _say(
-            f"error: rank {rank} was ended by {name}{hint}: start the same command to continue from the last checkpoint"
-        )
+        _say(f"error: rank {rank} was ended by {name}{hint}: {self._remedy}")
 
     def _kill_late(self) -> None:
         """Kill the ranks that have not ended in time."""
@@ -231,6 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--nproc {options.nproc} starts the ranks, but RANK is {os.environ['RANK']}: torchrun has started "
                 "them already, so omit --nproc or torchrun"
             )
+        # An error of the options or of a missing file is reported here once, before N processes import torch.
+        require_installed("nxd-memopt train", "yaml", extra="train")
+        from nxd_memopt.training.config.parsing import parse_config
+        from nxd_memopt.training.inputs import require_inputs
+
+        config = parse_config(train_arguments)
+        config.accumulation_steps(options.nproc)
+        config.require_expert_ranks(options.nproc)
+        require_inputs(config)
         return Agent([*PROGRAM, *train_arguments], options.nproc, os.environ).run()
 
 

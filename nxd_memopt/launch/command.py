@@ -1,6 +1,6 @@
 """The launcher: turns a configuration, a platform and hosts into an environment and a command.
 
-    nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
+    nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY --data.dataset DATA
 
 The launcher replaces its own process with the command that it starts, so signals and the exit status
 are the command's. ``--dry-run`` runs ``nxd-memopt certify`` with the same options, and has its exit
@@ -147,8 +147,12 @@ def plan(
     machine = machine or Machine.here()
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
-    parse = config_without_tokenizer if options.dry_run else parse_config
-    config = parse(train_arguments)
+    if options.dry_run:
+        # Its certificate needs neither data nor tokenizer.
+        config = config_without_tokenizer(train_arguments)
+    else:
+        config = parse_config(train_arguments)
+        config.data.require_sources()
     hosts = find_hosts(
         environ,
         nodes=options.nodes,

@@ -31,14 +31,23 @@ class CoreAttention(FusibleModule):
         dropout: probability of dropping an attention weight.
         sharded: heads are split over ranks, so each rank draws its own dropout mask.
         window: a query sees at most this many keys, its own included; None for all before it.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
     """
 
     def __init__(
-        self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool, window: int | None = None
+        self,
+        *,
+        attention_backend: str,
+        head_dim: int,
+        dropout: float,
+        sharded: bool,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.implementation = select_attention(attention_backend, dropout, head_dim=head_dim, window=window)
         self.window = window
+        self.scale = scale
         self.attention_backend = attention_backend
         self.dropout = dropout
         self.sharded = sharded
@@ -63,7 +72,14 @@ class CoreAttention(FusibleModule):
         stream = get_rng_tracker().fork() if self.sharded and dropout_p > 0 else nullcontext()
         with stream:
             return core_attention(
-                query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p, window=window
+                query,
+                key,
+                value,
+                implementation=implementation,
+                mask=mask,
+                dropout_p=dropout_p,
+                window=window,
+                scale=self.scale,
             )
 
     def window_of(self, sequence_length: int) -> int | None:

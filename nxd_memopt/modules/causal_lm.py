@@ -213,6 +213,10 @@ class ParallelCausalLM(FusibleModule, ABC):
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
         hidden = self.run_backbone(input_ids, rope, mask, attention_mask)
+        # logits / c = (hidden / c) W^t: the division before the head is in every loss and its gradients, and reads
+        # H numbers of a token, not V. Granite's c is a power of two, by which the division is exact.
+        if self.spec.logits_scaling is not None:
+            hidden = hidden / self.spec.logits_scaling
         # The fused loss never stores all logits; it is not possible if the caller needs them.
         if labels is not None and not return_logits and self.fused_loss.is_active:
             return CausalLMOutput(self._fused_loss(hidden, labels, num_items_in_batch))

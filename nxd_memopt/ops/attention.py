@@ -164,8 +164,9 @@ def core_attention(
     mask: Tensor | PackedDocuments | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return causal attention, ``softmax(Q K^t / sqrt(d)) V``.
+    """Return causal attention, ``softmax(scale Q K^t) V``.
 
     Query head i reads KV head ``i // (h/g)``.
 
@@ -179,6 +180,7 @@ def core_attention(
             documents with attention within each one; ``None`` for causality alone.
         dropout_p: probability of dropping an attention weight.
         window: a query sees at most this many keys, its own included; None for all before it.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         ``[B, h, S, d]``.
@@ -202,27 +204,28 @@ def core_attention(
         mask = _with_window(mask, window, query)
         if documents is not None:  # math attention materialises [B, 1, S, S]
             mask = documents.mask() & window_mask(query.size(2), window, query.device)
-        return math_attention(query, key, value, mask, dropout_p)
+        return math_attention(query, key, value, mask, dropout_p, scale)
     if implementation == "sdpa" and documents is not None:
         # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
-        attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation, window=window)
+        options = {"dropout_p": dropout_p, "implementation": implementation, "window": window, "scale": scale}
+        attend = partial(_sdpa, mask=None, **options)
         return attention_by_document(query, key, value, documents, attend)
     # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
     # whose inputs are cast here.
     if implementation == "sdpa" or (implementation in _SDPA_KERNELS and documents is None):
-        return _sdpa(query, key, value, mask, dropout_p, implementation, window)
+        return _sdpa(query, key, value, mask, dropout_p, implementation, window, scale)
     query, key, value = cast("tuple[Tensor, Tensor, Tensor]", cast_if_autocast_enabled(query, key, value))
     with without_autocast(query):
         if implementation == "tiled":
             seen = mask if documents is None else documents.ids
-            return tiled.tiled_attention(query, key, value, seen, window=window)
+            return tiled.tiled_attention(query, key, value, seen, window=window, scale=scale)
         if implementation == "flash4":
-            return cuda.flash4_attention(query, key, value, documents)
+            return cuda.flash4_attention(query, key, value, documents, scale)
         if implementation == "flash":
             assert documents is not None
-            return flash_attention(query, key, value, documents)
+            return flash_attention(query, key, value, documents, scale)
         assert implementation == "nki" and documents is None, implementation
-        return nki.nki_attention(query, key, value)
+        return nki.nki_attention(query, key, value, scale)
 
 
 def _sdpa(
@@ -233,6 +236,7 @@ def _sdpa(
     dropout_p: float,
     implementation: str,
     window: int | None,
+    scale: float | None,
 ) -> Tensor:
     mask = _with_window(mask, window, query)
     # Kernels without grouped heads get copies of the KV heads, h/g times the bytes of K and V.
@@ -252,6 +256,7 @@ def _sdpa(
             attn_mask=mask,
             dropout_p=dropout_p,
             is_causal=mask is None,
+            scale=scale,
             enable_gqa=gqa,
         )
 

@@ -13,6 +13,7 @@ def math_attention(
     value: Tensor,
     mask: Tensor | None,
     dropout_p: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Return attention from materialised ``[B, h, S, S]`` scores; softmax in fp32, or fp64 for fp64.
 
@@ -23,7 +24,7 @@ def math_attention(
     value = value.repeat_interleave(repeats, dim=1)
     if mask is None:
         mask = causal_mask(query.size(2), query.device)
-    scores = scaled_scores(query, key, query.dtype)
+    scores = scaled_scores(query, key, query.dtype, scale)
     # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     # A bf16 sum over S exponentials would lose the small ones. With NEURON_FUSE_SOFTMAX, torch-neuronx
@@ -33,14 +34,16 @@ def math_attention(
     return F.dropout(weights, dropout_p) @ value
 
 
-def scaled_scores(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``Q K^t / sqrt(d)`` in ``dtype``, of ``[..., S, d]`` and ``[..., S_k, d]``."""
+def scaled_scores(query: Tensor, key: Tensor, dtype: torch.dtype, scale: float | None = None) -> Tensor:
+    """Return ``scale Q K^t``, or ``Q K^t / sqrt(d)``, in ``dtype``, of ``[..., S, d]`` and ``[..., S_k, d]``."""
     key = key.transpose(-1, -2)
+    if scale is None:
+        scale = float(query.size(-1) ** -0.5)
     if query.dtype == torch.float16:
         # The product alone exceeds the largest fp16 number, 65,504, at scores of 5,800 for d = 128.
-        root = query.size(-1) ** -0.25
+        root = scale**0.5
         return ((query * root) @ (key * root)).to(dtype)
-    return (query @ key).to(dtype) * query.size(-1) ** -0.5
+    return (query @ key).to(dtype) * scale
 
 
 def causal_mask(sequence_length: int, device: torch.device) -> Tensor:

@@ -153,6 +153,7 @@ def flash_attention(
     key: Tensor,
     value: Tensor,
     documents: PackedDocuments,
+    scale: float | None = None,
 ) -> Tensor:
     """Return causal attention within each document, with the kernel for variable lengths.
 
@@ -161,6 +162,7 @@ def flash_attention(
         key: ``[B, g, S, d]``.
         value: ``[B, g, S, d]``.
         documents: of the batch.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         ``[B, h, S, d]``.
@@ -175,6 +177,10 @@ def flash_attention(
         options = {"window_size": (-1, 0)}
     if "enable_gqa" in known:
         options["enable_gqa"] = query.size(1) != key.size(1)
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None:
+        query = query * (scale * query.size(-1) ** 0.5)  # torch 2.10's kernel divides by sqrt(d)
     # the batch's rows become one row of B * S tokens with N documents
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * S, heads, d]
     longest = query.size(2)

@@ -1,4 +1,4 @@
-"""Adds a block's output to the residual stream."""
+"""Adds a block's output to the residual stream, and multiplies parts of the stream by a model's constants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
+
+
+def scaled(x: Tensor, factor: float | None) -> Tensor:
+    """Return ``factor x``, or ``x`` itself if there is no factor. Saves nothing for backward."""
+    if factor is None:
+        return x
+    return x * factor
 
 
 def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:

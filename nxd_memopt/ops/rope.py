@@ -116,7 +116,13 @@ def rope_frequencies(
     if kind == "yarn":
         return _blend_yarn(powers, rotary_dim, rope_parameters, max_positions)
     if kind == "longrope":
-        factors = rope_parameters["short_factor" if longer_length is None else "long_factor"]
+        name = "short_factor" if longer_length is None else "long_factor"
+        factors = rope_parameters[name]
+        if len(factors) != len(powers):
+            raise ValueError(
+                f"rope_parameters {name} has {len(factors)} numbers, and RoPE rotates {rotary_dim} dimensions of each "
+                f"head: give it {len(powers)}"
+            )
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
     return 1.0 / powers
 

@@ -38,8 +38,9 @@ def tiled_attention(
     *,
     tile: int | None = None,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys.
+    """Return ``softmax(scale Q K^t) V`` with a running softmax over tiles of keys.
 
     See arXiv:2112.05682 and arXiv:2205.14135. Saves query, key, value, output and one number per
     query; backward recomputes the scores of each tile. Keys and values are not repeated for their
@@ -55,13 +56,14 @@ def tiled_attention(
         tile: positions per tile; default ``tile_length(S)``.
         window: a query sees at most this many keys, its own included; None for all before it. Tiles
             before it are not computed.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         ``[B, h, S, d]``.
     """
-    output: Any = _TiledAttention.apply(
-        query, key, value, mask, tile or tile_length(query.size(2)), window or query.size(2)
-    )
+    length = query.size(2)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    output: Any = _TiledAttention.apply(query, key, value, mask, tile or tile_length(length), window or length, scale)
     return output
 
 
@@ -80,6 +82,7 @@ class _TiledAttention(torch.autograd.Function):
         mask: Tensor | None,
         tile: int,
         window: int,
+        scale: float,
     ) -> Tensor:
         spans = _spans(query.size(2), tile)
         outputs: list[Tensor] = []
@@ -87,7 +90,7 @@ class _TiledAttention(torch.autograd.Function):
         # each tile of queries waits for the results of the previous one, see the module's docstring
         previous: Sequence[Tensor] = ()
         for span in spans:
-            previous = _attend(query, key, value, mask, span, spans, window, after=previous)
+            previous = _attend(query, key, value, mask, span, spans, window, scale, after=previous)
             outputs.append(previous[0])
             log_sum_exps.append(previous[1])
         output = torch.cat(outputs, dim=2)
@@ -98,6 +101,7 @@ class _TiledAttention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.spans = spans
         ctx.window = window
+        ctx.scale = scale
         return output
 
     @staticmethod
@@ -105,7 +109,8 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # Without the barrier, a compiler that sees both passes saves forward's tiles for backward.
         *saved, grad_output = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
-        return *_backward(grad_output, *saved, spans=ctx.spans, window=ctx.window), None, None, None
+        grads = _backward(grad_output, *saved, spans=ctx.spans, window=ctx.window, scale=ctx.scale)
+        return *grads, None, None, None, None
 
 
 def _spans(length: int, tile: int) -> list[Span]:
@@ -120,6 +125,7 @@ def _attend(
     rows: Span,
     spans: Sequence[Span],
     window: int,
+    scale: float,
     *,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -140,7 +146,7 @@ def _attend(
     for cols in _visible(rows, spans, window):
         # the scores of this tile may exist only after those of the previous one are summed up
         tile, maximum, total, summed = backend.optimization_barrier([tile, maximum, total, summed])
-        scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols, window)
+        scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols, window, scale)
         previous = maximum
         maximum = torch.maximum(previous, scores.amax(-1, keepdim=True))
         weights = (scores - maximum).exp()
@@ -161,11 +167,12 @@ def _backward(
     *,
     spans: Sequence[Span],
     window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV by tiles.
 
-    With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K,
-    dK = dS^t Q.
+    With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = scale P (dO V^t - D),
+    dQ = dS K, dK = dS^t Q.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     dtype = query.dtype
@@ -191,10 +198,10 @@ def _backward(
                 continue
             query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
             # tensors of scores are [B, g, r*t, c], of one pair of tiles at a time
-            weights = (_scores(query_tile, key_tile, mask, rows, cols, window) - lse_tile).exp()
+            weights = (_scores(query_tile, key_tile, mask, rows, cols, window, scale) - lse_tile).exp()
             dvalue += (weights.to(dtype).transpose(-1, -2) @ grad_tile).to(wide)
             dweights = (grad_tile @ value_tile.transpose(-1, -2)).to(wide)
-            dscores = (weights * (dweights - dot_tile) * query.size(-1) ** -0.5).to(dtype)
+            dscores = (weights * (dweights - dot_tile) * scale).to(dtype)
             dquery[rows] += (dscores @ key_tile).to(wide)
             dkey += (dscores.transpose(-1, -2) @ query_tile).to(wide)
             after = [dquery[rows], dkey, dvalue]
@@ -233,13 +240,14 @@ def _scores(
     rows: Span,
     cols: Span,
     window: int,
+    scale: float,
 ) -> Tensor:
     """Return the scores ``[B, g, r*t, c]``, in fp32 or float64.
 
     Scores of hidden keys are the dtype's least number.
     """
     wide = torch.promote_types(query_tile.dtype, torch.float32)
-    scores = scaled_scores(query_tile, key_tile, wide)
+    scores = scaled_scores(query_tile, key_tile, wide, scale)
     hidden = _hidden(mask, rows, cols, window, scores.device)
     if hidden is None:
         return scores

@@ -13,7 +13,7 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import ShardedModule, describe_shard, set_tensor_model_parallel_attributes
 
 
 class BaseParallelLinear(ShardedModule):
@@ -97,6 +97,14 @@ class BaseParallelLinear(ShardedModule):
         """Initialize the weight on the CPU; see ``initialization.initialize_sharded_``."""
         init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
+
+    def extra_repr(self) -> str:
+        """Return the full sizes as ``nn.Linear`` shows them, and the shape of this rank's weight."""
+        return (
+            f"in_features={self.full_input_size}, out_features={self.output_size}, bias={self.use_bias}, "
+            f"{describe_shard(self.weight, self._group_size())}, "
+            f"sequence_parallel_enabled={self.sequence_parallel_enabled}"
+        )
 
     def _sharded_sequence_dimension(self) -> int | None:
         """Return the dimension of activations that is sharded, or None without sequence parallelism."""

@@ -13,6 +13,7 @@ from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sha
 from nxd_memopt.parallel_layers.utils import (
     ShardedModule,
     check_sequence_dimension,
+    describe_shard,
     partition_size,
     set_tensor_model_parallel_attributes,
 )
@@ -95,6 +96,15 @@ class ParallelEmbedding(ShardedModule):
             rank=backend.group_rank(self.tensor_parallel_group),
         )
         self.init_weight_cpu()
+
+    def extra_repr(self) -> str:
+        """Return the full sizes as ``nn.Embedding`` shows them, and the shape of this rank's table."""
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, {padding}"
+            f"{describe_shard(self.weight, backend.group_size(self.tensor_parallel_group))}, "
+            f"sequence_parallel_enabled={self.sequence_parallel_enabled}"
+        )
 
     def _default_init(self, table: Tensor) -> None:
         nn.init.normal_(table)

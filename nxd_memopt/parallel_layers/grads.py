@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import common_shard_group, is_data_sharded, require_replicated, row_range
+from nxd_memopt.parallel_layers.replica_check import warn_of_parts
 from nxd_memopt.parallel_layers.summed_gradients import (
     gradient_of,
     is_sequence_parallel,
@@ -47,7 +48,8 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     Call this function after the last backward of a step and before clipping. Gradients that are
     summed already are skipped, whether this function, an optimizer or
     ``mappings.reduce_from_tensor_model_parallel_region`` summed them, so a script and its optimizer
-    may both call it. Cost: flat all-reduces of up to 128 MiB for each dtype.
+    may both call it. Cost: flat all-reduces of up to 128 MiB for each dtype. The first call also warns of parameters
+    that are not tagged and have other gradients on each rank (``replica_check``).
 
     Two kinds of writes are not detected. After a sum by other means
     (``torch.distributed.all_reduce``, a flat copy), call
@@ -64,7 +66,9 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     """
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return
-    pending = [param for param in _sequence_parallel(source) if needs_sum(param)]
+    params = parameters_of(source)
+    warn_of_parts(params)
+    pending = [param for param in _sequence_parallel(params) if needs_sum(param)]
     sum_over_tensor_ranks([cast(Tensor, gradient_of(param)) for param in pending])
     mark_summed(pending)
 

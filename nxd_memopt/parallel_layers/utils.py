@@ -172,6 +172,11 @@ def is_sharded(param: Tensor) -> bool:
     return getattr(param, "tensor_model_parallel", False)
 
 
+def describe_shard(weight: Tensor, size: int) -> str:
+    """Return what the ``repr`` of a layer says about this rank's shard of a weight on ``size`` ranks."""
+    return f"weight_per_partition={list(weight.shape)}, tensor_model_parallel_size={size}, dtype={weight.dtype}"
+
+
 def set_expert_model_parallel_attributes(param: Tensor) -> None:
     """Describe dim 0 of ``param`` as this rank's experts; no attributes without expert parallelism.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,9 +156,9 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
         source: what was counted, in words.
 
     Returns:
-        ``peak_bytes``; ``at_peak``: category -> bytes; ``activations_by_layer``: layer -> bytes at
-        the peak; ``largest``: tensors at the peak; ``timeline``: ``time_s`` and the bytes of each
-        category, at most ``TIMELINE_POINTS`` points, of which one is the peak.
+        ``peak_bytes``; ``at_peak``: category -> bytes; ``kept_by_layer``: layer -> bytes at the end of a
+        forward, with gradients that it has computed; ``largest``: tensors at the peak; ``timeline``:
+        ``time_s`` and the bytes of each category, at most ``TIMELINE_POINTS`` points, of which one is the peak.
     """
     changes: list[tuple[int, int, Allocation]] = []
     for block in blocks:
@@ -177,9 +177,10 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
     if not points:
         points = [(0, dict(current))]
     peak_ns, at_peak = max(points, key=_total)
-    at_time = [each for each in blocks if each.start_ns <= peak_ns < (each.end_ns or float("inf"))]
+    # The last such time: a gradient that forward computes is not among the activations.
+    forward_end_ns, _ = max(reversed(points), key=lambda point: point[1]["activations"])
     # The block of what no tensor accounts for has no address, and is not one tensor.
-    largest = sorted((block for block in at_time if block.address), key=lambda block: -block.size)
+    largest = sorted((block for block in _alive(blocks, peak_ns) if block.address), key=lambda block: -block.size)
     kept = _thinned(points)
     return {
         "source": source,
@@ -187,13 +188,18 @@ def memory_summary(blocks: Sequence[Allocation], allocator_peak_bytes: int | Non
         "allocator_peak_bytes": allocator_peak_bytes,
         "peak_time_s": (peak_ns - points[0][0]) / 1e9,
         "at_peak": at_peak,
-        "activations_by_layer": _by_layer(at_time),
+        "kept_by_layer": _by_layer(_alive(blocks, forward_end_ns)),
         "largest": [_described(block) for block in largest[:LARGEST]],
         "timeline": {
             "time_s": [(time_ns - points[0][0]) / 1e9 for time_ns, _ in kept],
             "bytes": {name: [values[name] for _, values in kept] for name in CATEGORIES},
         },
     }
+
+
+def _alive(blocks: Sequence[Allocation], time_ns: int) -> list[Allocation]:
+    """Return the blocks that exist at a time."""
+    return [each for each in blocks if each.start_ns <= time_ns < (each.end_ns or float("inf"))]
 
 
 def _thinned(points: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
@@ -221,12 +227,32 @@ def layer_of(module: str) -> str:
 
 
 def _by_layer(blocks: Sequence[Allocation]) -> dict[str, int]:
-    """Return the activations' bytes by decoder layer, or module outside of them, in order of allocation."""
+    """Return the bytes that forward keeps by decoder layer, or module outside of them, in the order of forward."""
     sums: dict[str, int] = defaultdict(int)
+    has_begun = False
     for block in sorted(blocks, key=lambda block: block.start_ns):
-        if block.category in ("activations", "recomputed activations"):
+        is_activation = block.category == "activations"
+        has_begun = has_begun or is_activation
+        # Gradients from before the first activation are sums of earlier micro-batches.
+        if is_activation or (has_begun and block.category == "gradients"):
             sums[layer_of(block.module)] += block.size
-    return dict(sums)
+    return {name: sums[name] for name in in_layer_order(sums)}
+
+
+def in_layer_order(names: Iterable[str]) -> list[str]:
+    """Return modules in their order, except that decoder layers are in the order of their numbers."""
+    first: dict[str, int] = {}
+    keys: dict[str, tuple[int, int]] = {}
+    for name in names:
+        prefix, _, number = name.rpartition(".")
+        index = 0
+        # Layers take the place of the first of them.
+        if number.isdigit():
+            index = int(number)
+        else:
+            prefix = name
+        keys[name] = (first.setdefault(prefix, len(first)), index)
+    return sorted(keys, key=lambda name: keys[name])
 
 
 def _described(block: Allocation) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +33,7 @@ _HOST_SOURCE = (
     "before the step are counted by their storages"
 )
 _RECORDED_GRAPHS = "times are the host's, which records operators into graphs; the counters have the graphs' seconds"
-FORMAT = 1
+FORMAT = 2
 """Version of the files. ``report.py`` reads this one."""
 
 
@@ -40,8 +43,7 @@ class ProfileRequest:
 
     Args:
         directory: directory of the files.
-        skip: steps before the first profiled one; with fewer than 2 it contains warm-up, and with fewer than 3 the
-            capture of a CUDA graph.
+        skip: steps before the first profiled one, which contains warm-up with fewer than 2.
         steps: steps whose time is profiled. Memory is profiled in one more step.
         stop: the training program ends after the last profiled step, without saving.
 
@@ -90,15 +92,24 @@ class StepProfiler:
         model: its modules are named in the files.
         optimizer: its tensors are optimizer states; None if it is not known.
         notes: lines for the report.
+        facts: what else the report shows of the run, as values of JSON (``tables.py``): ``options`` that are not at
+            their defaults, ``versions``, ``start_s`` by phase, ``planned`` memory, ``tokens_per_step`` and
+            ``utilization_per_token``. They are read when the timed steps end.
     """
 
     def __init__(
-        self, request: ProfileRequest, model: nn.Module, optimizer: object = None, notes: tuple[str, ...] = ()
+        self,
+        request: ProfileRequest,
+        model: nn.Module,
+        optimizer: object = None,
+        notes: tuple[str, ...] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.request = request
         self._model = model
         self._optimizer = optimizer
         self._notes = notes
+        self._facts = facts or {}
         self._step = 0
         self._stack = ExitStack()
         self._profile: Any = None
@@ -160,6 +171,8 @@ class StepProfiler:
             "backend": backend.name,
             "device": backend.description(),
             "torch": torch.__version__,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": shlex.join(sys.orig_argv),
             "model": type(self._model).__name__,
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
             "steps": [self.request.skip + 1, self.request.skip + self.request.steps],
@@ -167,6 +180,7 @@ class StepProfiler:
             "counters": {name: value / self.request.steps for name, value in counters.items()},
             "time": time_summary(self._profile, self.request.steps, backend.device.type),
             "notes": list(self._notes),
+            **self._facts,
         }
         if counters:
             self._result["notes"].append(_RECORDED_GRAPHS)
@@ -210,6 +224,11 @@ class StepProfiler:
         content = json.dumps(snapshot(blocks)).encode()
         with complete_file(self._path("memory.json.gz")) as file:
             file.write_bytes(gzip.compress(content, 5))
+        self._write_result()
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a value of JSON to the rank's file, after the last profiled step."""
+        self._result[name] = value
         self._write_result()
 
     def _write_result(self) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
 from nxd_memopt.profiling.operations import OUTSIDE, STEP, Attribution, Operation, device_events, operations
 
+OPTIMIZER = "optimizer"
 _CLASSES = (
     ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
     ("attention", ("scaled_dot_product", "flash", "fmha", "attention")),
     ("softmax and cross entropy", ("softmax", "cross_entropy", "nll_loss", "logsumexp")),
     ("matmul", ("aten::mm", "addmm", "bmm", "aten::_grouped_mm", "gemm", "cutlass", "nvjet", "xmma", "mkldnn_linear")),
-    ("optimizer", ("adam", "foreach")),
+    (OPTIMIZER, ("adam", "foreach")),
     ("norm", ("norm", "aten::rsqrt")),
     ("copy", ("copy", "memcpy", "memset", "aten::cat", "aten::clone", "fill_", "zero_")),
 )
@@ -69,6 +70,9 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
         module, stage = OUTSIDE, "other"
         if operation is not None:
             module, stage = attribution.of(operation)
+        # Kernels that no operator of PyTorch has launched belong to no range of the host.
+        if module == OUTSIDE and title == OPTIMIZER:
+            module = OPTIMIZER
         times = modules.setdefault(module, dict.fromkeys(PASSES, 0.0))
         times[stage] += seconds / num_steps
     return {

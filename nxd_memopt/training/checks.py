@@ -27,7 +27,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.config.train_config import SHORT_WARMUP, TrainConfig
 from nxd_memopt.training.data.isolation import require_attention
 from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
@@ -38,6 +38,8 @@ from nxd_memopt.training.runtime.distributed import is_rank_zero
 OVERRIDES = "model.config_overrides"
 # Entries of an output directory besides the lock and the export, which have checks of their own.
 DIRECTORIES = ("tokens", "checkpoints", "tensorboard")
+# AdamW's update of a weight is about lr, and weights are near 0.02.
+LARGE_LR = 0.1
 ELSEWHERE = "rename it or choose another trainer.output_dir"
 
 
@@ -118,6 +120,29 @@ def _require_directory(path: Path) -> None:
         raise ValueError(f"{path} is not a directory, and a run keeps one of this name: {ELSEWHERE}")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(f"{path} is not writable: change its permissions or choose another trainer.output_dir")
+
+
+def with_schedule_of_run(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with the warm-up that the run has; rank 0 says what differs or is unusual in one line each.
+
+    Call it before the options are compared with a checkpoint's: a run with other steps, and so another
+    warm-up, does not resume silently.
+    """
+    lr, given, steps = config.optimizer.lr, config.optimizer.warmup_steps, config.trainer.max_steps
+    warmup = config.warmup_steps if steps else given
+    if is_rank_zero() and lr > LARGE_LR:
+        print(
+            f"warning: optimizer.lr {lr:g} is large for AdamW, which moves each weight by about lr a step (usual are "
+            "1e-5 to 1e-3): the loss may diverge",
+            flush=True,
+        )
+    if is_rank_zero() and warmup != given:
+        print(
+            f"optimizer.warmup_steps {given} does not fit trainer.max_steps {steps}: the warm-up of this run is "
+            f"{SHORT_WARMUP:.0%} of its steps, {warmup}; for the start of a longer schedule set optimizer.decay_steps",
+            flush=True,
+        )
+    return replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
 
 
 def require_finite_weights(loss: float | None, config: TrainConfig) -> None:

@@ -35,20 +35,16 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
             f"trainer.compile {trainer.compile} compiles layers of static shapes, and an expert's rows depend on the "
             "routing: set it to null"
         )
-    # Option, whether the run has it, why the backend refuses it, and the remedy.
+    # Option, whether the run has it, why the backend refuses it, and the remedy. Functions: the refusal of compile
+    # imports torch._dynamo.
     refusals = (
-        ("trainer.allow_tf32", trainer.allow_tf32, backend.tf32_refusal(), "set it to false"),
-        (
-            "trainer.precision",
-            trainer.precision == "16-mixed",
-            backend.loss_scaling_refusal(),
-            "use bf16-mixed",
-        ),
-        ("trainer.compile", trainer.compile is not None, backend.compile_refusal(), "set it to null"),
+        ("trainer.allow_tf32", trainer.allow_tf32, backend.tf32_refusal, "set it to false"),
+        ("trainer.precision", trainer.precision == "16-mixed", backend.loss_scaling_refusal, "use bf16-mixed"),
+        ("trainer.compile", trainer.compile is not None, backend.compile_refusal, "set it to null"),
     )
     for name, is_set, refusal, remedy in refusals:
-        if is_set and refusal is not None:
-            raise ValueError(f"{name} {yaml_text(value_of(config, name))} {refusal}; {remedy}")
+        if is_set and refusal() is not None:
+            raise ValueError(f"{name} {yaml_text(value_of(config, name))} {refusal()}; {remedy}")
 
 
 def _require_sharding(config: TrainConfig) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends import backend
@@ -23,8 +21,12 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
 from nxd_memopt.training.reporting.metrics import sum_over_data_parallel_ranks
+from nxd_memopt.training.reporting.step_metrics import HeldOut
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs
 from nxd_memopt.training.state import Training
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()
@@ -40,7 +42,7 @@ def held_out_loss(
     # caller's next train_step switches the model back to train mode.
     model = training.model
     model.eval()
-    rows = _held_out_rows(training, config)
+    rows = held_out_rows(training, config)
     rank = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_size()
     batches = _batches(rows, config, rank, replicas, backend.device)
@@ -52,14 +54,22 @@ def held_out_loss(
     return total.item()
 
 
-def held_out_digest(training: Training, config: TrainConfig) -> str:
-    """Return what identifies the held-out tokens of one evaluation, and what each sees; empty without any."""
-    rows = _held_out_rows(training, config)
+def held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
+    """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
+    if not config.data.eval_sequences:
+        return None
+    return training.tokens.held_out_sequences(config.data.eval_sequences)
+
+
+def held_out_text(training: Training, config: TrainConfig) -> HeldOut | None:
+    """Return size and digest of the held-out text of one evaluation, or None without an evaluation."""
+    rows = held_out_rows(training, config)
     if rows is None:
-        return ""
+        return None
+    isolated = config.data.isolate_documents
     digest = hashlib.sha256(rows.tobytes())
-    digest.update(str(config.data.isolate_documents).encode())
-    return digest.hexdigest()[:16]
+    digest.update(str(isolated).encode())
+    return HeldOut(len(rows), trained_tokens(rows, isolated=isolated), digest.hexdigest()[:16])
 
 
 @torch.no_grad()
@@ -71,8 +81,12 @@ def held_out_loss_by_transformers(directory: Path, training: Training, config: T
     Returns:
         The mean over all held-out tokens, fp32, or None without held-out tokens.
     """
+    # Imported here: transformers' models import torch._dynamo, which takes seconds in every process.
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
-    rows = _held_out_rows(training, config)
+    rows = held_out_rows(training, config)
     if rows is None:
         return None
     dtype = getattr(torch, config.dtype)
@@ -95,13 +109,6 @@ def fits_device(directory: Path) -> bool:
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     # The other half is for activations and logits. A device without such copies is the host itself, or Trainium.
     return transfers is None or 2 * size <= transfers.free_bytes()
-
-
-def _held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
-    """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
-    if not config.data.eval_sequences:
-        return None
-    return training.tokens.held_out_sequences(config.data.eval_sequences)
 
 
 def _batches(

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from nxd_memopt.architectures.config_options import reads
 from nxd_memopt.checkpoint.huggingface.hf_config import config_errors
 from nxd_memopt.options import nearest
 
@@ -18,9 +19,7 @@ OWN_OPTIONS = ("num_query_groups",)
 OLDER_NAMES = ("rope_scaling", "torch_dtype")
 OLDER_NAMES_OF = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
-    # head_dim is no field of Qwen2MoeConfig and Qwen3MoeConfig, which both read it.
-    "qwen2_moe": ("rope_theta", "head_dim"),
-    "qwen3_moe": ("rope_theta", "head_dim"),
+    "phi3": ("rope_theta", "partial_rotary_factor"),
 }
 LENGTH = "original_max_position_embeddings"
 # Older names for entries of rope_parameters, which transformers ignores next to rope_parameters.
@@ -28,6 +27,7 @@ ROPE_ENTRIES = {
     "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
+    "partial_rotary_factor": "partial_rotary_factor",
 }
 
 
@@ -105,6 +105,9 @@ def require_known_names(model_type: str, overrides: Mapping[str, Any]) -> None:
     fields = [field.name for field in dataclasses.fields(cls)]
     older = (*OLDER_NAMES, *OLDER_NAMES_OF.get(model_type, ("rope_theta",)))
     known = ["model_type", *fields, *cls.attribute_map, *older, *OWN_OPTIONS]
+    # Some models read head_dim although it is no field of their configuration.
+    if reads({"model_type": model_type}, "head_dim"):
+        known.append("head_dim")
     for name in overrides:
         if name in known:
             continue

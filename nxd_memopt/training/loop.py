@@ -16,15 +16,17 @@ from typing import cast
 
 from transformers import PretrainedConfig
 
-from nxd_memopt.backends import BACKEND_REASON, backend
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
-from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.answers import SampledAnswers
 from nxd_memopt.training.checks import (
     require_applicable_memory,
     require_finite_weights,
     require_trainable,
     require_usable_output,
+    with_schedule_of_run,
 )
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch, micro_batches
@@ -36,20 +38,27 @@ from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.chat import with_chat_template
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.device_support import require_executable
-from nxd_memopt.training.evaluation import held_out_digest, held_out_loss, held_out_loss_by_transformers
+from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers, held_out_text
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_fp16_range
+from nxd_memopt.training.model import (
+    build_model,
+    load_hf_config,
+    load_initial_weights,
+    load_vocabulary,
+    require_fp16_range,
+)
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.profiled import ProfiledSteps
 from nxd_memopt.training.reporting.boards import require_boards
 from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.reporting.mfu import utilization_per_token
 from nxd_memopt.training.reporting.reporter import Reporter
-from nxd_memopt.training.reporting.start_report import start_lines
+from nxd_memopt.training.reporting.start_report import held_out_line, model_line, run_lines, training_lines
 from nxd_memopt.training.reporting.summary import (
     Summary,
     export,
+    model_files,
     peak_bytes_of_all_ranks,
     require_verified,
     start_summary,
@@ -59,12 +68,12 @@ from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.runtime.run_lock import locked_output_directory
 from nxd_memopt.training.runtime.signals import Interrupts
+from nxd_memopt.training.runtime.start_phases import FIRST_STEP, StartPhases
 from nxd_memopt.training.sample import conversation_notes
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 
-COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
 EXTRACTED_MICRO_BATCHES = 2
 """Steps and micro-batches that ``extract_graphs`` runs.
@@ -73,13 +82,15 @@ Two are enough: the first of each has its own graph, all later ones share one gr
 """
 
 
-def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
+def run(config: TrainConfig, interrupts: Interrupts | None = None, phases: StartPhases | None = None) -> None:
     """Run the training program: prepare, evaluate, train, evaluate, export. Every rank calls.
+
+    ``phases`` has the phases of the start that are over.
 
     Raises:
         Interrupted: ``interrupts`` has received a signal; the state is saved.
     """
-    interrupts = interrupts or Interrupts()
+    interrupts, phases = interrupts or Interrupts(), phases or StartPhases()
     # Checks that need no model and no file of the run come first: a user error is reported before
     # the output directory is touched and weights are loaded.
     summary = start_summary(config)
@@ -91,14 +102,16 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     config, memory_plan = plan_memory(config, hf_config)
     summary.planned_memory_bytes = memory_plan.planned_bytes
     summary.available_memory_bytes = memory_plan.available_bytes
+    summary.start_s = phases.seconds
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     config = replace(config, data=with_format(config.data))
     vocabulary = with_chat_template(vocabulary, config.data)
+    phases.end("plan and tokenizer")
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
         epochs = config.trainer.max_epochs
-        config = with_steps_of_epochs(config, vocabulary)
+        config = with_schedule_of_run(with_steps_of_epochs(config, vocabulary))
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
         require_complete_epochs(plan, epochs)
@@ -107,7 +120,8 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
             plan = prepare_data(plan, tokens)
             # Other text is read from its first sequence on.
             require_complete_epochs(plan, epochs)
-            run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
+            phases.end("data")
+            run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan, phases)
         finally:
             tokens.close()
 
@@ -120,6 +134,7 @@ def run_prepared(
     summary: Summary,
     interrupts: Interrupts,
     memory_plan: MemoryPlan,
+    phases: StartPhases,
 ) -> None:
     """Build the model, resume, train, evaluate and export. Every rank calls.
 
@@ -131,6 +146,7 @@ def run_prepared(
         summary: summary to fill and write.
         interrupts: signals that this process has received.
         memory_plan: planned memory of this rank.
+        phases: phases of the start that are over.
     """
     config = plan.config
     backend.set_tf32(config.trainer.allow_tf32)
@@ -138,78 +154,99 @@ def run_prepared(
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
     model = build_model(config, hf_config)
+    phases.end("model")
+    load_initial_weights(model, config, hf_config, plan.base)
     lora_notes = apply_lora(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
-    model_notes = start_lines(model, config)
+    phases.end("weights")
+    line_of_model, lines_of_training = model_line(model, config), training_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
+    phases.end("optimizer")
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
 
-    read = plan.position(config.trainer.max_steps)
-    described = tokens.describe(config.data, config.trainer.max_steps, read)
-    rows = [*model_notes, *described, *conversation_notes(training, config, vocabulary)]
-    notes = [
-        *rows,
-        *lora_notes,
-        *describe_step(model, config),
-        *vocabulary.notes,
-        *warm_notes,
-        *plan.notes,
-        *resume(training),
-        *find_adapter_base(training, hf_config),
-    ]
-    continues = plan.stored is not None and plan.stored.directory.parent == Path(config.trainer.checkpoint_directory)
-    with open_reporter(config, training.step, notes, memory_plan.planned_bytes, continues=continues) as reporter:
-        summary.held_out_loss_before = evaluate_before(training, config, reporter)
-        evaluate_missed(training, config, reporter)
-        # The reported peak is of training alone, without loading and the first evaluation.
-        backend.reset_peak_memory_stats()
-        with gc_frozen():
-            train(training, config, reporter, interrupts)
-        summary.peak_memory_bytes = peak_bytes_of_all_ranks()
-        summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
-        summary.freed_memory_bytes = backend.freed_bytes_kept()
-        summary.held_out_loss_after = evaluate(training, config, reporter)
-        if not reporter.evaluated_same_tokens(0, training.step):
-            reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
-            summary.held_out_loss_before = None
-        finish(training, config, reporter, summary, vocabulary)
+    with model_files(model, vocabulary) as training.files:
+        data_lines, packing_lines = tokens.describe(plan)
+        # What the run is comes first, then how it is done.
+        notes = [
+            line_of_model,
+            *data_lines,
+            *run_lines(config),
+            *lines_of_training,
+            held_out_line(config.data, held_out_text(training, config)),
+            *packing_lines,
+            *conversation_notes(training, config, vocabulary),
+            *lora_notes,
+            *describe_step(model, config),
+            *vocabulary.notes,
+            *warm_notes,
+            *plan.notes,
+            *resume(training),
+            *find_adapter_base(training, hf_config, vocabulary),
+        ]
+        with open_reporter(training, config, notes, memory_plan.planned_bytes) as reporter:
+            phases.end("report and resumption")
+            answers = SampledAnswers(training, config, vocabulary, reporter)
+            train_and_evaluate(training, config, reporter, answers, summary, interrupts, phases)
+            summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
+            finish(training, config, reporter, summary, vocabulary)
 
 
-def open_reporter(
-    config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None, *, continues: bool
-) -> Reporter:
-    """Return the reporter of a run that has done ``first_step`` steps, and print its setup.
+def train_and_evaluate(
+    training: Training,
+    config: TrainConfig,
+    reporter: Reporter,
+    answers: SampledAnswers,
+    summary: Summary,
+    interrupts: Interrupts,
+    phases: StartPhases,
+) -> None:
+    """Evaluate, train, and evaluate again; fill ``summary``. Every rank calls."""
+    summary.held_out_loss_before = evaluate_before(training, config, reporter)
+    answers.before_training()
+    find_best(training, config, reporter)
+    evaluate_missed(training, config, reporter)
+    phases.end("first evaluation")
+    # The reported peak is of training alone, without loading and the first evaluation.
+    backend.reset_peak_memory_stats()
+    with gc_frozen():
+        train(training, config, reporter, interrupts, phases)
+    summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+    summary.freed_memory_bytes = backend.freed_bytes_kept()
+    summary.held_out_loss_after = evaluate(training, config, reporter)
+    answers.after_training()
+    if config.trainer.keep_best:
+        training.improves(summary.held_out_loss_after)
+    if not reporter.evaluated_same_tokens(0, training.step):
+        reporter.say("the held-out tokens have changed since step 0: the summary has no held_out_change_percent")
+        summary.held_out_loss_before = None
 
-    ``continues`` says whether a checkpoint of the run's own directory is continued.
-    """
+
+def open_reporter(training: Training, config: TrainConfig, notes: list[str], planned_bytes: int | None) -> Reporter:
+    """Return the reporter of a run that trains from ``training.step`` on, and print its setup."""
+    first_step = training.step
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     with raise_together("reading the records of earlier steps"):
         reporter = Reporter(
             config,
             enabled=is_rank_zero(),
             first_step=first_step,
-            continues=continues,
+            continues=training.plan.continues,
             planned_memory_bytes=planned_bytes,
         )
-    tensor_size = parallel_state.get_tensor_model_parallel_size()
-    data_size = parallel_state.get_data_parallel_size()
-    reporter.say(
-        f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor_size} x data-parallel {data_size}"
-    )
-    if config.trainer.compile:
-        reporter.say(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
-    if first_step:
-        reporter.say(f"resuming after step {first_step}")
     for note in notes:
         reporter.say(note)
+    if first_step:
+        reporter.say(f"resuming after step {first_step}")
     return reporter
 
 
-def train(training: Training, config: TrainConfig, reporter: Reporter, interrupts: Interrupts) -> None:
+def train(
+    training: Training, config: TrainConfig, reporter: Reporter, interrupts: Interrupts, phases: StartPhases
+) -> None:
     """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
     interrupts.message = message_after_training(config)
@@ -225,11 +262,13 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
         reporter,
         every=trainer.log_every_n_steps,
         tokens_per_step=tokens_per_step,
+        trained=training.trained,
         utilization_per_token=utilization_per_token(config, cast("PretrainedConfig", training.model.config)),
     )
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)
-        profiled = ProfiledSteps(training, config, reporter.say)
+        profiled = ProfiledSteps(training, config, phases, reporter.say)
+        first_step = training.step + 1
         while training.step < trainer.max_steps:
             metrics.start()
             try:
@@ -239,6 +278,9 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
                 stopping.stop_waiting(stop.number)
             with profiled.step():
                 result = run_step(training, config, batches)
+            if training.step == first_step:
+                backend.synchronize()
+                phases.end(FIRST_STEP)
             metrics.add(result)
             profiled.raise_if_finished()
             saver.after_step()
@@ -255,7 +297,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
                 metrics.read()
             if evaluates:
                 with stopping.evaluation():
-                    evaluate(training, config, reporter, stopping.before_batch)
+                    loss = evaluate(training, config, reporter, stopping.before_batch)
+                    saves |= trainer.keep_best and training.improves(loss)
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
@@ -315,7 +358,9 @@ def evaluate(
     if training.step == 0:
         require_finite_weights(loss, config)
     if loss is not None:
-        reporter.evaluation(training.step, loss, held_out_digest(training, config) if is_rank_zero() else "")
+        text = held_out_text(training, config)
+        assert text is not None
+        reporter.evaluation(training.step, loss, text)
     return loss
 
 
@@ -335,7 +380,23 @@ def evaluate_missed(training: Training, config: TrainConfig, reporter: Reporter)
     recorded = json.loads(share_texts(json.dumps(reporter.recorded_evaluation(step)))[0])
     is_inside = 0 < step < config.trainer.max_steps
     if is_inside and is_due(step, config.trainer.val_check_interval) and recorded is None:
-        evaluate(training, config, reporter)
+        loss = evaluate(training, config, reporter)
+        # The checkpoint of this step is in another directory if the run of that directory is continued.
+        if config.trainer.keep_best and training.plan.continues:
+            training.improves(loss)
+
+
+def find_best(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+    """Set ``training.best`` to the best of the checkpoints that a resumed run has. Every rank calls."""
+    if not config.trainer.keep_best:
+        return
+    best: tuple[int, float] | None = None
+    with raise_together("reading the held-out losses of checkpoints"):
+        if is_rank_zero():
+            steps = complete_steps(config.trainer.checkpoint_directory)
+            best = reporter.best_evaluation(steps, held_out_text(training, config))
+    shared = json.loads(share_texts(json.dumps(best))[0])
+    training.best = shared and (shared[0], shared[1])
 
 
 def finish(
@@ -349,8 +410,9 @@ def finish(
     directory = config.trainer.export_directory
     training.optimizer.finish_update()
     if config.trainer.export:
-        export(training.model, vocabulary, directory)
-        write_adapters(training.model, config, training.adapter_base)
+        assert training.files is not None
+        export(training.model, vocabulary, directory, training.files)
+        write_adapters(training, config)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.
@@ -359,7 +421,15 @@ def finish(
             if config.trainer.export == "verify":
                 summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, training, config)
             summary.steps = training.step
+            if training.best is not None:
+                step, summary.best_held_out_loss = training.best
+                checkpoints = config.trainer.checkpoint_directory
+                summary.best_checkpoint = str(step_directory(checkpoints, step))
+                # The last evaluation may have found a better one than the last save knew.
+                prune(checkpoints, config.trainer.keep_checkpoints, step)
             summary.tokens_per_s = reporter.mean_tokens_per_s()
+            if summary.tokens_per_s is None:
+                summary = summary.with_recorded(Path(config.trainer.output_dir))
             summary.write(Path(config.trainer.output_dir))
             reporter.show(summary.table())
             # Last, so that nothing is lost: checkpoint, export and summary are complete.

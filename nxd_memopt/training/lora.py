@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.architectures.model_spec import rope_options
+from nxd_memopt.training.model import is_upcycled
+from nxd_memopt.training.reporting.summary import export
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
+
     from transformers import PretrainedConfig
 
     from nxd_memopt.modules.causal_lm import ParallelCausalLM
     from nxd_memopt.training.config.train_config import TrainConfig
+    from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
     from nxd_memopt.training.state import Training
 
 ADAPTER = "adapter"
@@ -22,10 +26,13 @@ ADAPTER = "adapter"
 NOT_FUNCTION = ("attention_dropout", "hidden_dropout", "pad_token_id")
 # Types of RoPE whose frequencies do not depend on max_position_embeddings.
 LENGTH_INDEPENDENT = ("default", "linear", "llama3")
+# B starts at 0, and AdamW moves an element by at most the learning rate in a step: at the rates of full fine-tuning,
+# 1e-5 to 3e-5, adapters stay near 0.
+LEAST_RATE = 5e-5
 
 
 def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
-    """Add the adapters of the configuration; return the start report's line about them. Every rank calls."""
+    """Add the adapters of the configuration; return the start report's lines about them. Every rank calls."""
     from nxd_memopt.modules.lora import add_adapters
     from nxd_memopt.parallel_layers.resharding import full_shape
 
@@ -37,41 +44,93 @@ def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += math.prod(full_shape(parameter))
     total = sum(sizes.values())
-    return [
+    lines = [
         f"LoRA: rank {lora.lora_rank}, scale {lora.scale:g}, in {len(layers)} layers; {sizes[True]:,} of {total:,} "
         f"parameters are trained ({sizes[True] / total:.2%})"
     ]
+    if config.optimizer.lr < LEAST_RATE:
+        lines.append(f"LoRA: optimizer.lr is {config.optimizer.lr:g}; adapters usually need 1e-4 to 5e-4")
+    return lines
 
 
-def find_adapter_base(training: Training, hf_config: PretrainedConfig) -> list[str]:
-    """Set ``training.adapter_base``; return the start report's line if there is none. Every rank calls.
+def find_adapter_base(training: Training, hf_config: PretrainedConfig, vocabulary: Vocabulary) -> list[str]:
+    """Set ``training.base`` and ``training.adapter_base``; return the start report's lines. Every rank calls.
 
-    The base is ``model.pretrained`` if its configuration and its weights are the model's. Weights that were
-    not just loaded from there are compared with its files, bit by bit.
+    The base of the checkpoints has the weights. The base of the adapters for PEFT also computes what the model
+    computes.
     """
-    from nxd_memopt.checkpoint.huggingface.importing import require_weights_of
     from nxd_memopt.parallel_layers.coordination import raise_together
 
     config = training.plan.config
-    directory = config.model.pretrained
-    if config.lora.lora_rank is None or not config.trainer.export:
+    if config.lora.lora_rank is None:
         return []
+    training.base, reason = _find_base(training, hf_config, vocabulary)
+    if training.base is not None:
+        directory = training.base["directory"]
+        try:
+            with raise_together(f"reading the configuration of {directory}"):
+                _require_function_of(directory, hf_config)
+            training.adapter_base = directory
+            return []
+        except ValueError as error:
+            reason = str(error)
+    if not config.trainer.export:
+        return []
+    return [
+        "LoRA: the export has the adapters merged; none are written for PEFT, because model.pretrained is not "
+        f"their base: {reason}"
+    ]
+
+
+def _find_base(
+    training: Training, hf_config: PretrainedConfig, vocabulary: Vocabulary
+) -> tuple[Mapping[str, Any] | None, str]:
+    """Return what checkpoints record of the weights that are not trained; None, and the reason, if they store them.
+
+    It is ``model.pretrained`` if its files have the model's weights. Otherwise the weights are written once, next to
+    the checkpoints, as a Hugging Face directory.
+    """
+    from nxd_memopt.checkpoint.huggingface.base import STORED, describe_base
+    from nxd_memopt.modules.moe.hf_options import require_exportable
+
+    plan = training.plan
+    trainer, stored = plan.config.trainer, plan.stored
+    recorded = stored and stored.base
+    # The stored base of another run stays as it is, and this run writes its own.
+    if recorded is not None and (plan.continues or not recorded["is_stored"]):
+        return {**recorded, "directory": str(plan.base)}, ""
     try:
-        if directory is None:
-            raise ValueError("model.pretrained is not set")
-        with raise_together(f"reading the configuration of {directory}"):
-            _require_function_of(directory, hf_config)
-        is_from_checkpoint = training.plan.stored is not None or training.plan.warm_start is not None
-        if is_from_checkpoint or config.model.random_init:
-            require_weights_of(training.model, directory)
+        directory = _directory_of_weights(training, hf_config)
+        return describe_base(directory, is_stored=False), ""
     except ValueError as error:
-        return [
-            "LoRA: the export has the adapters merged; none are written for PEFT, because model.pretrained is not "
-            f"their base: {error}"
-        ]
-    # Absolute: PEFT takes a relative path that does not exist for a name on the hub.
-    training.adapter_base = str(Path(directory).resolve())
-    return []
+        reason = str(error)
+    if not trainer.saves_checkpoints or training.step == trainer.max_steps:
+        return None, reason
+    try:
+        require_exportable(training.model)
+    except ValueError:
+        return None, reason
+    assert training.files is not None
+    target = trainer.checkpoint_directory / STORED
+    export(training.model, vocabulary, target, training.files, merges_adapters=False)
+    return describe_base(target, is_stored=True), ""
+
+
+def _directory_of_weights(training: Training, hf_config: PretrainedConfig) -> Path:
+    """Return ``model.pretrained`` if its files have the model's weights without adapters, bit by bit.
+
+    Raises:
+        ValueError: on every rank, if they have not.
+    """
+    from nxd_memopt.checkpoint.huggingface.importing import require_weights_of
+
+    plan, model = training.plan, training.plan.config.model
+    if model.pretrained is None:
+        raise ValueError("model.pretrained is not set")
+    is_from_checkpoint = plan.stored is not None or plan.warm_start is not None
+    if is_from_checkpoint or model.random_init or is_upcycled(plan.config, hf_config):
+        require_weights_of(training.model, model.pretrained)
+    return Path(model.pretrained)
 
 
 def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
@@ -89,10 +148,10 @@ def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
             raise ValueError(f"{name} is {old!r} in {directory}, and {new!r} in this model")
 
 
-def write_adapters(model: nn.Module, config: TrainConfig, base: str | None) -> None:
+def write_adapters(training: Training, config: TrainConfig) -> None:
     """Write the adapters in PEFT's format to ``output_dir/adapter``; nothing without. Every rank calls.
 
-    Without a ``base`` the adapters of an earlier end of the run are removed: its export has others.
+    Without ``training.adapter_base`` the adapters of an earlier end of the run are removed: its export has others.
     """
     from nxd_memopt.checkpoint.huggingface.adapters import remove_adapters, save_adapters
 
@@ -100,7 +159,8 @@ def write_adapters(model: nn.Module, config: TrainConfig, base: str | None) -> N
     if lora is None:
         return
     target = Path(config.trainer.output_dir) / ADAPTER
-    if base is None:
+    if training.adapter_base is None:
         remove_adapters(target)
     else:
-        save_adapters(model, target, lora, base_model=base)
+        # The path is absolute: PEFT takes a relative one that does not exist for a name on the hub.
+        save_adapters(training.model, target, lora, base_model=training.adapter_base, companions=training.files)

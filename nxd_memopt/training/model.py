@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,19 +112,17 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
 
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
-    """Build this rank's shard of the model on the backend's device, and load pretrained weights.
+    """Build this rank's shard of the model, with random weights, on the backend's device or on the host.
 
     With ``use_cpu_initialization`` the shard is initialized and loaded on the host in two cases. On
     XLA it is copied afterwards: initializing or loading it on the device, slice by slice, would
     compile another graph. At zero3 it stays there until ``shard_model`` copies one layer at a time,
     because the device need not have room for the model without its data-parallel sharding.
     """
-    is_sharded_later = config.data_parallel.sharding == "zero3"
-    on_host = config.parallel.use_cpu_initialization and (backend.name == "xla" or is_sharded_later)
     device = backend.device
-    if on_host:
+    if config.parallel.use_cpu_initialization and (backend.name == "xla" or _is_sharded_later(config)):
         device = torch.device("cpu")
-    model: ParallelCausalLM = model_class(hf_config.model_type)(
+    return model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,
@@ -131,18 +130,38 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
         device=device,
         **expert_options(config, hf_config),
     )
-    if config.model.pretrained is not None and not config.model.random_init:
+
+
+def _is_sharded_later(config: TrainConfig) -> bool:
+    """Return whether ``parallelize`` shards the parameters."""
+    return config.data_parallel.sharding == "zero3"
+
+
+def load_initial_weights(
+    model: ParallelCausalLM, config: TrainConfig, hf_config: PretrainedConfig, base: Path | None = None
+) -> None:
+    """Load pretrained weights into the model of ``build_model``, if the run has some, and move it to the device.
+
+    Args:
+        model: the model to fill.
+        config: configuration of the run.
+        hf_config: configuration of the model.
+        base: Hugging Face directory whose weights are loaded, whatever the configuration says: a resumed run's
+            base of adapters.
+    """
+    if base is not None:
+        load_pretrained(model, base)
+    elif config.model.pretrained is not None and not config.model.random_init:
         resizes = config.model.resize_embedding
         if is_upcycled(config, hf_config):
             load_upcycled(model, config.model.pretrained, seed=config.trainer.seed, resize_embedding=resizes)
         else:
             load_pretrained(model, config.model.pretrained, resize_embedding=resizes)
-    if on_host and not is_sharded_later:
+    if not _is_sharded_later(config) and model.embedding_weight().device.type != backend.device.type:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the
     # first micro-batch's graph.
     backend.mark_step()
-    return model
 
 
 def expert_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str, MoEConfig]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel import shard_model
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.memory.host_pool import HostPool
@@ -16,7 +17,6 @@ from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
-from nxd_memopt.training.config.precision import PRECISIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.isolation import describe_isolation
 from nxd_memopt.training.data.micro_batches import MicroBatch
@@ -32,6 +32,8 @@ SHARDED = {
     "zero2": "master weights, optimizer states and gradients",
     "zero3": "parameters, optimizer states and gradients",
 }
+
+COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 
 ForwardBackward = Callable[[MicroBatch], Tensor]
 """Function that runs forward and backward of a micro-batch.
@@ -104,37 +106,45 @@ def _shard_parameters(model: ParallelCausalLM, config: TrainConfig, ranks: int |
     )
 
 
-def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None) -> ForwardBackward:
-    """Return the forward and backward of a micro-batch, eager or as a CUDA graph.
+def eager_forward_backward(model: ParallelCausalLM, scaler: LossScaler | None) -> ForwardBackward:
+    """Return the forward and backward of a dense model's micro-batch, operation by operation.
 
-    Gradients are multiplied by the scale of ``scaler``, the loss is not. A graph reads the scale
-    from the device in each replay.
+    Gradients are multiplied by the scale of ``scaler``, the loss is not.
     """
 
-    if isinstance(model, MoECausalLM):
-        return ExpertForwardBackward(model, config.accumulation_steps(world_size()), scaler)
-
-    # Each micro-batch's loss is a sum divided by the full step's trained tokens, so the gradients
-    # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
-    def loss_of(micro_batch: MicroBatch) -> Tensor:
-        loss = micro_batch.loss(model)
-        if scaler is not None:
-            loss = scaler.scale_gradients_of(loss)
-        return loss
-
     def forward_backward(micro_batch: MicroBatch) -> Tensor:
-        loss = loss_of(micro_batch)
+        loss = _loss_of(model, scaler, micro_batch)
         loss.backward()
         return loss.detach()
 
+    return forward_backward
+
+
+def _loss_of(model: ParallelCausalLM, scaler: LossScaler | None, micro_batch: MicroBatch) -> Tensor:
+    """Return the micro-batch's share of the step's loss."""
+    # Each micro-batch's loss is a sum divided by the full step's trained tokens, so the gradients
+    # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
+    loss = micro_batch.loss(model)
+    if scaler is not None:
+        loss = scaler.scale_gradients_of(loss)
+    return loss
+
+
+def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None) -> ForwardBackward:
+    """Return the forward and backward of a micro-batch, eager or as a CUDA graph.
+
+    A graph reads the scale of ``scaler`` from the device in each replay.
+    """
+    if isinstance(model, MoECausalLM):
+        return ExpertForwardBackward(model, config.accumulation_steps(world_size()), scaler)
     if not uses_cuda_graph(config, model.config):
-        return forward_backward
+        return eager_forward_backward(model, scaler)
 
     # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
     # the graph's inputs, which are all its tensors. Gradients stay allocated, because the graph
     # accumulates into their memory.
     def loss_of_tensors(*tensors: Tensor) -> Tensor:
-        return loss_of(MicroBatch.from_tensors(*tensors))
+        return _loss_of(model, scaler, MicroBatch.from_tensors(*tensors))
 
     graphed = GraphedLoss([parameter for _, parameter in trained_parameters(model)], loss_of_tensors)
 
@@ -157,8 +167,12 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
         graph = f"off ({conflict})"
-    precision = str(config.trainer.precision)
-    lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
+    lines: list[str] = []
+    kept = backend.keep_kernels()
+    if kept is not None:
+        lines.append(f"compiled kernels: {kept}")
+    if config.trainer.compile:
+        lines.append(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
     if config.trainer.allow_tf32:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
     return [

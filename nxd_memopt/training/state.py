@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
+from nxd_memopt.checkpoint.files import Sources
+from nxd_memopt.checkpoint.huggingface.base import find_base
+from nxd_memopt.checkpoint.huggingface.importing import model_sources, opened_weights
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.loading import load_weights
 from nxd_memopt.checkpoint.sharded.training import load_checkpoint
@@ -22,6 +28,7 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.reporting.step_metrics import Trained
 from nxd_memopt.training.resume.plan import ResumePlan
 
 
@@ -38,7 +45,11 @@ class Training:
         tokens: packed tokens of the run.
         step: optimizer steps done, skipped ones included. The data position follows from it and
             from ``plan``, the learning rate from ``updates`` and ``plan``.
+        base: where the weights are that a run with adapters (LoRA) does not train, as its checkpoints record it;
+            None if they store all weights.
         adapter_base: directory that the files of adapters name as their base; None if none can be named.
+        best: step and held-out loss of the best checkpoint, with ``trainer.keep_best``; None before the first.
+        files: directory of the files that rank 0 copies into each checkpoint: configuration and tokenizer.
     """
 
     model: nn.Module
@@ -47,12 +58,29 @@ class Training:
     plan: ResumePlan
     tokens: RunTokens
     step: int = 0
+    base: Mapping[str, Any] | None = None
     adapter_base: str | None = None
+    best: tuple[int, float] | None = None
+    files: Path | None = None
 
     @property
     def updates(self) -> int:
         """Steps that have updated the weights: all but those skipped after an overflow in fp16."""
         return self.step - self.optimizer.skipped_steps
+
+    def improves(self, loss: float | None) -> bool:
+        """Return whether the held-out loss of this step is the lowest one, which ``best`` then is."""
+        lowest = math.inf if self.best is None else self.best[1]
+        # Not "not greater": a loss may be NaN.
+        if loss is None or not loss < lowest:
+            return False
+        self.best = (self.step, loss)
+        return True
+
+    def trained(self, step: int) -> Trained:
+        """Return what the run has trained after ``step`` steps, those of earlier processes included."""
+        tokens = self.plan.trained_sequences(step) * self.plan.config.data.seq_length
+        return Trained(tokens, self.tokens.epoch(self.plan.position(step)))
 
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
@@ -60,7 +88,11 @@ class Training:
         # References to the model and the optimizer, copies of the random states only: the save
         # copies everything else before the next update changes it.
         consumed = self.plan.position(self.step)
-        shared: dict[str, Any] = {"tokens": dict(self.tokens.content(consumed)), "sequences": consumed}
+        shared: dict[str, Any] = {
+            "tokens": dict(self.tokens.content(consumed)),
+            "sequences": consumed,
+            "trained_sequences": self.plan.trained_sequences(self.step),
+        }
         if self.optimizer.loss_scaler is not None:
             shared["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return TrainingState(
@@ -68,6 +100,8 @@ class Training:
             self.optimizer.inner,
             shared=shared,
             per_rank={"random": random_state()},
+            base=self.base,
+            files=self.files,
         )
 
 
@@ -123,8 +157,9 @@ class Saver:
     def save(self) -> None:
         """Save a checkpoint of the current step, in the background with ``trainer.async_save``."""
         config = self._training.plan.recorded
+        keep_step = self._training.best and self._training.best[0]
         if self._background is not None:
-            self._background.save(self._training.step, self._training.state(), config)
+            self._background.save(self._training.step, self._training.state(), config, keep_step=keep_step)
             return
         save_training_state(
             self._config.trainer.checkpoint_directory,
@@ -132,6 +167,7 @@ class Saver:
             state=self._training.state(),
             config=config,
             keep=self._config.trainer.keep_checkpoints,
+            keep_step=keep_step,
         )
 
 
@@ -197,7 +233,16 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     with raise_together(f"loading the weights of {plan.warm_start}"):
         index = Index(plan.warm_start)
         lora = recorded_lora(index.content["config"])
-        has_loaded = load_weights(index, model, lora and lora.scale)
+    task = f"loading the weights of {plan.warm_start}"
+    with ExitStack() as stack:
+        base: Sources = {}
+        if index.base is None:
+            stack.enter_context(raise_together(task))
+        else:
+            directories = [index.base["directory"], plan.config.model.pretrained or index.base["directory"]]
+            directory = find_base(index.base, plan.warm_start, directories)
+            base = model_sources(model, stack.enter_context(opened_weights(directory, task)))
+        has_loaded = load_weights(index, model, lora and lora.scale, base)
     # On XLA the graph of loading ends here, as in build_model.
     backend.mark_step()
     adapters = ""

@@ -1,6 +1,6 @@
 """Makes the performance tables from recorded rows.
 
-python -m scripts.bench.report            # exit 1 if README.md or docs/benchmarks.md is out of date
+python -m scripts.bench.report            # exit 1 if README.md, its picture or docs/benchmarks.md is out of date
 python -m scripts.bench.report --write
 """
 
@@ -10,9 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from scripts.bench.report_picture import picture
 from scripts.bench.report_sections import BENCHMARKS, DEVICE, OTHER_DEVICE, ROOT, Row, rows_of, sections
 
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", BENCHMARKS / "train_step.svg"
 README_SETTINGS = (  # model, T, tokens
     ("llama3-8b", "1", "8192"),
     ("llama3-8b", "1", "32768"),
@@ -53,11 +54,11 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
 
 def _is_as_strong(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
     """Return whether ``peers`` have the fastest peer of ``earlier``, or a faster one."""
-    best = max((row for row in earlier if not _is_ours(row["variant"])), key=_speed)
-    return any(row["variant"] == best["variant"] or _speed(row) > _speed(best) for row in peers)
+    best = max((row for row in earlier if not _is_ours(row["variant"])), key=speed_of)
+    return any(row["variant"] == best["variant"] or speed_of(row) > speed_of(best) for row in peers)
 
 
-def _speed(row: Row) -> float:
+def speed_of(row: Row) -> float:
     """Return tokens per second of a step, or calls per millisecond of an operation."""
     return float(row.get("tokens_per_s_per_device") or 1 / float(row["ms"]))
 
@@ -67,8 +68,8 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in setting)
 
 
-def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
-    """Return a table of full training steps; with ``settings`` only these, one line each."""
+def fastest_pairs(settings: Sequence[tuple[str, str, str]] | None = None) -> list[tuple[Row, Row]]:
+    """Return ours and the fastest peer of each race of full training steps; with ``settings`` one pair for each."""
     rows = [row for row in rows_of("train_step") if row.get("expert_parallel", "") in ("", "1")]
     races = latest_races(rows, ("model", "tensor_parallel", "tokens"))
     if settings is not None:
@@ -77,23 +78,29 @@ def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[s
             key = (race[0]["model"], race[0]["tensor_parallel"], race[0]["tokens"])
             by_setting.setdefault(key, race)
         races = [by_setting[setting] for setting in settings if setting in by_setting]
+    pairs: list[tuple[Row, Row]] = []
+    for race in races:
+        ours = [row for row in race if _is_ours(row["variant"])]
+        peers = [row for row in race if not _is_ours(row["variant"])]
+        pairs.append((max(ours, key=speed_of), max(peers, key=speed_of)))
+    return pairs
+
+
+def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
+    """Return a table of full training steps; with ``settings`` only these, one line each."""
     lines = [
         "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB "
         "| best peer: tokens/s/GPU | GiB | ratio | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for race in races:
-        done = {row["variant"]: row for row in race}
-        names = sorted(done, key=lambda name: _speed(done[name]))
-        best = [name for name in names if _is_ours(name)][-1:] + [name for name in names if not _is_ours(name)][-1:]
-        ours, peer = (done[name] for name in best)
-        speed, other = _speed(ours), _speed(peer)
-        setting = ours["recompute"] + best[0].removeprefix("ours")
+    for ours, peer in fastest_pairs(settings):
+        speed, other = speed_of(ours), speed_of(peer)
+        setting = ours["recompute"] + ours["variant"].removeprefix("ours")
         cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", setting, f"{speed:,.0f}"]
         cells += [
             ours["mfu"],
             ours["peak_gib"],
-            f"{best[1]}{_if_other_recompute(peer, ours)}: {other:,.0f}{_if_other_loss(peer, ours)}",
+            f"{peer['variant']}{_if_other_recompute(peer, ours)}: {other:,.0f}{_if_other_loss(peer, ours)}",
             peer["peak_gib"],
             f"{speed / other:.2f}",
             ours["commit"],
@@ -136,7 +143,7 @@ def variant_lines(rows: Sequence[Row]) -> list[str]:
         if row["failure"]:
             cells += ["out of memory" if "OutOfMemory" in row["failure"] else "failed", "", ""]
         else:
-            cells += [f"{_speed(row):,.0f}", row["mfu"], row["peak_gib"]]
+            cells += [f"{speed_of(row):,.0f}", row["mfu"], row["peak_gib"]]
         lines.append(f"| {' | '.join([*cells, row['commit']])} |")
     return lines
 
@@ -157,7 +164,7 @@ def scaling_lines() -> list[str]:
     rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
 
     def rank(row: Row) -> tuple[str, bool, float]:
-        return row["date"], not row["commit"].endswith("-dirty"), _speed(row)
+        return row["date"], not row["commit"].endswith("-dirty"), speed_of(row)
 
     for row in sorted(rows, key=rank):
         fastest.setdefault((row["model"], row["tokens"]), {})[_layout(row)] = row
@@ -206,8 +213,8 @@ def readme_section() -> str:
     return (
         f"Full training steps on {DEVICE} ({measured_on()}), batch 1, random weights, {OPTIMIZER}. Each line's peer "
         "ran in the same run; every setting, and its command, is in [docs/benchmarks.md](docs/benchmarks.md).\n\n"
-        + "\n".join(step_lines(README_SETTINGS))
-        + "\n"
+        "![Tokens per second and peak memory of training steps: nxd_memopt and the fastest peer]"
+        "(docs/benchmarks/train_step.svg)\n\n" + "\n".join(step_lines(README_SETTINGS)) + "\n"
     )
 
 
@@ -273,18 +280,20 @@ def with_section(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables of README.md and docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the tables and the picture")
     args = parser.parse_args()
     text = README.read_text(encoding="utf-8")
     made = with_section(text)
+    files = {README: made, PAGE: page(), PICTURE: picture(fastest_pairs(README_SETTINGS), speed_of)}
     if args.write:
-        README.write_text(made, encoding="utf-8")
-        PAGE.write_text(page(), encoding="utf-8")
-    elif made != text or not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-        print(
-            "README.md or docs/benchmarks.md differs from the rows of docs/benchmarks: "
-            "run python -m scripts.bench.report --write"
-        )
+        for file, content in files.items():
+            file.write_text(content, encoding="utf-8")
+        return 0
+    different = [
+        file.name for file, content in files.items() if not file.exists() or file.read_text("utf-8") != content
+    ]
+    if different:
+        print(f"{different} differ from the rows of docs/benchmarks: run python -m scripts.bench.report --write")
         return 1
     return 0
 

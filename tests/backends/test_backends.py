@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, select_backend
+from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, rank_wait, select_backend
 from nxd_memopt.backends.cpu import CpuBackend
 from tests.reference import assert_says, error_message, tensors
 
@@ -39,8 +40,40 @@ def test_without_a_request_the_best_available_is_taken():
 @pytest.mark.skipif(BACKENDS["cuda"].unavailable_reason() is None, reason="this machine has CUDA")
 def test_unknown_and_absent_backends_are_refused_and_never_replaced():
     assert_says(error_message(lambda: select_backend("cud")), "NXD_MEMOPT_BACKEND", "'cud'", "did you mean 'cuda'")
-    message = error_message(lambda: select_backend("cuda"))
-    assert_says(message, "NXD_MEMOPT_BACKEND=cuda cannot be met", "unset NXD_MEMOPT_BACKEND")
+    for name in ("cuda", "gpu"):
+        message = error_message(lambda name=name: select_backend(name))
+        assert_says(message, f"NXD_MEMOPT_BACKEND={name} cannot be met", "CUDA", "unset NXD_MEMOPT_BACKEND")
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_wait_for_other_ranks_says_which_variables_ask_for_them(has_server, monkeypatch, capsys):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(server.port)
+    if not has_server:
+        del server
+    environment = {
+        "RANK": "0" if has_server else "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(rank_wait, "ARRIVAL_S", 0.2)
+    with rank_wait.reported_wait(0.1):
+        time.sleep(0.1)
+        for _ in range(100):  # of a busy machine
+            time.sleep(0.1)
+            if line := capsys.readouterr().err:
+                break
+    found = f"1 of 2 ranks have joined at 127.0.0.1:{port}" if has_server else "rank 0 does not answer"
+    assert_says(
+        line, found, f"WORLD_SIZE=2 RANK={environment['RANK']}", "unset WORLD_SIZE RANK MASTER_ADDR MASTER_PORT"
+    )
+    with rank_wait.reported_wait(60.0):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_single_process_world_needs_no_process_group(monkeypatch):

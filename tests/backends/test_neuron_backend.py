@@ -174,6 +174,7 @@ print(json.dumps(facts))
 """
 
 
+@pytest.mark.slow
 @needs_stand_in
 def test_layers_are_compiled_for_the_device():
     """One graph for all layers, one more for another shape; a graph break is an error."""
@@ -190,7 +191,7 @@ SAID = "from nxd_memopt.backends import backend, BACKEND_REASON; print(backend.d
 @pytest.mark.parametrize(
     ("code", "environment", "facts"),
     [
-        (SAID, {FALLBACK: "0"}, ["neuron:0", "silently", f"{FALLBACK} is not 1"]),
+        pytest.param(SAID, {FALLBACK: "0"}, ["neuron:0", "silently", f"{FALLBACK} is not 1"], marks=pytest.mark.slow),
         (f"import torch_neuronx; {SAID}", {}, [LATE, f"export {FALLBACK}=1"]),
         (SAID, {"STAND_IN_DEVICES": "0"}, ["cpu", "no neuron: torch_neuronx 2.13.3.0 is native, but no Neuron device"]),
     ],
@@ -215,8 +216,10 @@ print(*[each.message for each in caught if "FALLBACK" in str(each.message)], sep
     ("imported_first", "environment", "count"),
     [
         ("import torch_neuronx", {}, 1),  # as torch's device autoload does
-        ("import torch_neuronx", {"RANK": "3"}, 0),  # one process of the world says it
-        ("", {}, 0),  # in time
+        pytest.param(
+            "import torch_neuronx", {"RANK": "3"}, 0, marks=pytest.mark.slow
+        ),  # one process of the world says it
+        pytest.param("", {}, 0, marks=pytest.mark.slow),  # in time
     ],
 )
 def test_a_late_fallback_variable_is_warned_about_once(imported_first, environment, count):
@@ -240,7 +243,11 @@ print(kept, backend.device, backend.device, torch.neuron.current_device())
     [
         # torchrun: all cores are visible, and the group takes that of LOCAL_RANK. Kubernetes, srun: one core.
         ("backend.init_process_group()", {"STAND_IN_DEVICES": "64"}),
-        ("dist.init_process_group('neuron')", {"STAND_IN_DEVICES": "64", "NEURON_RT_VISIBLE_CORES": "37"}),
+        pytest.param(
+            "dist.init_process_group('neuron')",
+            {"STAND_IN_DEVICES": "64", "NEURON_RT_VISIBLE_CORES": "37"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_process_group_assigns_the_device(cores, joined):

@@ -153,7 +153,11 @@ SLOW_CASES = [
 
 @pytest.mark.parametrize(
     ("memory", "sequence"),
-    [(FULL, True), (REGIONS, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    [
+        (REGIONS, True),
+        pytest.param(FULL, True, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("config", ["llama", "gpt_neox"])
@@ -170,12 +174,21 @@ def test_collectives_equal_the_formulas(config, memory, sequence):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"parallel": parallel(4, sequence=True, reduce_dtype="float32"), "dtype": "bfloat16"},
-        {"overrides": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}},
-        {"overrides": {"tie_word_embeddings": True}, "micro_batch_size": 3},
-        {"dtype": "float16", "parallel": parallel(4, sequence=False)},
+        pytest.param(
+            {"parallel": parallel(4, sequence=True, reduce_dtype="float32"), "dtype": "bfloat16"},
+            id="fp32 reductions",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"overrides": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}},
+            id="biases",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"overrides": {"tie_word_embeddings": True}, "micro_batch_size": 3}, id="tied"),
+        pytest.param(
+            {"dtype": "float16", "parallel": parallel(4, sequence=False)}, id="loss in backward", marks=pytest.mark.slow
+        ),
     ],
-    ids=["fp32 reductions", "biases", "tied", "loss in backward"],
 )
 def test_collectives_of_odd_llamas(changes):
     options = {"parallel": parallel(4, sequence=True), "sequence_length": 32, **changes}

@@ -16,6 +16,7 @@ from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.models import model_class
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.reference import assert_says, error_message
+from tests.reference_models import phi3_config
 
 
 def write_bin(model, directory, *, shards=1, legacy=False):
@@ -91,7 +92,16 @@ def test_weights_of_another_model_are_refused_before_a_parameter_changes(case, t
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("make_config", [llama_config, neox_config])
+def test_a_fused_weight_of_another_model_is_refused(tmp_path):
+    state = dict(build(phi3_config()).state_dict())
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    state[name] = state[name][:-1].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    message = error_message(lambda: load_pretrained(model_class("phi3")(phi3_config()), tmp_path))
+    assert_says(message, str(tmp_path), f"{name} has 47 rows", "v_proj.weight", "[32, 8, 8]")
+
+
+@pytest.mark.parametrize("make_config", [llama_config, neox_config, phi3_config])
 def test_a_base_model_loads_as_in_transformers(make_config, tmp_path):
     """Saved from transformers' base class, whose names lack the prefix of the backbone; the head is tied."""
     reference = AutoModelForCausalLM.from_config(make_config(tie_word_embeddings=True))

@@ -189,7 +189,7 @@ def test_a_configuration_with_inf_and_nan_is_json_and_equals_itself(tmp_path):
     content = json.loads((path / "index.json").read_text(), parse_constant=refuse)
     assert content["config"]["norm"] == {"$float": "inf"}
     load(tmp_path, config=values)
-    with pytest.raises(ValueError, match=r"norm was inf and is 1\.0; rates was \[1\.0, nan\] and is \[1\.0, 2\.0\]"):
+    with pytest.raises(ValueError, match=r"norm was inf and is 1\.0\n- rates was \[1\.0, nan\] and is \[1\.0, 2\.0\]"):
         load(tmp_path, config={**values, "norm": 1.0, "rates": [1.0, 2.0]})
     older = {key: value for key, value in content.items() if key != "checksum"}
     older["config"] = {"norm": float("inf"), "rates": [1.0, float("nan")], "deep.low": -float("inf")}

@@ -123,6 +123,7 @@ def test_a_shared_expert_is_the_same_on_every_split(tmp_path, world_size):
         assert relative_error(first, second) < GRADIENT_TOLERANCE
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_every_split_computes_what_the_dense_model_does(tmp_path, world_size):
     """T=2, then EP=2: each rank reads its columns for its experts."""

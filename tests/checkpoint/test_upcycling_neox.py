@@ -46,8 +46,12 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "changes"),
     [
-        ("dropless", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}),
-        ("padded", {}),
+        pytest.param(
+            "dropless",
+            {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("padded", {}, marks=pytest.mark.slow),
         ("blocks", {}),
     ],
 )

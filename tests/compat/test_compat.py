@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -102,6 +104,7 @@ def test_script_on_two_ranks(tmp_path):
     assert finished.stdout.count("loss agrees True") == 1
 
 
+@pytest.mark.slow
 def test_script_gets_arguments_and_gives_the_exit_code(tmp_path):
     source = "import sys; print(sys.argv[1:], __name__, sys.path[0]); sys.exit(7)"
     (tmp_path / "script.py").write_text(source, encoding="utf-8")

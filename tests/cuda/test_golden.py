@@ -7,7 +7,8 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from tests.golden.runs import MODELS, recorded_losses, train
+from nxd_memopt.selftest.golden import recorded_losses, train
+from tests.reference_models import DENSE
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,12 +24,12 @@ def full_fp32_matmuls():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_cuda_matches_cpu_golden_losses(name):
     # other summation orders in every kernel, 20 dependent steps at lr 3e-3: AdamW amplifies 1e-7 to about 1e-5
     assert train(name) == pytest.approx(recorded_losses(name), rel=1e-4, abs=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_full_recompute_is_bit_equal_on_cuda(name):
     assert train(name, memory=MemoryConfig(recompute_granularity="full")) == train(name)

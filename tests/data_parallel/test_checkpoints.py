@@ -73,7 +73,14 @@ def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("stage", [*STAGES, OFFLOAD, REMAINDERS])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *(pytest.param(each, marks=[pytest.mark.slow] * (each not in ("zero1", "zero3"))) for each in STAGES),
+        OFFLOAD,
+        pytest.param(REMAINDERS, marks=pytest.mark.slow),
+    ],
+)
 def test_every_stage_loads_every_other(stage, tmp_path):
     """bf16 weights, fp32 masters and moments; from T=2, D=2 to T of 1, 2 and 4."""
     initialize(2)

@@ -29,10 +29,12 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models.phi3 import Phi3ForCausalLM
 from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state, resharding
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.dist.pool import distributed
+from tests.reference_models import phi3_config
 
 FULL = {
     "embed.weight": ((10, 3), 0, 1),  # padded: 10 rows over 4 ranks
@@ -262,11 +264,12 @@ def test_training_failures_reach_every_rank(tmp_path):
 MODELS = {
     "llama": (LlamaForCausalLM, lambda **changes: llama_config(num_attention_heads=8, vocab_size=51, **changes)),
     "gpt_neox": (GPTNeoXForCausalLM, lambda **changes: neox_config(vocab_size=51, **changes)),
+    "phi3": (Phi3ForCausalLM, phi3_config),
 }
 
 
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("gpt_neox", True)])
+@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("gpt_neox", True), ("phi3", False)])
 def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, architecture, tied, tmp_path):
     model_class, make_config = MODELS[architecture]
     initialize(world_size)

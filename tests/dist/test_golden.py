@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.selftest.golden import STEPS, recorded_losses, train
 from tests.dist.pool import distributed
-from tests.golden.runs import MODELS, STEPS, recorded_losses, train
+from tests.reference_models import DENSE
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn", "norm", "mlp_act")}
@@ -21,16 +22,23 @@ def assert_golden(name: str, losses: list[float]) -> None:
     assert losses == pytest.approx(expected, rel=1e-5, abs=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("memory", [{}, SELECTIVE, FULL], ids=["none", "selective", "full"])
 def test_single_process_matches_golden(name, memory):
     assert_golden(name, train(name, memory=MemoryConfig(**memory)))
 
 
 @distributed(world_size=2, slow=[4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*DENSE, pytest.param("mixtral", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp_sp"])
 @pytest.mark.parametrize("memory", [{}, FULL], ids=["none", "full"])
 def test_parallel_matches_golden(name, sequence_parallel, memory):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     assert_golden(name, train(name, sequence_parallel=sequence_parallel, memory=MemoryConfig(**memory)))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["granite", "phi3"])
+def test_other_architectures_match_golden(name):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    assert_golden(name, train(name, sequence_parallel=True, memory=MemoryConfig(**SELECTIVE)))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import grads, mappings, parallel_state
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attributes
+from nxd_memopt.trainer import NxDOptimizer
 from tests.dist.pool import distributed
 from tests.reference import (
     CountCollectives,
@@ -77,7 +82,8 @@ def test_sequence_parallel_gradients_are_summed_in_every_dtype(main_grad, source
     held = [getattr(param, "main_grad", param.grad) for param in params]
     with CountCollectives() as counted:
         grads.allreduce_sequence_parallel_gradients(source([*params, untagged, without]))
-    assert counted.total == (0 if world_size == 1 else len(set(MIXED)))
+    # And one that compares the gradients of the parameter without a tag.
+    assert counted.total == (0 if world_size == 1 else len(set(MIXED)) + 1)
     for i, (dtype, gradient, param) in enumerate(zip(MIXED, held, params, strict=True)):
         assert getattr(param, "main_grad", param.grad) is gradient
         assert torch.equal(gradient, sum_over_ranks(i, dtype))
@@ -233,3 +239,54 @@ def test_norm_of_many_elements():
 def test_refusals():
     assert_says(error_message(lambda: grads.clip_grad_norm([], 0.0)), "max_norm", "0.0", "above 0")
     assert_says(error_message(lambda: grads.get_grad_norm([], 0.5)), "norm_type", "0.5", "at least 1")
+
+
+class OwnNorm(nn.Module):
+    """A norm of a user, applied to a sequence shard ``[s, B, H]`` before the parallel layers."""
+
+    def __init__(self, *, tagged: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.scale.sequence_parallel_enabled = tagged
+        self.replicated = nn.Parameter(torch.ones(6))
+        self.norm = LayerNorm(6, sequence_parallel_enabled=True)
+        self.up = ColumnParallelLinear(6, 8, gather_output=False, sequence_parallel_enabled=True)
+        self.down = RowParallelLinear(8, 6, input_is_parallel=True, sequence_parallel_enabled=True)
+
+    def forward(self, shard: Tensor) -> Tensor:
+        # Applied to the full sequence, as after a gather: every rank has all of its gradient.
+        local = self.down(self.up(self.norm(shard * self.scale)))
+        full = mappings.gather_from_sequence_parallel_region(local, to_model_parallel=False)
+        return (full * self.replicated).square().sum()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("is_tagged", [False, True])
+@pytest.mark.parametrize("uses_trainer", [False, True])
+def test_a_parameter_that_is_not_tagged_is_named_once(is_tagged: bool, uses_trainer: bool) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = OwnNorm(tagged=is_tagged)
+    optimizer: torch.optim.Optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    if uses_trainer:
+        optimizer = NxDOptimizer(optimizer, {"optimizer_config": {"zero_one_enabled": True}})
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            model(shard(tensors(4, 2, 6, seed=step), 0).float()).backward()
+            with CountCollectives() as counted:
+                optimizer.step()
+            counts.append(counted.total)
+    said = [str(each.message) for each in caught]
+    if is_tagged or dist.get_rank():
+        assert said == []
+    else:
+        assert len(said) == 1 and "different gradients of scale [6], which is neither sharded nor tagged" in said[0]
+    assert counts[0] == counts[1] + 1 and counts[1] == counts[2]
+    if is_tagged:
+        assert_same_on_all_ranks(model.scale)
+    else:
+        both = [torch.empty(6) for _ in range(2)]
+        dist.all_gather(both, model.scale.detach())
+        assert not torch.allclose(both[0], both[1])

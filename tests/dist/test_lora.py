@@ -13,14 +13,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint import TrainingState, save_pretrained, save_training_state
 from nxd_memopt.checkpoint.huggingface.adapters import save_adapters
+from nxd_memopt.checkpoint.sharded.index import Index
+from nxd_memopt.checkpoint.sharded.loading import load_weights
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from tests.dist.pool import distributed
 from tests.reference import assert_same_on_all_ranks, relative_error
-from tests.reference_models import CONFIGS, batch, full_parameters, gathered, hugging_face, local_part, parallel_model
+from tests.reference_models import (
+    CONFIGS,
+    batch,
+    full_parameters,
+    gathered,
+    hugging_face,
+    local_part,
+    parallel_model,
+    separate,
+)
 
 # As in test_models.py: fp32, sums in another order.
 TOLERANCE = 1e-5
@@ -28,8 +39,11 @@ LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 NEOX = ("query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h")
 
 
+PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
 def targets_of(name: str) -> tuple[str, ...]:
-    return NEOX if name.startswith("neox") else LLAMA
+    return {"neox": NEOX, "phi3": PHI3}.get(name.partition(" ")[0], LLAMA)
 
 
 def initialize(size: int) -> None:
@@ -64,6 +78,7 @@ def with_adapters(config: Any, full: dict[str, Tensor], factors: dict[str, Any],
     lora = LoraConfig(3, 5, target_modules=targets, use_rslora=options.pop("use_rslora", False))
     model = parallel_model(config, full, **options)
     assert len(add_adapters(model, lora)) == len(factors) / 2
+    factors = separate(factors, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):
@@ -87,18 +102,27 @@ def check_against_peft(name: str, *, sequence_parallel: bool = False, **options:
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
     trained = {each for each, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == set(factors)
+    wanted = separate({each: factor.grad for each, factor in factors.items()}, config)
+    assert trained == set(wanted)
     for each, parameter in model.named_parameters():
         if not is_adapter(each):
             assert parameter.grad is None, each
             continue
-        want = factors[each].grad
-        assert want is not None and parameter.grad is not None
+        want = wanted[each]
+        assert parameter.grad is not None
         error = (parameter.grad - part(each, want, config)).norm() / want.norm()
         assert error < TOLERANCE, f"gradient of {each}: relative error {error:.1e}"
 
 
-MODELS = ["llama", "qwen2 tied, window in the second layer", "llama biases, gelu", "neox", "neox sequential residual"]
+MODELS = [
+    "llama",
+    "granite",
+    "phi3",
+    "qwen2 tied, window in the second layer",
+    "llama biases, gelu",
+    "neox",
+    "neox sequential residual",
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +132,7 @@ def test_one_process_is_peft(name: str) -> None:
 
 @distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama one KV head", "neox"])
+@pytest.mark.parametrize("name", ["llama", "llama one KV head", "phi3", "neox"])
 def test_ranks_are_peft(world_size: int, name: str, sequence_parallel: bool) -> None:
     """Ranks that have one KV head, all with a single head and two at T=4, sum its gradients."""
     initialize(world_size)
@@ -210,8 +234,26 @@ def test_the_initial_factors_are_those_of_one_rank() -> None:
     assert all(not value.any() for name, value in found.items() if "lora_B" in name)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_stored_adapters_are_merged_or_loaded(name: str, tmp_path: Path) -> None:
+    """Of a training checkpoint, into a model without adapters and one with the same ones."""
+    config = CONFIGS[name]()
+    base = hugging_face(config)
+    full = full_parameters(base)
+    _, factors = of_peft(base, targets_of(name))
+    model = with_adapters(config, full, factors, targets_of(name))
+    index = Index(save_training_state(tmp_path, 1, state=TrainingState(model), config={}))
+    expected = model(**batch()).loss
+    for has_adapters in (False, True):
+        other = parallel_model(config, full)
+        if has_adapters:
+            add_adapters(other, LoraConfig(3, 5, target_modules=targets_of(name)))
+        assert load_weights(index, other, 5 / 3, {}) == has_adapters
+        assert relative_error(other(**batch()).loss, expected) < TOLERANCE
+
+
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "neox"])
 def test_peft_loads_the_files_and_the_export_is_merged(name: str, tmp_path: Path) -> None:
     initialize(2)
     config = CONFIGS[name]()

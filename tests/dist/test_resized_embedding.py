@@ -15,7 +15,7 @@ from nxd_memopt.checkpoint.huggingface import importing
 from nxd_memopt.command_line import Run
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import rows_for
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
+from nxd_memopt.training.model import build_model, load_hf_config, load_initial_weights, load_vocabulary
 from tests.reference_models import llama_config
 from tests.training.runs import (
     LINES,
@@ -79,6 +79,7 @@ def test_new_rows_are_those_of_transformers(
     assert _model_config(Run("", config, frozenset(), is_bare=False))["vocab_size"] == 261
     monkeypatch.setattr(importing, "MEAN_ROWS", 100)  # the table is read in parts
     model = build_model(config, hf_config)
+    load_initial_weights(model, config, hf_config)
     ids = torch.tensor([[257, 5, 6, 258, 7, 8, 259, 9, 260, 1]])
     with torch.no_grad():
         expected = reference(ids, labels=ids).loss
@@ -103,7 +104,10 @@ def test_any_range_of_rows_is_read() -> None:
     assert torch.equal(rows[...], full) and rows.get_shape() == [8, 2]
 
 
-@pytest.mark.parametrize("sections", [{"parallel": TENSOR_AND_SEQUENCE}, {"data_parallel": {"sharding": "zero3"}}])
+@pytest.mark.parametrize(
+    "sections",
+    [{"parallel": TENSOR_AND_SEQUENCE}, pytest.param({"data_parallel": {"sharding": "zero3"}}, marks=pytest.mark.slow)],
+)
 def test_every_layout_trains_the_new_rows_and_exports_them(tmp_path: Path, sections: dict[str, Any]) -> None:
     base = base_model(tmp_path, LLAMA)
     outcome = run_here(write_run(tmp_path, base, "one", trainer={"export": "verify"}))

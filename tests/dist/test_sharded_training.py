@@ -58,7 +58,9 @@ def zero1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("stage", ["none", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "zero2")), "zero3"]
+)
 def test_every_stage_has_the_losses_of_zero1(zero1: Path, tmp_path: Path, stage: str) -> None:
     """Sequence parallelism and accumulation change the order of additions: fp32 rounding."""
     output = run(tmp_path, stage)

@@ -10,7 +10,7 @@ from nxd_memopt.launch.command import Launch, plan
 from nxd_memopt.launch.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = ("--model.tokenizer", "some/tokenizer")
+TOKENIZER = ("--model.tokenizer", "some/tokenizer", "--data.dataset", "some.jsonl")
 CORES = ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES", "TPU_CHIPS_PER_HOST_BOUNDS")
 TRN1 = {
     "NXD_MEMOPT_BACKEND": "xla",

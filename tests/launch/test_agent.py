@@ -138,6 +138,8 @@ def test_time_to_stop(tmp_path: Path, text: str | None, expected: float) -> None
     [
         (["--nproc", "0"], None, "at least 1, got '0'"),
         (["--nproc", "2"], "1", "omit --nproc or torchrun"),
+        # Once, before the ranks start.
+        (["--nproc", "2", "--config", "absent.yaml"], None, "absent.yaml does not exist"),
     ],
 )
 def test_bad_numbers_of_ranks(

@@ -25,7 +25,8 @@ BACKENDS = {"trn1": "xla", "trn2": "neuron", "trn3": "neuron", "cuda": "cuda", "
 SCALED_DOWN = (  # docs/trainium.md, "On a laptop"
     "--model.config-overrides.num-hidden-layers 4 --model.config-overrides.hidden-size 256 "
     "--model.config-overrides.intermediate-size 512 --model.config-overrides.num-attention-heads 8 "
-    "--parallel.tensor-model-parallel-size 2 --data.seq-length 256 --data.global-batch-size 4 --trainer.max-steps 5"
+    "--parallel.tensor-model-parallel-size 2 --data.dataset stdlib --data.seq-length 256 --data.global-batch-size 4 "
+    "--trainer.max-steps 5"
 )
 
 

@@ -74,7 +74,7 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 @pytest.mark.parametrize(
     ("config", "memory", "again"),
     [
-        (llama_config, {}, 0),
+        pytest.param(llama_config, {}, 0, marks=pytest.mark.slow),
         (gpt_neox_config, SELECTIVE, 0),
         pytest.param(gpt_neox_config, {"recompute_granularity": "full"}, LAYERS, marks=pytest.mark.slow),
     ],
@@ -105,6 +105,7 @@ def test_layers_with_and_without_recompute_are_two_graphs(calls):
     assert calls == {"made": 2, "run": LAYERS}
 
 
+@pytest.mark.slow
 def test_projections_of_every_count_are_traced_without_gradients(calls):
     """Here single column- and row-parallel layers with a bias; dynamo once left out the Function's ``ctx``."""
     config = gpt_neox_config(use_parallel_residual=False)
@@ -135,6 +136,7 @@ def test_a_graph_break_is_an_error(calls):
     assert not calls
 
 
+@pytest.mark.slow
 def test_more_graphs_than_torch_keeps_are_an_error(calls):
     """Not eager layers: with ``fullgraph=False`` torch runs what is above its limit as it is."""
     model = compiled_model(llama_config(num_hidden_layers=3))
@@ -178,6 +180,7 @@ def test_compiled_layers_keep_what_eager_ones_do(calls):
     assert recomputed < kept
 
 
+@pytest.mark.slow
 def test_compiled_layers_with_and_without_recompute_keep_their_own(calls):
     """5 of 6 layers recompute: 5 of 6 parts of what recompute of all layers saves."""
     config = llama_config(num_hidden_layers=6, max_position_embeddings=64)
@@ -197,6 +200,7 @@ def test_recompute_in_a_graph_is_refused_where_torch_drops_it(monkeypatch):
     apply_memory(model, MemoryConfig(recompute_granularity="full"), compile="layer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute", [pytest.param({}, marks=pytest.mark.slow), {"recompute_granularity": "full"}], ids=["none", "full"]
 )
@@ -232,6 +236,7 @@ def test_recomputed_dropout_is_the_forwards():
 # Names, copies, taking it off
 
 
+@pytest.mark.slow
 def test_names_copies_and_taking_it_off(calls):
     config = llama_config()
     plain, model = parallel_model(config), compiled_model(config, recompute_granularity="full")

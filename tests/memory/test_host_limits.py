@@ -75,6 +75,7 @@ def test_one_process_is_told_what_it_requires(monkeypatch):
     require_host_memory(1 << 60, "checkpoint")
 
 
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_the_ranks_of_a_host_share_its_memory_also_unequal_parts():
     rank = dist.get_rank()

@@ -226,6 +226,7 @@ def test_conjugates_stay():
     assert torch.equal(*gradients)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_layer_keeps_leaves_too(monkeypatch):
     """By Inductor, whose backward may write into what forward kept: to the bit as without offload, twice."""
     torch._dynamo.reset()

@@ -51,10 +51,10 @@ class DeviceAttention:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, query, key, value, *, attn_mask, dropout_p, is_causal, enable_gqa):
+    def __call__(self, query, key, value, *, attn_mask, dropout_p, is_causal, enable_gqa, scale):
         assert query.shape == key.shape == value.shape and not enable_gqa, "the kernel has no grouped heads"
         assert query.size(2) % 512 == 0 and query.size(3) <= 128
-        assert is_causal and attn_mask is None and dropout_p == 0
+        assert is_causal and attn_mask is None and dropout_p == 0 and scale is None
         self.calls += 1
         return FusedKernel.apply(query, key, value)
 

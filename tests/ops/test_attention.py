@@ -93,7 +93,7 @@ def test_tiles_equal_the_reference(kv_heads, masked, tile):
 @pytest.mark.parametrize("kind", ["causal", "padded", "documents"])
 @pytest.mark.parametrize("window", [1, 16, 17, LENGTH])
 def test_windows_equal_their_definition(window, kind):
-    """Query i sees the keys i - window < j <= i, whatever the tiles; and of its document, without padding."""
+    """Query i sees the keys i - window < j <= i, whatever the tiles; of its document, without padding; any scale."""
     inputs = heads(3)
     upstream = tensors(2, 6, LENGTH, 5, seed=3)
     rows = torch.arange(LENGTH)
@@ -107,17 +107,18 @@ def test_windows_equal_their_definition(window, kind):
         seen = seen & documents.mask()
     query, key, value = inputs
     repeated = [x.repeat_interleave(2, dim=1) for x in (key, value)]
-    scores = (query @ repeated[0].transpose(-1, -2) * 5**-0.5).masked_fill(~seen, float("-inf"))
+    scores = (query @ repeated[0].transpose(-1, -2) * 0.7).masked_fill(~seen, float("-inf"))
     want = scores.softmax(-1) @ repeated[1]
     wanted = gradients(want, upstream, inputs)
     for name in ("math", "tiled", "sdpa"):
-        got = core_attention(*inputs, implementation=name, mask=mask if documents is None else documents, window=window)
+        own = mask if documents is None else documents
+        got = core_attention(*inputs, implementation=name, mask=own, window=window, scale=0.7)
         assert_float64_close(got, want, name)
         for a, b in zip(gradients(got, upstream, inputs), wanted, strict=True):
             assert_float64_close(a, b, name)
     if kind == "causal":
         for tile in (1, 7, 16):
-            assert_float64_close(tiled_attention(*inputs, tile=tile, window=window), want, f"tile {tile}")
+            assert_float64_close(tiled_attention(*inputs, tile=tile, window=window, scale=0.7), want, f"tile {tile}")
 
 
 def test_windows_leave_tiles_out(monkeypatch):
@@ -125,9 +126,9 @@ def test_windows_leave_tiles_out(monkeypatch):
     pairs = []
     compute = tiled._scores
 
-    def counted(query, key, mask, rows, cols, window):
-        pairs.append((rows, cols))
-        return compute(query, key, mask, rows, cols, window)
+    def counted(query, key, mask, rows, *others):
+        pairs.append((rows, others[0]))
+        return compute(query, key, mask, rows, *others)
 
     monkeypatch.setattr(tiled, "_scores", counted)
     inputs = heads(3, length=64)

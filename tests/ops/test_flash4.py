@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -41,12 +44,12 @@ def heads(query_heads, kv_heads, length=13, width=WIDTH):
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
-@pytest.mark.parametrize("starts", [None, [0, 5, 5, 13, 14, 26, 26]], ids=["rows", "packed"])
-def test_equals_the_reference(kernels, query_heads, kv_heads, starts):
+@pytest.mark.parametrize(("starts", "scale"), [(None, None), ([0, 5, 5, 13, 14, 26, 26], 0.7)], ids=["rows", "packed"])
+def test_equals_the_reference(kernels, query_heads, kv_heads, starts, scale):
     inputs, upstream = heads(query_heads, kv_heads), tensors(2, query_heads, 13, WIDTH, seed=3)
     documents = None if starts is None else PackedDocuments.of(torch.tensor(starts), 2, 13)
-    found = core_attention(*inputs, implementation="flash4", mask=documents)
-    expected = core_attention(*inputs, implementation="math", mask=documents)
+    found = core_attention(*inputs, implementation="flash4", mask=documents, scale=scale)
+    expected = core_attention(*inputs, implementation="math", mask=documents, scale=scale)
     assert_float64_close(found, expected)
     for a, b in zip(gradients(found, upstream, inputs), gradients(expected, upstream, inputs), strict=True):
         assert_float64_close(a, b)
@@ -186,7 +189,7 @@ def test_it_is_said_why_the_kernels_are_not_there(monkeypatch):
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
 def test_kernels_of_another_version_are_refused(kernels, monkeypatch, name):
     monkeypatch.setattr(kernels, name, lambda q, k, v, out, dout, lse: None)
-    assert_says(unavailable_reason(), f"{name} takes no causal", "cu_seqlens_k", "flash-attn-4==")
+    assert_says(unavailable_reason(), f"{name} takes no softmax_scale", "cu_seqlens_k", "flash-attn-4==")
 
 
 # ---- what each of a GPU's kernels serves -----------------------------------------------------------------------------
@@ -255,3 +258,12 @@ def test_switches_of_torch_and_of_transformer_engine(monkeypatch, name, torch_sw
     assert refusal(name) is None
     monkeypatch.setenv(variable, "0")
     assert_says(refusal(name), f"{variable}=0")
+
+
+def test_the_library_is_imported_without_the_compiler():
+    """torch._dynamo takes seconds, in every process. The fused loss and this attention import it where it traces."""
+    code = (
+        "import sys, nxd_memopt.memory, nxd_memopt.modules.causal_lm, nxd_memopt.optimizer; "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

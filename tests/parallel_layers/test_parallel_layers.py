@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import nxd_memopt
+from nxd_memopt import parallel_layers
 from nxd_memopt.modules.attention import merge_heads, split_heads
 from nxd_memopt.parallel_layers import grads, layers, pad, utils
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -172,3 +174,23 @@ def test_a_gathered_output_cannot_be_padded():
     layer = ColumnParallelLinear(8, 6, gather_output=True)
     message = error_message(lambda: pad.pad_model(nn.Sequential(layer), 4, 3, [ColumnParallelLinear]))
     assert_says(message, "gather_output True", "set it to", "False")
+
+
+def test_packages_offer_the_names_of_neuronx_distributed() -> None:
+    for package in (nxd_memopt, parallel_layers):
+        assert set(package.__all__) <= set(dir(package))
+        for name in dir(package):
+            getattr(package, name)
+    assert parallel_layers.ColumnParallelLinear is layers.ColumnParallelLinear
+    with pytest.raises(AttributeError, match="no attribute 'ColumnLinear'"):
+        _ = parallel_layers.ColumnLinear
+
+
+def test_layers_print_their_sizes() -> None:
+    assert repr(layers.RowParallelLinear(6, 4, bias=False)) == (
+        "RowParallelLinear(in_features=6, out_features=4, bias=False, weight_per_partition=[4, 6], "
+        "tensor_model_parallel_size=1, dtype=torch.float32, sequence_parallel_enabled=False)"
+    )
+    assert repr(layers.ParallelEmbedding(7, 3, padding_idx=1)).startswith(
+        "ParallelEmbedding(7, 3, padding_idx=1, weight"
+    )

@@ -126,8 +126,16 @@ def test_storages_of_every_architecture(name):
 WINDOWED = [name for name, config in CONFIGS.items() if model_spec(config()).has_windows]
 
 
-@pytest.mark.parametrize("attention", ["auto", "math", "sdpa"])
-@pytest.mark.parametrize("technique", ["none", "full", "block", "attn", "core_attn", "norm+mlp_act of 1"])
+@pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow), "sdpa"])
+@pytest.mark.parametrize(
+    "technique",
+    [
+        "none",
+        "block",
+        "core_attn",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "attn", "norm+mlp_act of 1")),
+    ],
+)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_storages_of_attention_windows(name, technique, attention):
     config = without_dense_layers(CONFIGS[name]())
@@ -178,7 +186,13 @@ MOE_TECHNIQUES = {
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("technique", MOE_TECHNIQUES)
+@pytest.mark.parametrize(
+    "technique",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("none", "full", "nested", "moe", "attn+moe of 3")))
+        for name in MOE_TECHNIQUES
+    ],
+)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_storages_of_experts(name, technique, dtype):
     config = without_dense_layers(CONFIGS[name]())
@@ -188,7 +202,7 @@ def test_storages_of_experts(name, technique, dtype):
     check(config, dtype, "sdpa", MOE_TECHNIQUES[technique])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2)
 def test_storages_of_experts_on_a_rank(world_size, sequence_parallel):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

@@ -66,19 +66,21 @@ def check(config, dtype, attention, options, lora, parallel=ONE_RANK):
     assert plan.device_bytes == counted, "\n".join([str(lora), str(memory), str(plan), *listed])
 
 
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("technique", CALLED)
-@pytest.mark.parametrize("config", LINEAR)
-def test_storages_of_default_targets(config, technique):
-    for dropout in (0.0, 0.1):
-        check(config(num_hidden_layers=LAYERS), torch.bfloat16, "sdpa", CALLED[technique], lora_of(None, dropout))
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config, pytest.param(qwen3_config, marks=pytest.mark.slow)])
+def test_storages_of_default_targets(config, technique, dropout):
+    check(config(num_hidden_layers=LAYERS), torch.bfloat16, "sdpa", CALLED[technique], lora_of(None, dropout))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "math"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "attention", ["sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiled", "math"))]
+)
 @pytest.mark.parametrize("config", LINEAR)
-def test_storages_of_each_target(config, attention):
+def test_storages_of_each_target(config, attention, dtype):
     for target in LINEAR[config]:
-        for dtype in (torch.float32, torch.bfloat16):
-            check(config(), dtype, attention, {}, lora_of((target,)))
+        check(config(), dtype, attention, {}, lora_of((target,)))
 
 
 def draw(seed: int):
@@ -102,7 +104,7 @@ def test_storages_of_drawn_adapters(seed):
     check(*draw(seed))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2)
 def test_storages_of_adapters_on_a_rank(world_size, sequence_parallel):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
+from nxd_memopt.architectures.adapters import adapter_shapes, adapters_of
 from nxd_memopt.architectures.configs import with_defaults
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.architectures.parameters import parameters, require_shardable
 from nxd_memopt.config import ParallelConfig
+from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.parallel_layers import parallel_state
 from tests.reference import assert_says, error_message, fake_world
 from tests.reference_models import CONFIGS
@@ -58,6 +61,18 @@ def test_a_config_file_and_a_config_object_give_the_same_table():
 def test_sizes_that_cannot_be_sharded_are_refused(name, changes, size, words):
     content = {**CONFIGS[name]().to_dict(), **changes}
     assert_says(error_message(lambda: require_shardable(model_spec(content), size)), *words)
+
+
+@pytest.mark.parametrize("targets", [None, ("qkv_proj", "gate_up_proj", "down_proj")])
+def test_the_parts_of_a_fused_layer_have_one_adapter(targets):
+    lora, config = LoraConfig(3, 5, target_modules=targets), CONFIGS["phi3"]()
+    model, spec = build(config, 1), model_spec(config)
+    add_adapters(model, lora)
+    named = [(name, tuple(each.shape)) for name, each in model.named_parameters() if each.requires_grad]
+    shapes = [shape for name, shape in named if ".layers.0." in name]
+    assert sorted(shapes) == sorted(adapter_shapes(spec, adapters_of(spec, lora), 1))
+    for call in (lambda lora: adapters_of(spec, lora), lambda lora: add_adapters(build(config, 1), lora)):
+        assert_says(error_message(lambda: call(LoraConfig(target_modules=("q_proj",)))), "'q_proj'", "'qkv_proj'")  # noqa: B023
 
 
 def test_types_of_another_number_of_layers_are_refused():

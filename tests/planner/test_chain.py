@@ -72,7 +72,7 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     assert found.passed, found.checks
     assert "activations" in [check.name for check in found.checks]
     # Of the planned number of ranks, with placeholders for what a model alone does not have.
-    assert trains[-4:] == ["--data.dataset", "FILE", "--model.tokenizer", "DIRECTORY"]
+    assert trains[-4:] == ["--model.tokenizer", "DIRECTORY", "--data.dataset", "DATA"]
     assert trains[trains.index("--nproc") + 1] == "4"
     config = parse_config(trains[trains.index("--config") :])
     assert config.data_parallel_size(4) == 2 and config.accumulation_steps(4) >= 1

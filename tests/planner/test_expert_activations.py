@@ -145,7 +145,7 @@ def test_storages_of_options_on_a_tensor_parallel_rank(world_size, sequence_para
             check(options, torch.bfloat16, parallel, {})
 
 
-@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("sent", [pytest.param(False, marks=pytest.mark.slow), True])
 @distributed(world_size=2, slow=[4])
 def test_storages_of_an_expert_parallel_rank(world_size, sent):
     with pytest.MonkeyPatch.context() as patch:
@@ -159,7 +159,9 @@ def test_storages_of_an_expert_parallel_rank(world_size, sent):
                 check(options | (SENT if sent else {}), torch.bfloat16, parallel, memory)
 
 
-@pytest.mark.parametrize("form", DISPATCH)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] * (form not in ("all rows", "padded"))) for form in DISPATCH]
+)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*SHARED, *NEOX])
 def test_storages_of_shared_and_of_biased_experts(name, dtype, form):

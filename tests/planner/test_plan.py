@@ -188,7 +188,11 @@ def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
     "arguments",
     [
         "--model mixtral-8x7b --device trn2 --devices 512 --data.global-batch-size 4096 --seq-length 8192",
-        "--model mixtral-8x7b --device b200 --devices 1024 --seq-length 65536 --data.global-batch-size 8192 --explain",
+        pytest.param(
+            "--model mixtral-8x7b --device b200 --devices 1024 --seq-length 65536 --data.global-batch-size 8192 "
+            "--explain",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):

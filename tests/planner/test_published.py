@@ -17,6 +17,8 @@ from tests.reference import assert_says, error_message
 # Numbers of parameters that the Hugging Face Hub states for the safetensors files, tied weights once.
 PUBLISHED = {
     "gpt-neox-20b": 20_554_567_680,
+    "granite-3.3-2b-instruct": 2_533_539_840,
+    "granite-3.3-8b-instruct": 8_170_864_640,
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -28,6 +30,7 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
+    "phi-3-mini-4k-instruct": 3_821_079_552,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -61,7 +64,7 @@ def test_what_the_number_of_parameters_does_not_show():
     assert model_spec(with_defaults(NAMED_CONFIGS["qwen3-0.6b"])).head_dim == 128
     assert model_spec(with_defaults(NAMED_CONFIGS["llama-3.2-3b"])).head_dim == 128
     windows = {name: set(model_spec(with_defaults(config)).windows) for name, config in NAMED_CONFIGS.items()}
-    assert windows.pop("mistral-7b-v0.1") == {4096}
+    assert windows.pop("mistral-7b-v0.1") == {4096} and windows.pop("phi-3-mini-4k-instruct") == {2047}
     assert set().union(*windows.values()) == {None}
     rope = NAMED_CONFIGS["llama-3.2-1b"]["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("llama3", 32.0, 5e5)
@@ -76,6 +79,8 @@ def test_what_the_number_of_parameters_does_not_show():
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("Llama-3.3-70B-Instruct", "llama-3.3-70b"),
         ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini-4k-instruct"),
+        ("ibm-granite/granite-3.3-8b-instruct", "granite-3.3-8b-instruct"),
         ("qwen3_30b_a3b", "qwen3-30b-a3b"),
         ("mistral-7b", "mistral-7b-v0.1"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),

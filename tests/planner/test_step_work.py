@@ -51,6 +51,8 @@ TECHNIQUES = {
         "attention_head_groups": 2,
     },
 }
+# One of each kind of recomputation, and both divisions of a layer.
+FAST = ("none", "uniform", "attn and mlp of two layers", "full, tiles", "nested, groups")
 ALL_LAYERS = {"recompute_method": None, "recompute_num_layers": None}
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 
@@ -70,7 +72,9 @@ def tensor_parallel_case(config: dict, memory: dict, *, sequence: bool, dtype: s
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sequence", "tensor"])
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(
+    "technique", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in TECHNIQUES]
+)
 @pytest.mark.parametrize("config", [LLAMA, pytest.param(GPT_NEOX, marks=pytest.mark.slow)], ids=["llama", "gpt_neox"])
 def test_tensor_parallel_bytes_are_those_of_the_step(config, technique, sequence):
     measured, planned = tensor_parallel_case(config, TECHNIQUES[technique], sequence=sequence)

@@ -58,6 +58,7 @@ def test_the_written_file_has_the_planned_expert_parallel_size(tmp_path):
     assert plan_command.main([*arguments, "--devices", "1", *sizes, "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]
     assert content.get("expert_model_parallel_size", 1) == content["tensor_model_parallel_size"] == 1
+    assert "# Training needs --model.tokenizer DIRECTORY and --data.dataset DATA" in written.read_text()
     written.unlink()
     assert plan_command.main([*arguments, "--devices", "8", "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]
@@ -82,3 +83,4 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
     assert content["trainer"]["output_dir"] == "mine" and content["trainer"]["max_steps"] == 9
     config = parse_config(["--config", str(written)])
     assert config.optimizer.lr == 1e-3 and config.data.dataset == "d.jsonl"
+    assert "data.dataset" not in written.read_text()

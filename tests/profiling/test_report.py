@@ -6,22 +6,24 @@ import json
 import re
 import sys
 from html import escape
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.autograd import DeviceType
 
 from nxd_memopt.commands import profile as profile_command
+from nxd_memopt.profiling.memory_summary import in_layer_order
 from nxd_memopt.profiling.operations import MODULE
 from nxd_memopt.profiling.report import write_comparison, write_report
-from nxd_memopt.profiling.tables import Quantity, Table, comparison, read_profile, tables
+from nxd_memopt.profiling.tables import Quantity, Table, comparison, headline, read_profile, tables
 from nxd_memopt.profiling.time_summary import PASSES, kernel_class, time_summary
+from nxd_memopt.training import loop, profiled
+from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.runtime.distributed import PROFILE_VARIABLE
 from tests.profiling.test_step_profiler import FULL, Run
 from tests.reference import assert_says, error_message
 from tests.reference_models import llama_config
-from tests.training.runs import environment, train, write_config
+from tests.training.runs import environment, rows, run_here, summary, write_config
 
 
 def values_of(found: list[Table], start: str) -> dict[str, list[float]]:
@@ -48,8 +50,9 @@ def test_the_tables_have_the_figures_of_the_json(profiles):
         step_s = sum(ranks[0]["step_s"]) / len(ranks[0]["step_s"])
         sums = {**memory["at_peak"], "sum": sum(memory["at_peak"].values())}
         assert {name: values[0] for name, values in values_of(found, "Memory at the peak").items()} == sums
-        layers = values_of(found, "Activations at the peak")
-        assert {name: values[0] for name, values in layers.items()} == memory["activations_by_layer"]
+        layers = values_of(found, "Kept by forward")
+        kept = memory["kept_by_layer"]
+        assert {name: values[0] for name, values in layers.items()} == kept | {"sum": sum(kept.values())}
         expected = {name: [seconds, seconds / step_s] for name, seconds in time["classes"].items()}
         assert values_of(found, "Time by class") == expected
         stages = [
@@ -57,7 +60,9 @@ def test_the_tables_have_the_figures_of_the_json(profiles):
             for stage in PASSES
         ]
         modules = values_of(found, "Time by module")
-        assert modules["model.layers.*.mlp.down_proj"] == pytest.approx([*stages, sum(stages)])
+        assert modules["model.layers.*.mlp.down_proj"] == pytest.approx([*stages, sum(stages), sum(stages) / step_s])
+        # With what no operator accounts for, the rows are the step.
+        assert sum(values[-1] for values in modules.values()) == pytest.approx(1)
         assert values_of(found, "Ranks") == {"0": [step_s, memory["peak_bytes"]]}
 
 
@@ -88,6 +93,22 @@ def test_differences_are_those_of_the_figures(profiles, tmp_path):
     times = values_of(found, "Time by class")["matmul"]
     assert times[2] == pytest.approx(other["time"]["classes"]["matmul"] - one["time"]["classes"]["matmul"])
     assert any(line.strip().startswith("activations") and "-" in line for line in lines)
+
+
+def test_layers_are_in_the_order_of_their_numbers():
+    layers = [f"model.layers.{number}" for number in (0, 1, 10, 11, 2)]
+    ordered = in_layer_order(["model.embed", *layers, "model.norm", "lm_head"])
+    numbers = [name.rpartition(".")[2] for name in ordered]
+    assert numbers == ["embed", "0", "1", "2", "10", "11", "norm", "lm_head"]
+
+
+def test_a_comparison_names_the_options_that_differ(profiles):
+    one, other = (read_profile(each)[0] for each in profiles)
+    one = one | {"options": {"data.seq_length": 24, "trainer.compile": "layer"}, "versions": {"torch": "2.11"}}
+    other = other | {"options": {"data.seq_length": 48}, "versions": {"torch": "2.11"}}
+    (table,) = (each for each in comparison(one, other) if "differ" in each.title)
+    assert list(table.rows) == [("data.seq_length", "24", "48"), ("trainer.compile", "layer", "default")]
+    assert not any("differ" in each.title for each in comparison(one, one))
 
 
 def test_kernels_of_a_device_belong_to_the_modules_that_launched_them():
@@ -201,17 +222,48 @@ def test_a_run_on_two_ranks(tmp_path, monkeypatch, capsys):
         assert (output / f"rank{rank}.trace.json.gz").is_file() and (output / f"rank{rank}.memory.json.gz").is_file()
 
 
-@pytest.mark.slow
-def test_a_profiled_run_has_the_losses_of_any_other_and_says_when_it_is_too_short(tmp_path):
-    config = write_config(tmp_path, trainer={"max_steps": 7})
-    assert train(config).returncode == 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    request = json.dumps({"directory": str(tmp_path / "profile"), "skip": 2, "steps": 3})
-    other = ("--trainer.output-dir", str(tmp_path / "other"))
-    assert train(config, *other, env={PROFILE_VARIABLE: request}).returncode == 0
-    profiled = [json.loads(line)["loss"] for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
-    assert profiled == losses and Path(tmp_path / "profile" / "rank0.json").is_file()
-    own = json.dumps({"directory": str(tmp_path / "own"), "stop": True})
-    other = ("--trainer.output-dir", str(tmp_path / "fourth"))
-    refused = train(config, *other, "--trainer.max-steps", "5", env={PROFILE_VARIABLE: own})
+def test_a_profiled_run_leaves_its_cuda_graph_and_times_it_afterwards(tmp_path, monkeypatch):
+    """The losses are those of any other run; a counted function stands for the graph, which a CPU does not have."""
+    data = {"isolate_documents": False, "seq_length": 64}
+    config = write_config(tmp_path, trainer={"max_steps": 9, "save_interval": 0}, data=data)
+    assert run_here(config).returncode == 0
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+
+    graph_steps = []
+
+    def graphed(model, config):
+        optimizer, eager = parallelize(model, config)
+
+        def replay(micro_batch):
+            graph_steps.append(micro_batch)
+            return eager(micro_batch)
+
+        return optimizer, replay
+
+    monkeypatch.setattr(loop, "parallelize", graphed)
+    monkeypatch.setattr(profiled, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setenv(PROFILE_VARIABLE, json.dumps({"directory": str(tmp_path / "profile"), "skip": 1, "steps": 1}))
+    assert run_here(config, "--trainer.output-dir", str(tmp_path / "other")).returncode == 0
+    assert [row["loss"] for row in rows(tmp_path / "other")] == losses
+    # 9 steps of 2 micro-batches; 1 step is skipped, 1 timed and 1 is for memory.
+    assert len(graph_steps) == 2 * (9 - 3)
+    profile = json.loads((tmp_path / "profile" / "rank0.json").read_text())
+    assert len(profile["graph"]["step_s"]) == 1 and profile["graph"]["peak_bytes"] > 0
+    assert any("without the CUDA graph, and" in line for line in headline(profile))
+    assert profile["options"]["model.config_overrides.hidden_size"] == 24
+    assert profile["options"]["trainer.max_steps"] == 9 and "trainer.compile" not in profile["options"]
+    kept = values_of(tables([profile]), "Kept by forward")
+    for name in ("model.layers.0", "model.layers.1", "sum"):
+        measured, planned, excess = kept[name]
+        assert abs(excess) < 0.02, (name, measured, planned)
+    # Its phases are the ones of the summary, which has no profile.
+    found = summary(tmp_path / "other")
+    assert found["start_s"] == profile["start_s"] and list(found["start_s"])[-1] == "first step"
+    assert found["time_to_first_step_s"] == pytest.approx(sum(found["start_s"].values()))
+
+
+def test_a_profile_needs_steps_that_the_run_has(tmp_path, monkeypatch):
+    request = {"directory": str(tmp_path / "own"), "stop": True}
+    monkeypatch.setenv(PROFILE_VARIABLE, json.dumps(request))
+    refused = run_here(write_config(tmp_path, trainer={"max_steps": 5}))
     assert refused.returncode == 2 and "the profile needs 7" in refused.stderr

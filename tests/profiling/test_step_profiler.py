@@ -117,8 +117,10 @@ def test_the_categories_add_up_to_the_peak_that_is_counted_independently(options
     # One step count of 4 bytes for each parameter, and two moments.
     assert memory["at_peak"]["optimizer states"] >= 2 * weights
     assert memory["allocator_peak_bytes"] is None and "keeps no total" in memory["source"]
-    layers = memory["activations_by_layer"]
-    assert sum(layers.values()) == memory["at_peak"]["activations"] + memory["at_peak"]["recomputed activations"]
+    # Forward keeps activations, and the head's gradient, which the fused loss computes. The timeline's points are
+    # thinned out, so that its maximum is a few hundred bytes lower.
+    expected = max(memory["timeline"]["bytes"]["activations"]) + run.model.lm_head.weight.nbytes
+    assert sum(memory["kept_by_layer"].values()) == pytest.approx(expected, rel=0.01)
     assert len(memory["largest"]) == 10
     sizes = [each["bytes"] for each in memory["largest"]]
     assert sizes == sorted(sizes, reverse=True)

@@ -60,6 +60,7 @@ def run(monkeypatch, *options: str) -> int:
     return suite.main()
 
 
+@pytest.mark.slow
 def test_a_race_that_fails_or_hangs_leaves_the_others(folder, monkeypatch, capsys):
     logs = folder / "logs"
     assert run(monkeypatch, "--logs", str(logs), "--timeout-s", "5") == 1

@@ -14,7 +14,7 @@ from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.data.packed.fingerprint import directory_of, tokens_fingerprint
 from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.data.packed.sequences import FACTS, PackedSequences, WindowFiles
-from nxd_memopt.training.data.packed.writer import TokenJob, write_tokens
+from nxd_memopt.training.data.packed.writer import Progress, TokenJob, write_tokens
 from nxd_memopt.training.data.packing import Tokens
 from nxd_memopt.training.data.sources.corpora import Corpus, PermutedDocuments
 from nxd_memopt.training.data.sources.documents import Documents, StoredTexts, split_documents, text_digest
@@ -50,7 +50,7 @@ def write(
     sequences: int,
     seed: int = 0,
     words: Vocabulary | None = None,
-    pauses: Callable[[str], bool] = lambda line: False,
+    pauses: Callable[[Progress], bool] = lambda progress: False,
 ) -> Path:
     """Write packed tokens as rank 0 does; return their directory."""
     words = words or vocabulary()
@@ -114,3 +114,6 @@ class ListedTexts:
 
     def place_of(self, position: int) -> str:
         return f"text {position}"
+
+    def share_of(self, position: int) -> float:
+        return position / len(self.texts)

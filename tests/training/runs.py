@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nxd_memopt.commands.convert import Convert
 from tests.dist import pool
 
 PROGRAM = ("-m", "nxd_memopt.training")
@@ -179,6 +180,21 @@ def _run_rank(config: str, options: tuple[str, ...]) -> str:
     with redirect_stdout(io.StringIO()) as stdout:
         run(parsed)
     return stdout.getvalue()
+
+
+def require_converted(run: Path) -> None:
+    """Check that the newest checkpoint of a run converts to the files of the run's own export, byte for byte."""
+    for form, own in (("hf", "export"), ("peft", "adapter")):
+        if not (run / own).is_dir():
+            continue
+        before = _content(run)
+        target = run.with_name(f"{run.name}_{form}")
+        Convert(run, target, source_format="checkpoint", target_format=cast(Any, form))()
+        assert _content(target) == _content(run / own) and _content(run) == before
+
+
+def _content(directory: Path) -> dict[Path, bytes]:
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -78,6 +78,8 @@ def test_sizes_that_follow_from_others_follow_overrides() -> None:
     assert (older.rope_parameters["rope_theta"], older.rope_parameters["rope_type"]) == (5e5, "default")
     neox = config_from_overrides("gpt_neox", {"rotary_pct": 0.5})
     assert override_config(neox, {"rotary_pct": 1.0}).rope_parameters["partial_rotary_factor"] == 1.0
+    phi3 = config_from_overrides("phi3", {"partial_rotary_factor": 0.5, "head_dim": 16})
+    assert override_config(phi3, {"partial_rotary_factor": 0.75}).rope_parameters["partial_rotary_factor"] == 0.75
 
 
 def test_an_earlier_export_of_the_run_is_replaced(tmp_path: Path) -> None:

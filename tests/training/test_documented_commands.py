@@ -99,12 +99,14 @@ def test_the_commands_of_the_guide(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_training_page(directory: Path) -> None:
-    *alone, on_hosts = commands("docs/training.md", "nxd-memopt", "torchrun")
+    *alone, on_hosts, adapters = commands("docs/training.md", "nxd-memopt", "torchrun")
     assert [words[1] for words in alone] == ["prepare", *["train"] * 3] and on_hosts[0] == "torchrun"
     printed = [finish(start(words, directory)) for words in alone]
     assert steps(directory, "mine") == list(range(1, 7))
     assert "optimizer.lr: 0.001 -> 0.0001" in printed[2] and steps(directory, "lower") == [7, 8, 9, 10]
     assert "warm start" in printed[3] and steps(directory, "new") == list(range(1, 7))
+    finish(start(adapters + FEW_STEPS, directory))
+    assert (directory / "runs" / "fine_tune_lora" / "adapter" / "tokenizer.json").is_file()
     # Two hosts, which are this one twice.
     with socket.socket() as free:
         free.bind(("localhost", 0))

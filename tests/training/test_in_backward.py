@@ -79,7 +79,7 @@ def assert_equal(after: list[tuple[float, float]], inside: list[tuple[float, flo
             id="head_groups",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"lora": {"lora_rank": 2}}, id="lora"),
+        pytest.param({"lora": {"lora_rank": 2}}, id="lora", marks=pytest.mark.slow),
         pytest.param({"model": {"config_overrides": MIXTRAL}}, id="experts", marks=pytest.mark.slow),
     ],
 )

@@ -67,7 +67,7 @@ def test_losses_are_those_of_fp32(tmp_path: Path, precision: str, tolerance: flo
         config = write_config(directory, trainer=short | {"precision": name}, optimizer={"initial_loss_scale": 65536})
         outcome = run_here(config)
         assert outcome.returncode == 0, outcome.stderr
-        assert f"precision {name}: " in outcome.stdout
+        assert f"precision: {name}, " in outcome.stdout
         runs.append(directory / "run")
     wide, half = ([row["loss"] for row in rows(run)] for run in runs)
     assert half == pytest.approx(wide, rel=tolerance)

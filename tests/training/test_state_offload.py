@@ -79,7 +79,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fraction", "in_forward", "memory"),
     [
         pytest.param(1.0, False, {}, marks=pytest.mark.slow),
-        (0.6, True, {}),
+        pytest.param(0.6, True, {}, marks=pytest.mark.slow),
         (1.0, True, CHUNKS_OF_LAYERS),
     ],
 )
@@ -166,7 +166,7 @@ def masters(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("options", "tied"),
     [
-        ({"no_decay": ["embed_tokens"]}, True),
+        pytest.param({"no_decay": ["embed_tokens"]}, True, marks=pytest.mark.slow),
         ({"no_decay": ["q_proj"]}, False),
     ],
 )

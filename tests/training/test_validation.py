@@ -36,9 +36,10 @@ def with_validation(directory: Path, **data: Any) -> Path:
 def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, streaming: bool) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", OTHER)
     data = DataConfig(write_jsonl(tmp_path / "a.jsonl", LINES), validation_dataset=other, streaming=streaming)
-    corpus = open_corpus(data, 0)
-    assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(LINES)
-    assert sorted(str(text) for text, *_ in corpus.held_out.read(None)) == sorted(OTHER)
+    for name, texts in ((data.source, LINES), (other, OTHER)):
+        corpus = open_corpus(data.of_source(name), 0)
+        assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(texts)
+        assert not list(corpus.held_out.read(None))
     without = DataConfig(data.dataset, held_out_every=0, eval_sequences=0, streaming=streaming)
     corpus = open_corpus(without, 0)
     assert sorted(str(text) for text, *_ in corpus.train.read(None)) == sorted(LINES)
@@ -57,6 +58,7 @@ def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, count: i
     assert list(corpus.held_out.read(None))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_is_held_out(tmp_path: Path) -> None:
     """Evaluation that is turned on or off on the way would train evaluated text, or evaluate trained text."""
     evaluated, without = (
@@ -66,7 +68,7 @@ def test_a_resumed_run_keeps_what_is_held_out(tmp_path: Path) -> None:
         if not (tmp_path / name).mkdir()
     )
     outcome = run_here(evaluated)
-    assert "6 sequences of it, and the rest is neither trained nor evaluated" in outcome.stdout
+    assert "which is not trained; an evaluation has 6 sequences, " in outcome.stdout
     more = ("--trainer.max-steps", "4")
     outcome = run_here(evaluated, *more, "--data.eval-sequences", "0")
     assert outcome.returncode == 2
@@ -124,9 +126,12 @@ def test_wrong_validation_text(tmp_path: Path) -> None:
     same = tmp_path / "same.jsonl"
     wrong: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"validation_dataset": lines}, ("validation_dataset", "is the text that is trained")),
-        ({"validation_dataset": str(same)}, ("same.jsonl", "has the documents of data.dataset")),
+        ({"validation_dataset": str(same)}, ("same.jsonl", "has the documents of", "lines.jsonl")),
         ({"validation_dataset": None, "held_out_every": 0}, ("held_out_every 0 leaves nothing", "eval_sequences 6")),
-        ({"dataset": ..., "mixture": {lines: 1.0}}, ("validation_dataset", "data.mixture")),
+        (
+            {"dataset": ..., "mixture": {lines: 1.0}, "validation_dataset": lines},
+            ("validation_dataset", "is the text that is trained"),
+        ),
     ]
     for data, parts in wrong:
         config = with_validation(tmp_path)

@@ -24,7 +24,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.mixtral import MixtralForCausalLM
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
-from tests.golden.runs import MODELS
+from nxd_memopt.selftest.golden import MODELS
 from tests.reference_models import mixtral_config
 from tests.xla.lint import unsupported
 

@@ -13,10 +13,10 @@ from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.selftest.golden import recorded_losses, train
 from tests.dist.pool import SEED, distributed
-from tests.golden.runs import MODELS, recorded_losses, train
 from tests.reference import tensors
-from tests.reference_models import batch, gpt_neox_config, parallel_model
+from tests.reference_models import DENSE, batch, gpt_neox_config, parallel_model
 from tests.xla.functionalization import MODES, VARIABLE, functionalization
 from tests.xla.test_backend import run_python
 
@@ -56,7 +56,7 @@ def test_parts_of_any_dimension(enabled):
 
 
 @distributed(2, slow=[1], timeout_s=400)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_golden_losses_without_it(name):
     with functionalization(enabled=False):
         parallel_state.initialize_model_parallel(dist.get_world_size())

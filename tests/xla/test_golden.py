@@ -8,8 +8,8 @@ import torch.distributed as dist
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.selftest.golden import recorded_losses, train
 from tests.dist.pool import distributed
-from tests.golden.runs import recorded_losses, train
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn", "norm", "mlp_act")}

@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 
 from nxd_memopt.backends.neuron import xla_inspect
-from tests.golden.runs import MODELS, SIZES
+from nxd_memopt.selftest.golden import SIZES
+from tests.reference_models import DENSE
 from tests.xla.graphs import BATCH_SIZE, EXPERTS, SEQUENCE_LENGTH, WORLD_SIZE
 
 pytestmark = pytest.mark.xdist_group("graphs")
@@ -54,7 +55,7 @@ def expected(name: str) -> Counter[str]:
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory) -> dict[tuple[str, int], dict]:
     """What the first and the last rank of each model traced, and rank 0 compiled; two processes at a time."""
-    return traced(tmp_path_factory.mktemp("graphs"), MODELS)
+    return traced(tmp_path_factory.mktemp("graphs"), DENSE)
 
 
 def traced(directory, names, **environment: str) -> dict[tuple[str, int], dict]:
@@ -75,7 +76,7 @@ def start(directory, name: str, rank: int, environment: dict[str, str]) -> subpr
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_all_ranks_compile_one_graph(name, graphs):
     traced, optimized = graphs[name, 0]["traced"], graphs[name, 0]["optimized"]
     assert {graphs[name, rank]["traced"]["hash"] for rank in RANKS} == {traced["hash"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from nxd_memopt.backends.base import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, C
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import ChunkedAllGather, ChunkedReduction
 from nxd_memopt.backends.cuda import attention as cuda_attention
+from nxd_memopt.backends.cuda import kernel_cache
 from nxd_memopt.backends.cuda.peer_memory import PeerAllGather, PeerMemory, PeerReduction
 from nxd_memopt.backends.cuda.transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
@@ -75,6 +77,9 @@ class CudaBackend(C10dBackend):
         # such as 2.9, have the function of torch.cuda only.
         apply = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
         apply(EXPANDABLE_SEGMENTS)
+
+    def keep_kernels(self) -> str:
+        return kernel_cache.keep_kernels()
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
@@ -155,7 +160,10 @@ class CudaBackend(C10dBackend):
     def set_tf32(self, allowed: bool) -> None:
         # Not torch.backends.cuda.matmul.fp32_precision, the newer name: torch 2.9 to 2.13's compiler
         # reads the older one, and raises if the two are mixed (pytorch/pytorch#166387).
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        # In some of these versions its warning of 500 characters asks for just the newer name.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use the new API settings")
+            torch.set_float32_matmul_precision("high" if allowed else "highest")
 
     def capture_refusal(self) -> None:
         return None

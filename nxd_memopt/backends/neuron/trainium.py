@@ -16,6 +16,7 @@ class TrainiumBackend(C10dBackend):
     shapes_are_static = True
     most_of_top_k = MOST_OF_TOP_K
     scalars_are_compiled = True
+    rounds_matmuls = True  # neuronx-cc's default, --auto-cast=matmult
     # torch_xla's graphs are functional: a write to a view makes a new tensor. TorchNeuron does not promise more.
     views_share_memory = False
     # The shapes of a graph are fixed when it is traced: the numbers of rows cannot depend on values.

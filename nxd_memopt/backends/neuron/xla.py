@@ -52,6 +52,7 @@ class XlaBackend(TrainiumBackend):
         self._xm = xm
         self.device = torch_xla.device()
         self.is_simulated = xr.device_type() == "CPU"
+        self.rounds_matmuls = not self.is_simulated
         self.distributed_backend = "xla"
         if self.is_simulated:
             self.distributed_backend = "gloo"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
+from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -26,7 +29,15 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
-def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraConfig, *, base_model: str | None) -> None:
+def save_adapters(
+    model: torch.nn.Module,
+    directory: str | Path,
+    config: LoraConfig,
+    *,
+    base_model: str | None,
+    companions: str | Path | None = None,
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Write the adapters of ``model`` for ``peft.PeftModel.from_pretrained``. Every rank calls.
 
     The directory appears with one rename, and replaces an earlier one of adapters.
@@ -36,6 +47,9 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         directory: must be absent, empty, or of adapters that this program wrote.
         config: the adapters' configuration.
         base_model: directory or name of the base model, which PEFT loads if it is asked to.
+        companions: directory with the tokenizer and chat template that the adapters were trained with, which are
+            copied; read by the writing rank.
+        read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:
         ValueError: on every rank, if the model has no adapters or adapters of another configuration, or the
@@ -58,7 +72,7 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
         if writes:
             restore_interrupted(target)
             require_replaceable_adapters(target)
-    tensors = _gather(model)
+    tensors = _gather(model, read)
     with raise_together(task):
         if writes:
             with new_version(target) as incomplete:
@@ -66,7 +80,8 @@ def save_adapters(model: torch.nn.Module, directory: str | Path, config: LoraCon
                 content = _peft_config(target_modules(model), config, base_model)
                 text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-                copy_other_files(target, incomplete)
+                has_own = companions is not None and copy_companions(Path(companions), incomplete)
+                copy_other_files(target, incomplete, companions=not has_own)
 
 
 def remove_adapters(target: Path) -> None:
@@ -82,19 +97,26 @@ def require_replaceable_adapters(target: Path) -> None:
     require_replaceable(target, re.compile(re.escape(ADAPTER_WEIGHTS)))
 
 
-def _gather(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _gather(model: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
-    tensors: dict[str, torch.Tensor] = {}
+    # Of a fused layer there is one A, and B has the rows of its parts one below the other, in the model's order.
+    parts: dict[str, list[torch.Tensor]] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
             continue
-        # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
-        rows = gather_rows(entry.tensor)
-        if is_model_replica_zero():
-            full = gather_full_tensor(rows)
-            if full is not None:
-                tensors[PEFT_PREFIX + entry.names[0]] = full
-    return tensors
+        full = read(entry.tensor) if read is not None else _gathered(entry.tensor)
+        if full is not None:
+            layer, factor, kind = entry.names[0].rsplit(".", 2)
+            name = f"{PEFT_PREFIX}{fused_name(model_type_of(model), layer)}.{factor}.{kind}"
+            parts.setdefault(name, []).append(full)
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the full tensor on tensor-parallel rank 0 of the first replica, None elsewhere. Every rank calls."""
+    # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
+    rows = gather_rows(tensor)
+    return gather_full_tensor(rows) if is_model_replica_zero() else None
 
 
 def target_modules(model: torch.nn.Module) -> list[str]:
@@ -103,9 +125,11 @@ def target_modules(model: torch.nn.Module) -> list[str]:
     Those are the last parts of the layers' names, such as ``q_proj``, or, if a layer without an adapter
     has such a name too, the full names.
     """
-    layers = list(adapted_layers(model))
+    model_type = model_type_of(model)
+    layers = list(dict.fromkeys(fused_name(model_type, name) for name in adapted_layers(model)))
     short = sorted({name.rpartition(".")[2] for name in layers})
-    found = [name for name, _ in model.named_modules() if is_target(name, short)]
+    modules = dict.fromkeys(fused_name(model_type, name) for name, _ in model.named_modules())
+    found = [name for name in modules if is_target(name, short)]
     return short if found == layers else layers
 
 

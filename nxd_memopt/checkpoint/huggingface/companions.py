@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nxd_memopt.checkpoint.directories import copy_entry
 from nxd_memopt.checkpoint.files import find_gguf
 from nxd_memopt.checkpoint.huggingface.gguf_metadata import read_gguf_metadata
 from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
@@ -46,14 +46,6 @@ def copy_companions(source: Path, target: Path) -> bool:
     for path in found:
         copy_entry(path, target / path.name)
     return bool(found)
-
-
-def copy_entry(source: Path, target: Path) -> None:
-    """Copy a file, or a directory with its content."""
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copy2(source, target)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import copy
 import math
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,10 +17,11 @@ from torch import Tensor
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.directories import copy_entry, incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import group_by_size, is_own, write_index, write_safetensors
-from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, copy_entry, is_companion
+from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
+from nxd_memopt.checkpoint.huggingface.fused_layers import fuse_layers, fused_parameter
 from nxd_memopt.checkpoint.layout import require_groups_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
@@ -46,6 +49,8 @@ def save_pretrained(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
     companions: str | Path | None = None,
+    merges_adapters: bool = True,
+    read: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Write ``model`` as safetensors with its config, for
     ``AutoModelForCausalLM.from_pretrained``.
@@ -67,6 +72,8 @@ def save_pretrained(
         companions: directory whose tokenizer, chat template and ``generation_config.json`` the
             export gets, in the same rename as the weights; if it has any, none of an earlier
             export remains. Read by the writing rank.
+        merges_adapters: add the adapters (LoRA) to the weights; False writes the base model.
+        read: returns the full tensor of a parameter, of a model on the meta device; default gathers the parameter.
 
     Raises:
         ValueError, OSError: on every rank, if the writing rank fails; an earlier export is left
@@ -90,9 +97,9 @@ def save_pretrained(
         # One file at a time bounds the host memory of the writing rank. The gathers are outside
         # of ``raise_together``: the error of one rank inside of it would leave the other ranks
         # waiting in a collective.
-        with merged_adapters(model):
+        with merged_adapters(model) if merges_adapters and read is None else nullcontext():
             for file_name, params in shards.items():
-                tensors = _gather(model, params, dtype)
+                tensors = _gather(model, params, dtype, read)
                 with raise_together(task):
                     if writes:
                         write_safetensors(incomplete_path(target) / file_name, tensors)
@@ -117,10 +124,14 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
         if not is_adapter(entry.names[0]):
             require_groups_of(entry.tensor)
             tensors[_stored_name(model, entry.names[0])] = entry.tensor
-    sizes = {name: _full_bytes(tensor, dtype) for name, tensor in tensors.items()}
+    # The parts of a fused weight are in one file.
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(fused_parameter(model, name), {})[name] = tensor
+    sizes = {name: sum(_full_bytes(tensor, dtype) for tensor in each.values()) for name, each in parts.items()}
     shards: Shards = {}
     for file_name, names in group_by_size(sizes, max_shard_size_bytes).items():
-        shards[file_name] = {name: tensors[name] for name in names}
+        shards[file_name] = {part: tensor for name in names for part, tensor in parts[name].items()}
     return shards
 
 
@@ -153,7 +164,12 @@ def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
     return sum(_full_bytes(tensor, dtype) for params in shards.values() for tensor in params.values())
 
 
-def _gather(model: torch.nn.Module, params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _gather(
+    model: torch.nn.Module,
+    params: dict[str, Tensor],
+    dtype: torch.dtype | None,
+    read: Callable[[Tensor], Tensor] | None,
+) -> dict[str, Tensor]:
     """Return the full tensors, as files have them, on tensor-parallel rank 0 of the first replica, and nothing on all
     other ranks.
     """
@@ -162,13 +178,16 @@ def _gather(model: torch.nn.Module, params: dict[str, Tensor], dtype: torch.dtyp
     # the experts of expert-parallel ranks, need the ranks of all replicas.
     full_tensors: dict[str, Tensor] = {}
     for name, param in params.items():
+        if read is not None:
+            full_tensors |= split_experts(model, name, read(param).to(_stored_dtype(param, dtype)))
+            continue
         gathered = gather_experts(gather_rows(param))
         if not is_model_replica_zero():
             continue
         tensor = gather_full_tensor(gathered, dtype=_stored_dtype(param, dtype))
         if tensor is not None:
             full_tensors |= split_experts(model, name, tensor)
-    return full_tensors
+    return fuse_layers(model, full_tensors)
 
 
 def _prepare(target: Path, total_bytes: int) -> None:
@@ -227,9 +246,9 @@ def _write_remaining(model: torch.nn.Module, target: Path, shards: Shards, dtype
     weight_map: dict[str, str] = {}
     for file_name, params in shards.items():
         for name, param in params.items():
-            weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
+            weight_map |= dict.fromkeys(stored_names(model, fused_parameter(model, name), param), file_name)
     write_index(incomplete, weight_map, _total_bytes(shards, dtype))
-    _write_config(model, incomplete, dtype or model_dtype(next(iter(named_tensors(model))).tensor))
+    write_config(model, incomplete, dtype)
 
 
 def _replace(target: Path, companions: str | Path | None) -> None:
@@ -242,14 +261,14 @@ def _replace(target: Path, companions: str | Path | None) -> None:
     replace_directory(incomplete, target)
 
 
-def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model
+def write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``config.json`` with the stored dtype, by default the model's, and ``generation_config.json`` if the model
     has one.
     """
     # Transformers reads dtype and architectures from the config; the model's own config stays
     # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
-    config.dtype = dtype
+    config.dtype = dtype or model_dtype(next(iter(named_tensors(model))).tensor)
     # Megatron's name of the number of KV heads, which transformers does not read.
     if getattr(config, "num_query_groups", None):
         config.num_key_value_heads = num_kv_heads(config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import stack_experts, with_zero_biases
+from nxd_memopt.checkpoint.huggingface.fused_layers import split_layers
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
 from nxd_memopt.modules.packed_weights import pack_weights
@@ -51,13 +53,28 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
         ImportError: a GGUF file needs transformers, which is missing or too old; all other
             formats work without it.
     """
+    with opened_weights(directory, f"loading {directory}") as sources:
+        load_sources(model, sources, Path(directory), resize_embedding=resize_embedding)
+
+
+@contextmanager
+def opened_weights(directory: str | Path, task: str) -> Iterator[Sources]:
+    """Open the weights of a Hugging Face directory or of a GGUF file; yield full tensors by name. Every rank calls.
+
+    An error of one rank inside the block is raised on every rank, with ``task`` in its message.
+    """
     with (
         weights_directory(Path(directory)) as location,
-        raise_together(f"loading {directory}"),
+        raise_together(task),
         open_weights(location) as sources,
     ):
-        sources = with_backbone_prefix(model, sources)
-        load_sources(model, sources, Path(directory), resize_embedding=resize_embedding)
+        yield sources
+
+
+def model_sources(model: torch.nn.Module, sources: Sources) -> Sources:
+    """Return the full tensors of files under the names that ``model`` has for them."""
+    sources = split_layers(model, stack_experts(model, with_backbone_prefix(model, sources)))
+    return with_zero_biases(model, sources)
 
 
 def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, resize_embedding: bool = False) -> None:
@@ -76,7 +93,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, r
     # A ValueError below names tensors; the directory is added here.
     try:
         # Names and shapes are checked for all tensors before the first parameter changes.
-        sources = with_zero_biases(model, stack_experts(model, sources))
+        sources = model_sources(model, sources)
         targets = match_names(model, sources.keys())
         if resize_embedding:
             sources = _with_rows_of_tokens(model, sources, targets)
@@ -105,13 +122,9 @@ def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
     Adapters (LoRA) are left out. Every rank calls, and reads only its own slices.
     """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
-    with (
-        weights_directory(Path(directory)) as location,
-        raise_together(f"comparing with {directory}"),
-        open_weights(location) as sources,
-    ):
-        sources = with_zero_biases(model, stack_experts(model, with_backbone_prefix(model, sources)))
-        for name, param in match_names(model, sources.keys(), without_adapters=True).items():
+    with opened_weights(directory, f"comparing with {directory}") as sources:
+        sources = model_sources(model, sources)
+        for name, param in match_names(model, sources.keys(), without=lambda entry: entry.is_adapter).items():
             require_full_shape(name, sources[name], param)
             stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)
             if not bit_equal(stored, local_rows(param).detach().cpu()):

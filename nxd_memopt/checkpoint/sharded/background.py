@@ -118,8 +118,8 @@ class BackgroundSaver:
                 "or save with save_training_state"
             )
 
-    def save(self, step: int, state: TrainingState, config: Mapping[str, Any]) -> None:
-        """Start a save after finishing the previous one.
+    def save(self, step: int, state: TrainingState, config: Mapping[str, Any], *, keep_step: int | None = None) -> None:
+        """Start a save after finishing the previous one. ``keep_step`` names another checkpoint to keep.
 
         Every rank calls, between two optimizer steps.
 
@@ -132,7 +132,7 @@ class BackgroundSaver:
         # The ranks agree twice: after the directory is created, and after the snapshot is taken.
         # The writers start only if both succeeded on every rank, because rank 0's writer waits
         # for the files of all ranks.
-        save = begin_save(self._directory, step, state, config, self._keep)
+        save = begin_save(self._directory, step, state, config, self._keep, keep_step)
         # A device's tensors are all copied; those on the host only where the writer is not done in time.
         if self._transfers is not None:
             require_host_memory(self.pool.missing_bytes(save.size_bytes, OWNER), OWNER)

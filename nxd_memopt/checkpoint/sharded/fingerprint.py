@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.checkpoint.plain import decode, encode
+from nxd_memopt.options import listed
 from nxd_memopt.parallel_layers import parallel_state
 
 
@@ -76,8 +77,8 @@ def require_same_config(
             differences.append(f"{name} was {_spell(saved, name)} and is {_spell(current, name)}")
     if differences:
         raise ValueError(
-            f"{checkpoint} was written by another configuration: {'; '.join(differences)}: "
-            "resume with the saved values, or start a new run in another directory"
+            f"{checkpoint} was written by another configuration (resume with the saved values, or start a new run in "
+            f"another directory): {listed(differences)}"
         )
 
 

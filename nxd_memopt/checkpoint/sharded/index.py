@@ -172,6 +172,11 @@ class Index:
         """World, tensor- and data-parallel size of the run that wrote the checkpoint."""
         return self.content["sizes"]
 
+    @property
+    def base(self) -> dict[str, Any] | None:
+        """``TrainingState.base`` of the saved state: where the parameters are that are not stored here."""
+        return self.content.get("base")
+
     def names(self, prefix: str) -> Iterator[str]:
         """Yield the names of the full tensors that start with ``prefix``, without the prefix."""
         for name in self.content["tensors"]:

@@ -8,18 +8,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.layout import Part, parts_of
 from nxd_memopt.checkpoint.names import match_names, named_tensors
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.sharded.stored_optimizer import MASTER, StoredOptimizer
-from nxd_memopt.modules.lora import adapted_layers, is_adapter
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
-from nxd_memopt.parallel_layers.resharding import full_shape
+from nxd_memopt.parallel_layers.resharding import LazySlice, full_shape, local_slice, require_full_shape
 
 _SHOWN = 5
 
@@ -28,13 +29,17 @@ _SHOWN = 5
 def load_model(index: Index, model: nn.Module) -> None:
     """Fill the model's parameters and persistent buffers, one at a time.
 
+    A model with adapters (LoRA) keeps the parameters that the checkpoint has left out: the caller has loaded them
+    from its base.
+
     Raises:
         ValueError: names, shapes or dtypes differ, or a file is damaged.
     """
-    targets = match_names(model, list(index.names("model.")))
+    without = None if index.base is None else (lambda entry: entry.is_frozen)
+    targets = match_names(model, list(index.names("model.")), without=without)
     # Check all tensors before the first one changes.
     for name, target in targets.items():
-        _require_alike(index, f"model.{name}", full_shape(target), model_dtype(target))
+        require_alike(index, f"model.{name}", full_shape(target), model_dtype(target))
     for name, target in targets.items():
         rows = local_rows(target)
         rows.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(rows.shape)))
@@ -42,7 +47,9 @@ def load_model(index: Index, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_weights(index: Index, model: nn.Module, adapter_scale: float | None) -> bool:
+def load_weights(
+    index: Index, model: nn.Module, adapter_scale: float | None, base: Mapping[str, Tensor | LazySlice]
+) -> bool:
     """Fill the model's parameters and persistent buffers with weights of any dtype.
 
     A weight with an fp32 master in the checkpoint is taken from the master, so a model of a wider
@@ -55,6 +62,7 @@ def load_weights(index: Index, model: nn.Module, adapter_scale: float | None) ->
         index: the checkpoint.
         model: the model to fill.
         adapter_scale: scale of the checkpoint's adapters; None if it has none.
+        base: full tensors of the checkpoint's base by name, of which it stores none itself; empty without.
 
     Returns:
         Whether adapters were loaded.
@@ -67,19 +75,42 @@ def load_weights(index: Index, model: nn.Module, adapter_scale: float | None) ->
     if stored and adapter_scale is None:
         raise ValueError(f"{index.directory} has adapters and records no scale: export its model, and start from that")
     is_same = stored == own and all(layer.scale == adapter_scale for layer in adapted_layers(model).values())
-    names = [name for name in index.names("model.") if is_same or name not in stored]
-    targets = match_names(model, names, without_adapters=not is_same)
+    names = {name for name in (*index.names("model."), *base) if is_same or name not in stored}
+    targets = match_names(model, names, without=None if is_same else (lambda entry: entry.is_adapter))
     for name, target in targets.items():
-        _require_alike(index, f"model.{name}", full_shape(target), None)
+        if f"model.{name}" in index:
+            require_alike(index, f"model.{name}", full_shape(target), None)
+        else:
+            require_full_shape(name, base[name], target)
+    # The parts of a fused layer have one A, stored under the first part's name.
+    downs: dict[str, str] = {}
+    for name in stored:
+        if name.endswith(".lora_A.weight"):
+            downs[fused_name(model_type_of(model), name.removesuffix(".lora_A.weight"))] = name
     for name, target in targets.items():
         parts = parts_of(target)
-        weight = _weight(index, name, parts, tuple(target.shape))
-        if not is_same and f"{name.removesuffix('weight')}lora_A.weight" in stored:
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            _add_adapter(index, name.removesuffix(".weight"), cast(float, adapter_scale), weight, parts)
+        if f"model.{name}" in index:
+            weight = _weight(index, name, parts, tuple(target.shape))
+        else:
+            weight = local_slice(base[name], target, dtype=base_dtype(index))
+        layer = name.removesuffix(".weight")
+        up = f"{layer}.lora_B.weight"
+        if not is_same and up in stored:
+            weight = weight.double()
+            down = downs[fused_name(model_type_of(model), layer)]
+            _add_adapter(index, (up, down), cast(float, adapter_scale), weight, parts)
         target.copy_(weight)  # rounds once, to the target's dtype
     pack_weights(model)
     return is_same and bool(stored)
+
+
+def base_dtype(index: Index) -> torch.dtype:
+    """Return the dtype that the base had in the run of a checkpoint with adapters.
+
+    All parameters of a model have one dtype, and adapters have the dtype of their layer. The weights of the base's
+    files may have more bits than the run has seen.
+    """
+    return next(index.dtype(f"model.{name}") for name in index.names("model.") if is_adapter(name))
 
 
 def _weight(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) -> Tensor:
@@ -90,10 +121,10 @@ def _weight(index: Index, name: str, parts: list[Part], shape: tuple[int, ...]) 
     return index.assemble(f"model.{name}", parts, shape)
 
 
-def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: list[Part]) -> None:
-    """Add this rank's part of ``scale * B A`` of a stored adapter to the layer's ``weight``, fp32 or wider."""
+def _add_adapter(index: Index, names: tuple[str, str], scale: float, weight: Tensor, parts: list[Part]) -> None:
+    """Add this rank's part of ``scale * B A`` of the adapter ``names`` (B, A) to the ``weight``, in float64."""
     factors = []
-    for name in (f"{layer}.lora_B.weight", f"{layer}.lora_A.weight"):
+    for name in names:
         shape = index.shape(f"model.{name}")
         full = _weight(index, name, parts_of(torch.empty(shape, device="meta")), shape)
         factors.append(full.to(weight.dtype))
@@ -103,7 +134,7 @@ def _add_adapter(index: Index, layer: str, scale: float, weight: Tensor, parts: 
         part.of(weight).add_(scale * (up[rows] @ down[:, columns]))
 
 
-def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
@@ -231,7 +262,7 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
     expected = torch.float32 if keeps_remainder else each.stored.dtype
     if found != name:
         expected = torch.int16
-    _require_alike(index, found, full_shape(each.param), expected)
+    require_alike(index, found, full_shape(each.param), expected)
     master = _master(index, found, parts, shape)
     each.stored.copy_(master)
     if keeps_remainder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +46,18 @@ class TrainingState:
             in the data.
         per_rank: nested plain values and tensors of this rank, such as random states. They are
             only restored if T and D are those of the run that wrote them.
+        base: says where the parameters are that are not trained (``huggingface.base.describe_base``); the
+            checkpoint then leaves them out. None stores all parameters.
+        files: directory of files that rank 0 copies into the checkpoint, such as the tokenizer's; None
+            copies none.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     shared: Mapping[str, Any] = field(default_factory=dict)
     per_rank: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] | None = None
+    files: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,14 @@ class FullTensorShard:
         return dtype_name(self.stored.dtype, self.name)
 
 
-def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
-    """Yield the model's parameters and persistent buffers.
+def model_tensors(model: nn.Module, *, frozen: bool = True) -> Iterator[FullTensorShard]:
+    """Yield the model's parameters, without ``frozen`` only those that are trained, and its persistent buffers.
 
     Tied ones appear once, under their first name.
     """
     for entry in named_tensors(model):
+        if entry.is_frozen and not frozen:
+            continue
         # Buffers may change in forward: a snapshot must copy them at once.
         # Rows that are sharded over data-parallel ranks (zero3) may be masters: the model's weights
         # are those rows, rounded. The copy exists until it is written.

@@ -55,16 +55,24 @@ class RankSave:
         state: the state to save. Plain values are copied now, tensors when they are read.
         config: recorded in the checkpoint and compared by a resumed run.
         keep: number of complete checkpoints to keep.
+        keep_step: step of another checkpoint to keep, if any.
 
     Raises:
         ValueError: the state contains something that cannot be stored.
     """
 
     def __init__(
-        self, directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+        self,
+        directory: str | Path,
+        step: int,
+        state: TrainingState,
+        config: Mapping[str, Any],
+        keep: int,
+        keep_step: int | None = None,
     ) -> None:
         self.parent = Path(directory)
         self.keep = keep
+        self.keep_step = keep_step
         self.target = step_directory(directory, step)
         self.incomplete = incomplete_directory(directory, step)
         self._rank = parallel_state.get_global_rank()
@@ -83,6 +91,7 @@ class RankSave:
             "config": flat_config(config),
             "sizes": parallel_sizes(),
             "versions": versions(),
+            "base": state.base,
         }
 
     @property
@@ -92,7 +101,7 @@ class RankSave:
 
     def _tensor_sources(self, state: TrainingState) -> list[SnapshotSource]:
         """Return the sources of this rank's boxes and record the boxes in the fragment."""
-        logicals = list(model_tensors(state.model))
+        logicals = list(model_tensors(state.model, frozen=state.base is None))
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []
@@ -209,7 +218,7 @@ class RankSave:
         for path in paths:
             path.unlink()
         replace_directory(self.incomplete, self.target)
-        prune(self.parent, self.keep)
+        prune(self.parent, self.keep, self.keep_step)
 
 
 def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:

@@ -112,9 +112,11 @@ def _clean(parent: Path) -> None:
             restore_interrupted(step_directory(parent, int(match[1])))
 
 
-def prune(parent: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints."""
-    for path in list(complete_steps(parent).values())[:-keep]:
+def prune(parent: Path, keep: int, keep_step: int | None = None) -> None:
+    """Remove all complete checkpoints but the newest ``keep`` and the one of ``keep_step``."""
+    for step, path in list(complete_steps(parent).items())[:-keep]:
+        if step == keep_step:
+            continue
         # Rename first: a kill during the removal must not leave a directory that looks complete.
         incomplete = path.with_name(f"{path.name}.tmp")
         path.rename(incomplete)

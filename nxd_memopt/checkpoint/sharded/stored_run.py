@@ -21,6 +21,7 @@ class StoredRun:
         config: the ``config`` that was saved, by dotted name, with JSON values.
         sizes: ``world_size``, ``tensor_model_parallel_size`` and ``data_parallel_size``.
         shared: ``TrainingState.shared`` of the saved state.
+        base: its ``TrainingState.base``.
     """
 
     directory: Path
@@ -28,6 +29,7 @@ class StoredRun:
     config: Mapping[str, Any]
     sizes: Mapping[str, int]
     shared: Mapping[str, Any]
+    base: Mapping[str, Any] | None = None
 
 
 def read_stored_run(checkpoint: str | Path) -> StoredRun:
@@ -43,4 +45,4 @@ def read_stored_run(checkpoint: str | Path) -> StoredRun:
         )
     index = Index(directory)
     shared = decode(index.content["shared"], index.plain_tensor)
-    return StoredRun(directory, index.step, index.content["config"], index.sizes, shared)
+    return StoredRun(directory, index.step, index.content["config"], index.sizes, shared, index.base)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint.directories import copy_entry
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.fingerprint import flat_config, parallel_sizes, require_same_config
 from nxd_memopt.checkpoint.sharded.index import Index
@@ -41,7 +42,13 @@ class Restored:
 
 
 def save_training_state(
-    directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
+    directory: str | Path,
+    step: int,
+    *,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int = 2,
+    keep_step: int | None = None,
 ) -> Path:
     """Write ``directory/step_XXXXXXXX`` and return its path.
 
@@ -58,12 +65,13 @@ def save_training_state(
         state: the state to save.
         config: options that a resumed run must share; compared by ``load_training_state``.
         keep: number of complete checkpoints to keep, this one included; at least 1.
+        keep_step: step of another checkpoint to keep, such as the best one.
 
     Raises:
         ValueError, OSError: on every rank, if one cannot write, or if ``directory`` has a later
             step.
     """
-    save = begin_save(directory, step, state, config, keep)
+    save = begin_save(directory, step, state, config, keep, keep_step)
     task = f"saving {save.target}"
     reader = HostReader()
     # Every rank writes its file; only if all succeed, rank 0 writes the index.
@@ -77,7 +85,12 @@ def save_training_state(
 
 
 def begin_save(
-    directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+    directory: str | Path,
+    step: int,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int,
+    keep_step: int | None = None,
 ) -> RankSave:
     """Describe this rank's part of a checkpoint and create the directory to write into.
 
@@ -85,9 +98,12 @@ def begin_save(
     """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     with raise_together(f"saving step {step} to {directory}"):
-        save = RankSave(directory, step, state, config, keep)
+        save = RankSave(directory, step, state, config, keep, keep_step)
         if parallel_state.is_global_rank_zero():
             prepare_step(Path(directory), step, keep)
+            # One by one: copying the directory would also copy its mode, and a temporary one is closed to others.
+            for path in sorted(state.files.iterdir()) if state.files is not None else ():
+                copy_entry(path, save.incomplete / path.name)
     return save
 
 

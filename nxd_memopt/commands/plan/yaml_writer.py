@@ -120,11 +120,11 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
 def missing_options(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options that training needs beyond the written sections, with a placeholder for each value."""
     missing: list[tuple[str, str]] = []
-    if not {"dataset", "mixture"} & set(content["data"]):
-        missing.append(("--data.dataset", "FILE"))
     # A directory of weights may have a tokenizer.
     if not {"pretrained", "tokenizer"} & set(content["model"]):
         missing.append(("--model.tokenizer", "DIRECTORY"))
+    if not {"dataset", "mixture"} & set(content["data"]):
+        missing.append(("--data.dataset", "DATA"))
     return missing
 
 

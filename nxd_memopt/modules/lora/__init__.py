@@ -1,7 +1,14 @@
 """Low-rank adapters (LoRA) of the parallel linear layers, with neuronx-distributed's names."""
 
 from nxd_memopt.lora_config import LoraConfig
-from nxd_memopt.modules.lora.adapters import adapted_layers, add_adapters, get_lora_model, is_adapter, merged_adapters
+from nxd_memopt.modules.lora.adapters import (
+    adapted_layers,
+    add_adapters,
+    get_lora_model,
+    is_adapter,
+    merged_adapters,
+    model_type_of,
+)
 from nxd_memopt.modules.lora.layers import LoraColumnParallelLinear, LoraRowParallelLinear
 
 __all__ = [
@@ -13,4 +20,5 @@ __all__ = [
     "get_lora_model",
     "is_adapter",
     "merged_adapters",
+    "model_type_of",
 ]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
 from nxd_memopt.modules.lora.layers import AdaptedLinear, adapt
 from nxd_memopt.parallel_layers.data_shards import is_data_sharded, local_rows
@@ -33,17 +34,21 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
     All tensor-parallel ranks call it at the same time: they draw the same initial values.
 
     Returns:
-        The names of the layers with adapters.
+        The names of the layers with adapters. Like ``config.target_modules`` these are Hugging Face's and PEFT's:
+        of fused layers, which are separate here, ``qkv_proj`` and not ``q_proj``.
 
     Raises:
         ValueError: a name is of no layer, or of one that cannot have an adapter; the model has
             adapters; its parameters are sharded over data-parallel ranks; or a memory technique
             computes layers without calling them.
     """
-    targets = config.target_modules or default_targets(str(getattr(getattr(model, "config", None), "model_type", None)))
+    targets = config.target_modules or default_targets(model_type_of(model))
     named = dict(model.named_modules())
-    chosen = {name: module for name, module in named.items() if is_target(name, targets)}
-    _require_targets(targets, named)
+    parts: dict[str, list[str]] = {}
+    for name in named:
+        parts.setdefault(fused_name(model_type_of(model), name), []).append(name)
+    chosen = [name for name in parts if is_target(name, targets)]
+    _require_targets(targets, {name: named[each[0]] for name, each in parts.items()})
     if adapted_layers(model):
         raise ValueError("the model has adapters already: build it again to add others")
     if any(is_data_sharded(parameter) for parameter in model.parameters()):
@@ -54,15 +59,23 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
     # Fused paths that would bypass an adapter turn off; ``model.fusions`` says which.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, module in chosen.items():
-            adapt(name, module, config)
+        for name in chosen:
+            # An adapter of a fused layer: its parts have the rows of B that are theirs, and one A.
+            first, *others = (adapt(part, named[part], config) for part in parts[name])
+            for other in others:
+                other.lora_A = first.lora_A
     # One all-gather of the input of query, key and value remains, whichever of them have adapters.
     for module in model.modules():
         if isinstance(module, SharedInput):
             module.share_input()
     if hasattr(model, "fusions"):
         cast(Any, model).fusions = Fusions(model)
-    return list(chosen)
+    return chosen
+
+
+def model_type_of(model: nn.Module) -> str:
+    """Return Hugging Face's ``model_type`` of a model with a config."""
+    return str(getattr(getattr(model, "config", None), "model_type", None))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
@@ -86,9 +99,8 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
         for layer in adapted_layers(model).values():
             weight = local_rows(layer.weight)
             originals[weight] = weight.detach().to("cpu", copy=True)
-            # The sum is rounded once to the weight's dtype.
-            delta = layer.delta()
-            weight.copy_(weight.to(delta.dtype) + delta)
+            # The sum is rounded on the host, as a conversion of a checkpoint does.
+            weight.copy_((originals[weight].double() + layer.delta()).to(weight.dtype))
         try:
             yield
         finally:

@@ -17,6 +17,15 @@ from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelL
 from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
 
 
+def scaled_product(up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """Return ``scale * up @ down``, float64, on the host.
+
+    The order of a matmul's sums depends on the device and on the shape of a shard. In float64 the difference is
+    far below a bit of the sum with the weight, so a merge on any device and at any T gives equal bits.
+    """
+    return scale * (up.cpu().double() @ down.cpu().double())
+
+
 class ReplicatedLinear(ShardedModule):
     """Linear layer without bias whose weight is the same on all tensor-parallel ranks.
 
@@ -60,13 +69,12 @@ class Adapted:
     scale: float
 
     def delta(self) -> Tensor:
-        """Return this rank's part of ``scale * B A``, fp32 or wider. All data-parallel ranks call."""
+        """Return this rank's part of ``scale * B A``, float64, on the host. All data-parallel ranks call."""
         # Both factors are of this tensor-parallel rank's rows or columns. Of rows that are sharded over
         # data-parallel ranks (zero3), a rank has the same rows of B as of the weight; A is gathered.
         down = gather_rows(self.lora_A.weight).detach()
         up = local_rows(self.lora_B.weight).detach().to(model_dtype(self.lora_B.weight))
-        wide = torch.promote_types(up.dtype, torch.float32)
-        return self.scale * (up.to(wide) @ down.to(wide))
+        return scaled_product(up, down, self.scale)
 
 
 class LoraColumnParallelLinear(Adapted, ColumnParallelLinear):

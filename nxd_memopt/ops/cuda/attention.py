@@ -25,15 +25,14 @@ _KERNELS = "flash_attn.cute.interface"
 # buffers that it passes in. Their parameters are checked before the first call.
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _PARAMETERS = {
-    "_flash_attn_fwd": ("q", "k", "v", "causal", "out", "return_lse", *_PACKED),
+    "_flash_attn_fwd": ("q", "k", "v", "softmax_scale", "causal", "out", "return_lse", *_PACKED),
     "_flash_attn_bwd": (
-        *("q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"),
+        *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic", "dq", "dk", "dv"),
         *_PACKED,
     ),
 }
 
 
-@torch.compiler.assume_constant_result  # otherwise dynamo traces the import
 def unavailable_reason() -> str | None:
     """Return why the kernels cannot be called, or None if they can.
 
@@ -43,6 +42,11 @@ def unavailable_reason() -> str | None:
     if reason is None:
         return None
     return f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
+
+
+# Otherwise dynamo traces the import. torch.compiler.assume_constant_result sets this attribute too, but imports
+# torch._dynamo, which takes seconds in every process.
+unavailable_reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -62,8 +66,9 @@ def flash4_attention(
     key: Tensor,
     value: Tensor,
     documents: PackedDocuments | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return causal ``softmax(Q K^t / sqrt(d)) V``, within each document.
+    """Return causal ``softmax(scale Q K^t) V``, within each document.
 
     Saves its inputs, output and one number per query. A kernel is compiled at its first call, which
     takes seconds. Backward differs from run to run in the last bits, unless
@@ -74,6 +79,7 @@ def flash4_attention(
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
         documents: of the batch; ``None``: each row is one document.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         ``[B, h, S, d]``.
@@ -81,12 +87,12 @@ def flash4_attention(
     # [B, S, heads, d], the kernels' layout: a view, because they take any stride but the last one
     columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]
     if documents is None:
-        output, _ = flash4(*columns, None, query.size(2))
+        output, _ = flash4(*columns, None, query.size(2), scale)
     else:
         # The kernels for variable lengths take one row of B * S tokens. S bounds the longest
         # document, whose length the host does not know without waiting for the device.
         flat = [x.flatten(0, 1) for x in columns]
-        output, _ = flash4(*flat, documents.boundaries, query.size(2))
+        output, _ = flash4(*flat, documents.boundaries, query.size(2), scale)
         output = output.unflatten(0, (query.size(0), -1))
     return output.transpose(1, 2)
 
@@ -109,6 +115,7 @@ def flash4(
     value: Tensor,
     boundaries: Tensor | None,
     longest: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps in fp32.
 
@@ -120,6 +127,7 @@ def flash4(
         value: shape of key.
         boundaries: ``PackedDocuments.boundaries``; ``None``: not packed.
         longest: upper bound of the documents' lengths; read only if packed.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         Output in the shape of query, and ``[B, h, S]``; packed ``[h, B * S]``.
@@ -130,6 +138,7 @@ def flash4(
         q=query,
         k=key,
         v=value,
+        softmax_scale=scale,
         causal=True,
         out=output,
         return_lse=True,
@@ -145,8 +154,9 @@ def _(
     value: Tensor,
     boundaries: Tensor | None,
     longest: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    del key, value, boundaries, longest
+    del key, value, boundaries, longest, scale
     # log-sum-exps: [B, S, h, d] -> [B, h, S]; packed [B * S, h, d] -> [h, B * S]
     sizes = [*query.shape[:-3], query.size(-2), query.size(-3)]
     return torch.empty_like(query), query.new_empty(sizes, dtype=torch.float32)
@@ -164,6 +174,7 @@ def _flash4_backward(
     log_sum_exp: Tensor,
     boundaries: Tensor | None,
     longest: int,
+    scale: float | None,
     dquery: Tensor,
     dkey: Tensor,
     dvalue: Tensor,
@@ -175,6 +186,7 @@ def _flash4_backward(
         out=output,
         dout=grad_output,
         lse=log_sum_exp,
+        softmax_scale=scale,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         dq=dquery,
@@ -196,7 +208,7 @@ def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, boundaries, ctx.longest = inputs
+    query, key, value, boundaries, ctx.longest, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient of the log-sum-exps
     ctx.save_for_backward(query, key, value, *output, boundaries)
@@ -206,13 +218,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
         # one per input of flash4
-        return (None,) * 5
+        return (None,) * 6
     *saved, boundaries = ctx.saved_tensors
     # If query, key and value are chunks of one projection's output, so are their gradients: the
     # projection's backward reads all three as one tensor, without a copy.
     grads = Layout.of(*saved[:3]).empty(saved[0])
-    _flash4_backward(_readable(grad_output), *saved, boundaries, ctx.longest, *grads)
-    return *grads, None, None
+    _flash4_backward(_readable(grad_output), *saved, boundaries, ctx.longest, ctx.scale, *grads)
+    return *grads, None, None, None
 
 
 flash4.register_autograd(_backward, setup_context=_save_for_backward)

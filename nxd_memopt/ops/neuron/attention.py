@@ -35,8 +35,8 @@ def refusal(call: AttentionCall) -> str | None:
     )
 
 
-def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return causal ``softmax(Q K^t / sqrt(d)) V``.
+def nki_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """Return causal ``softmax(scale Q K^t) V``.
 
     Saves query, key, value, output and one number per query.
 
@@ -44,11 +44,14 @@ def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query: ``[B, h, S, d]``, bf16 or fp32, S a multiple of 2048, d at most 128.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
+        scale: factor of the scores; None for ``1 / sqrt(d)``.
 
     Returns:
         ``[B, h, S, d]``.
     """
-    output: Any = _NkiAttention.apply(query, key, value)
+    if scale is None:
+        scale = query.size(-1) ** -0.5
+    output: Any = _NkiAttention.apply(query, key, value, scale)
     return output
 
 
@@ -62,7 +65,7 @@ class _NkiAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         kernels = importlib.import_module(_KERNELS)
         output, log_sum_exp = kernels.flash_fwd[query.size(0), key.size(1)](
             _head_dim_first(query),
@@ -72,14 +75,15 @@ class _NkiAttention(torch.autograd.Function):
             use_causal_mask=True,
             # training: return the log-sum-exps too
             config=kernels.FlashConfig(training=True),
-            **_precision_and_scale(query),
+            **_precision_and_scale(query, scale),
         )  # [B, h, S, d], [B, h, 128, S/128]
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.scale = scale
         return output
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # Without the barrier the compiler saves forward's transposed copies for backward.
         saved = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
         query, key, value, output, log_sum_exp, grad_output = saved
@@ -95,11 +99,11 @@ class _NkiAttention(torch.autograd.Function):
             log_sum_exp,
             _seed(query),
             use_causal_mask=True,
-            **_precision_and_scale(query),
+            **_precision_and_scale(query, ctx.scale),
         )  # [B, h, d, S] each
         dkey = _sum_over_repeats(dkey, repeats)
         dvalue = _sum_over_repeats(dvalue, repeats)
-        return tuple(grad.transpose(-1, -2) for grad in (dquery, dkey, dvalue))
+        return *(grad.transpose(-1, -2) for grad in (dquery, dkey, dvalue)), None
 
 
 def _head_dim_first(tensor: Tensor) -> Tensor:
@@ -110,7 +114,7 @@ def _seed(query: Tensor) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=query.device)  # of dropout, which is disabled
 
 
-def _precision_and_scale(query: Tensor) -> dict[str, Any]:
+def _precision_and_scale(query: Tensor, scale: float) -> dict[str, Any]:
     """Return the kernel options for precision and softmax scale.
 
     With ``mixed_precision`` the kernels multiply in bf16: correct for bf16, a silent loss of
@@ -118,7 +122,7 @@ def _precision_and_scale(query: Tensor) -> dict[str, Any]:
     """
     return {
         "mixed_precision": query.dtype == torch.bfloat16,
-        "softmax_scale": query.size(-1) ** -0.5,
+        "softmax_scale": scale,
     }
 
 

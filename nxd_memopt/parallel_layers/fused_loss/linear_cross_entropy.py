@@ -294,7 +294,12 @@ def fused_linear_cross_entropy(
     return loss
 
 
-@torch.compiler.disable(reason="it overwrites logits by their gradient and compiles its kernels itself")
-# A separate function, because torch.compile must not trace the in-place gradient.
 def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, with_grad: bool) -> Tensor:
-    return cast(Tensor, LinearCrossEntropy.apply(x, weight, labels, options, with_grad))
+    args = (x, weight, labels, options, with_grad)
+    # torch.compile must not trace the in-place gradient. Imported while it traces: torch._dynamo takes
+    # seconds, and every start would pay for it.
+    if torch.compiler.is_compiling():
+        from nxd_memopt.parallel_layers.fused_loss.untraced import call_untraced
+
+        return cast(Tensor, call_untraced(LinearCrossEntropy.apply, *args))
+    return cast(Tensor, LinearCrossEntropy.apply(*args))

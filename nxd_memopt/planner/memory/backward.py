@@ -30,7 +30,13 @@ def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> l
     # Merged branches have other tensors than one after the other.
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_moments(sizes, kernels)
-    return _sequential_moments(sizes, memory, kernels)
+    moments = _sequential_moments(sizes, memory, kernels)
+    if not sizes.scales_blocks:
+        return moments
+    # The gradient of a block's output is a multiple of the gradient of the residual stream, and exists next to it
+    # until the block's last projection has read it. Counted at every moment: an upper bound.
+    scaled = {"scaled gradient": LayerBytes(sizes).stream}
+    return [replace(each, temporary={**each.temporary, **scaled}) for each in moments]
 
 
 def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:

@@ -246,6 +246,9 @@ def _in_forward(step: Step) -> PeakCandidate:
     temporaries = forward_temporaries(step.sizes, step.memory, step.kernels, own, has_slots=step.has_slots)
     if not temporaries:
         return "forward", {}
+    # The MLP's output exists next to its multiple.
+    if step.sizes.scales_blocks:
+        temporaries = {**temporaries, "scaled output": step.stream_bytes}
     # RoPE's tables and the embedding's ids outlive the layers.
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {

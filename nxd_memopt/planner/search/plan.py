@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.memory.activations import Activations, activations
 from nxd_memopt.planner.memory.peak import StepMemory, step_memory
 from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings, settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
@@ -113,6 +114,11 @@ def evaluate(problem: Problem, setting: Setting, models: RankModels | None = Non
     if models is None:
         models = {}
     return _timed(problem, setting, models, _memory(problem, setting, models))
+
+
+def planned_activations(problem: Problem, setting: Setting) -> Activations:
+    """Return what the forward of a micro-batch keeps, by layer; arguments and errors as ``evaluate``."""
+    return activations(_model(problem, setting, {}).sizes, setting.memory, kernels_of(problem, setting.memory))
 
 
 def _memory(problem: Problem, setting: Setting, models: RankModels) -> StepMemory:

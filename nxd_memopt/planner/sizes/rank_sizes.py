@@ -18,9 +18,6 @@ from nxd_memopt.moe_config import MoEConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-_AS_LLAMA = ("llama", "mistral", "qwen2")
-
-
 @dataclass(frozen=True)
 class RankSizes:
     """Sizes that determine the activations of one rank.
@@ -52,6 +49,7 @@ class RankSizes:
             empty if no layer has a window.
         reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
         adapters: low-rank adapters, which are trained instead of the weights; None trains the weights.
+        scales_blocks: outputs of attention and MLP are multiplied by a constant (Granite).
     """
 
     model_type: str
@@ -79,6 +77,7 @@ class RankSizes:
     windows: tuple[int | None, ...] = ()
     reduces_in_fp32: bool = False
     adapters: Adapters | None = None
+    scales_blocks: bool = False
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
@@ -167,9 +166,9 @@ def rank_sizes(
     windows: tuple[int | None, ...] = ()
     if any(each is not None and each < sequence_length for each in spec.windows):
         windows = tuple(each if each is not None and each < sequence_length else None for each in spec.windows)
-    # Mistral and Qwen2 differ from LLaMA in windows and biases, which keep no tensors for backward.
+    # Models that differ from LLaMA by windows, biases and factors keep the same tensors for backward.
     model_type = spec.model_type
-    if model_type in _AS_LLAMA:
+    if not (spec.is_gpt_neox or spec.has_experts or "q_norm" in spec.biases):
         model_type = "llama"
     experts = moe_sizes(spec, parallel, moe)
     adapters = None
@@ -203,4 +202,5 @@ def rank_sizes(
         windows=windows,
         reduces_in_fp32=parallel.reduce_dtype == "float32",
         adapters=adapters,
+        scales_blocks=spec.residual_multiplier is not None,
     )

@@ -47,6 +47,7 @@ OFFLOADED_WEIGHTS = "memory.cpu_offloading_weights"
 IN_BACKWARD = "optimizer.in_backward"
 IN_FORWARD = "optimizer.optimizer_update_in_forward"
 RANK = "lora.lora_rank"
+KEEP_BEST = "trainer.keep_best"
 
 EXCLUDED = (
     Excluded(
@@ -124,6 +125,11 @@ EXCLUDED = (
         (True,),
         "adapters neither train nor store the new rows; first export the resized model with trainer.max_steps 0",
     ),
+    Excluded(
+        KEEP_BEST, (True,), "data.eval_sequences", (0,), "the best checkpoint is the one of the lowest held-out loss"
+    ),
+    Excluded(KEEP_BEST, (True,), "trainer.val_check_interval", (0,), "only the last step would be evaluated"),
+    Excluded(KEEP_BEST, (True,), "trainer.save_interval", ("never",), "the best checkpoint is saved"),
     Excluded("trainer.export", ("verify",), "data.eval_sequences", (0,), "the check compares held-out losses"),
     Excluded(
         "trainer.resume_from",

@@ -8,7 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_memopt.options import alternatives, field_types, fit, nearest
+from nxd_memopt.options import alternatives, collected, field_types, fit, listed
+from nxd_memopt.training.config.other_tools import meant
 from nxd_memopt.training.config.train_config import SECTIONS
 from nxd_memopt.training.config.yaml_file import parse_yaml
 
@@ -20,6 +21,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         ValueError: an option is unknown, or a value is not of the option's type.
     """
     given: dict[str, Any] = {}
+    problems: list[str] = []
     remaining = list(arguments)
     while remaining:
         name, separator, text = remaining.pop(0).partition("=")
@@ -29,18 +31,26 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         # The entries of a list are words of their own.
         while not separator and remaining and not remaining[0].startswith("--"):
             words.append(remaining.pop(0))
-        if name == "--memory" and words == ["auto"]:
-            given["auto_memory"] = True
-            continue
-        section, option, key = _option_named(name)
-        if option.startswith("no_") and option not in field_types(SECTIONS[section]):
-            option, words = option.removeprefix("no_"), ["false"]
-        options = given.setdefault(section, {})
-        if key:
-            options.setdefault(option, {})[key] = _entry(name, words)
-        else:
-            options[option] = _value(name, words, field_types(SECTIONS[section])[option])
+        with collected(problems):
+            _read_override(name, words, given)
+    if problems:
+        raise ValueError(listed(problems))
     return given
+
+
+def _read_override(name: str, words: list[str], given: dict[str, Any]) -> None:
+    """Add the option of ``name``, with the value of ``words``, to ``given``."""
+    if name == "--memory" and words == ["auto"]:
+        given["auto_memory"] = True
+        return
+    section, option, key = _option_named(name)
+    if option.startswith("no_") and option not in field_types(SECTIONS[section]):
+        option, words = option.removeprefix("no_"), ["false"]
+    options = given.setdefault(section, {})
+    if key:
+        options.setdefault(option, {})[key] = _entry(name, words)
+    else:
+        options[option] = _value(name, words, field_types(SECTIONS[section])[option])
 
 
 def _option_named(name: str) -> tuple[str, str, str]:
@@ -59,7 +69,9 @@ def _option_named(name: str) -> tuple[str, str, str]:
             for section, cls in SECTIONS.items()
             for field in dataclasses.fields(cls)
         ]
-        remedy = nearest(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
+        remedy = meant(name.replace("_", "-"), known).replace("'", "") or ": write --SECTION.OPTION VALUE"
+        if name.endswith((".yaml", ".yml")):
+            remedy = f": write --config {name}"
         raise ValueError(f"unknown option {name}{remedy}")
     # The names of a model's configuration have underscores, paths of a mixture what they have.
     if option == "config_overrides":

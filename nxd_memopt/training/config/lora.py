@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.options import Resume, check_options, option
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class LoraOptions:
 
     Args:
         lora_rank: r, rank of the adapters; ``None`` trains the model's weights without adapters.
-        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``.
+        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``; ``None`` is twice the rank.
         lora_dropout: probability of dropping an element of an adapter's input.
         target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, which ``None`` means.
         use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
@@ -28,7 +30,7 @@ class LoraOptions:
     # Rank and targets decide the shapes, and alpha the function that was trained: another value is refused at a resume.
     # Dropout acts in training only, and may change if asked.
     lora_rank: int | None = option(None, resume=Resume.REFUSED)
-    lora_alpha: int = option(8, resume=Resume.REFUSED)
+    lora_alpha: int | None = option(None, resume=Resume.REFUSED)
     lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
     target_modules: tuple[str, ...] | None = option(None, resume=Resume.REFUSED)
     use_rslora: bool = option(False, resume=Resume.REFUSED)
@@ -42,6 +44,10 @@ class LoraOptions:
                         f"lora.{field.name} {getattr(self, field.name)!r} needs adapters: set lora.lora_rank, or leave "
                         "it out"
                     )
+        # Resolved here, so that a checkpoint records the value: twice the rank is what PEFT's users set. neuronx-
+        # distributed's default, 8 at any rank, would scale adapters of rank 16 by a half, and those of rank 64 by 1/8.
+        elif self.lora_alpha is None:
+            object.__setattr__(self, "lora_alpha", 2 * self.lora_rank)
         self.config()  # raises if an option is out of range
 
     def config(self) -> LoraConfig | None:
@@ -58,7 +64,12 @@ class LoraOptions:
             raise ValueError(f"lora: {error}") from error
 
 
+def recorded_section(cls: type[Section], section: str, options: Mapping[str, Any]) -> Section:
+    """Return a section, of class ``cls``, of the options that a checkpoint records; others have their defaults."""
+    names = [field.name for field in dataclasses.fields(cast(Any, cls))]
+    return cls(**{name: options[f"{section}.{name}"] for name in names if f"{section}.{name}" in options})
+
+
 def recorded_lora(options: Mapping[str, Any]) -> LoraConfig | None:
     """Return the configuration of the adapters of a checkpoint that records ``options``; None without adapters."""
-    names = [field.name for field in dataclasses.fields(LoraOptions)]
-    return LoraOptions(**{name: options[f"lora.{name}"] for name in names if f"lora.{name}" in options}).config()
+    return recorded_section(LoraOptions, "lora", options).config()

@@ -22,7 +22,8 @@ class OptimizerConfig:
             ``constant`` stays at ``lr``; ``inverse_sqrt`` falls with the square root of the step.
         wsd_decay_steps: steps of the decay of ``wsd``.
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
-        warmup_steps: steps of linear warm-up.
+        warmup_steps: steps of linear warm-up. If they exceed ``trainer.max_steps`` and ``decay_steps`` is not
+            set, a tenth of ``max_steps``: the run says so.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
             ``max_steps`` will be raised later.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.

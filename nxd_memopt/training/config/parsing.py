@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nxd_memopt.architectures.published import spelled
-from nxd_memopt.options import declaration, field_types, fit, nearest, require_one_of
+from nxd_memopt.options import collected, declaration, field_types, fit, listed, nearest, require_one_of
 from nxd_memopt.training.config.command_line import read_overrides
 from nxd_memopt.training.config.help import options_help
 from nxd_memopt.training.config.nemo.model import translate
 from nxd_memopt.training.config.nemo.switches import knows, take_switches
+from nxd_memopt.training.config.other_tools import meant
 from nxd_memopt.training.config.train_config import RECIPES, SECTIONS, TrainConfig
 from nxd_memopt.training.config.yaml_file import read_yaml_file
 
@@ -102,7 +102,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
     try:
         known, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{str(error).removeprefix('argument ')}: write --config FILE or --recipe NAME") from error
     if known.help:
         print(options_help(program))
         raise SystemExit(0)
@@ -125,7 +125,10 @@ def recipe_path(name: str) -> Path:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     found = spelled(name, names)
     if found is None:
-        raise ValueError(f"there is no recipe {name!r}: the recipes are {', '.join(names)}; --config takes a file")
+        hint = nearest(name, names)
+        raise ValueError(
+            f"there is no recipe {name!r}: the recipes are {', '.join(names)}; --config takes a file{hint}"
+        )
     return RECIPES / f"{found}.yaml"
 
 
@@ -170,19 +173,19 @@ def read_sections(values: Mapping[str, Any]) -> dict[str, Any]:
         types = field_types(SECTIONS[name])
         _check_names(options, types, name, problems)
         for option, value in options.items():
-            with _collected(problems):
+            with collected(problems):
                 options[option] = fit(f"{name}.{option}", value, types.get(option, Any))
-    with _collected(problems):
+    with collected(problems):
         _require_one_of_two(sections, sections)
     if problems:
-        raise ValueError(_listed(problems))
+        raise ValueError(listed(problems))
     return sections | {"auto_memory": is_auto}
 
 
 def _check_names(values: Mapping[str, Any], known: Collection[str], section: str, problems: list[str]) -> None:
     """Add a text to ``problems`` for the names of ``values`` that are not ``known``."""
     unknown = [name for name in values if name not in known]
-    remedies = [nearest(name, tuple(known)) for name in unknown]
+    remedies = [meant(str(name), tuple(known)) for name in unknown]
     for name, remedy in zip(unknown, remedies, strict=True):
         problems.append(f"unknown key {name!r} in {section}{remedy}")
     # The list of all names, once.
@@ -221,24 +224,14 @@ def _require_one_of_two(given: Mapping[str, Any], sections: dict[str, Any]) -> N
 
 def _built(sections: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of ``read_sections``; every dataclass checks its values when it is made."""
-    built = {name: cls(**sections.get(name, {})) for name, cls in SECTIONS.items()}
+    problems: list[str] = []
+    built: dict[str, Any] = {}
+    for name, cls in SECTIONS.items():
+        with collected(problems):
+            built[name] = cls(**sections.get(name, {}))
+    if problems:
+        raise ValueError(listed(problems))
     return TrainConfig(**built, auto_memory=sections.get("auto_memory", False))
-
-
-@contextlib.contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a ``ValueError`` inside the block to ``problems``: all are reported together."""
-    try:
-        yield
-    except ValueError as error:
-        problems.append(str(error))
-
-
-def _listed(problems: list[str]) -> str:
-    """Return one problem as it is, several in one line."""
-    if len(problems) == 1:
-        return problems[0]
-    return f"{len(problems)} problems: " + "; ".join(f"({i}) {text}" for i, text in enumerate(problems, start=1))
 
 
 def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
@@ -253,7 +246,7 @@ def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str
             if knows(name):
                 switches[name] = value
                 continue
-            with _collected(problems):
+            with collected(problems):
                 _resolve_alias(resolved, section, str(name), value)
     take_switches(resolved, switches, problems)
     return resolved

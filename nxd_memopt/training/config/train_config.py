@@ -18,6 +18,7 @@ from nxd_memopt.training.config.optimizer import OptimizerConfig
 from nxd_memopt.training.config.precision import PRECISIONS, precision_name
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+SHORT_WARMUP = 0.1  # of the steps of a run that is too short for optimizer.warmup_steps
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
 
 
@@ -97,6 +98,8 @@ class TrainerConfig:
             is reported at the next step. Needs host memory for everything that a rank writes
             (parameters, master weights, optimizer states); page-locked on GPUs.
         keep_checkpoints: number of newest checkpoints that stay on disk.
+        keep_best: save after each evaluation with a lower held-out loss than all before, and keep the checkpoint
+            with the lowest one next to the newest ones. It needs ``val_check_interval``.
         log_every_n_steps: number of steps whose loss and gradient norm are read from the device
             together, written to metrics.jsonl and checked to be finite; also the steps between
             progress lines. Each read makes the host wait for the device, so use 10 or more on
@@ -135,6 +138,7 @@ class TrainerConfig:
     save_interval: int | Literal["auto", "never"] = option("auto", resume=Resume.REPORTED, minimum=0)
     async_save: bool = option(False, resume=Resume.REPORTED)
     keep_checkpoints: int = option(2, resume=Resume.REPORTED, minimum=1)
+    keep_best: bool = option(False, resume=Resume.REPORTED)
     log_every_n_steps: int = option(1, resume=Resume.REPORTED, minimum=1)
     export: bool | Literal["verify"] = option(True, resume=Resume.REPORTED)
     enable_cuda_graph: bool | Literal["auto"] = option("auto", resume=Resume.REPORTED)
@@ -249,7 +253,7 @@ class TrainConfig:
         # run of epochs are not known yet (``epochs.py``).
         if not self.trainer.max_steps or self.trainer.max_epochs is not None:
             return
-        warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
+        warmup, decay = self.warmup_steps, self.optimizer.wsd_decay_steps
         if warmup + decay > self.decay_steps:
             steps = f"optimizer.warmup_steps {warmup}"
             if decay:
@@ -259,6 +263,18 @@ class TrainConfig:
                 "trainer.max_steps): the learning rate would never reach optimizer.lr; shorten one of them or set "
                 "decay_steps"
             )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up: ``optimizer.warmup_steps``, or a tenth of a run that is too short for them.
+
+        A few steps that try the configuration of a long run then have a peak and a decay too. With ``decay_steps``
+        the schedule is stated, and a longer warm-up is an error.
+        """
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.wsd_decay_steps
+        if self.optimizer.decay_steps is not None or warmup + decay <= self.trainer.max_steps:
+            return warmup
+        return min(warmup, max(1, int(SHORT_WARMUP * self.trainer.max_steps)))
 
     @property
     def decay_steps(self) -> int:

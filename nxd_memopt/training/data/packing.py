@@ -20,7 +20,7 @@ NOT_TRAINED = 1 << 30
 """Flag of a token that is never predicted, such as padding or a question: its label is -100."""
 ID_MASK = PADDING - 1
 
-# Tokens of the documents that best-fit packing arranges together. More leave less padding (on
+# Tokens of the documents of training that best-fit packing arranges together. More leave less padding (on
 # source code with S = 1024, 0.1 % in windows of this size) and need more memory: 32 MiB.
 WINDOW_TOKENS = 2**22
 
@@ -74,21 +74,33 @@ class BestFit:
     of ``WINDOW_TOKENS`` tokens, the pieces are placed from the longest to the shortest, each into
     the row with the least space that it fits into. A row's end is filled with ``padding_id``,
     which is not trained and is a document of its own. The rows of a window are shuffled, because
-    they are found in the order of their documents' lengths.
+    they are found in the order of their documents' lengths. The first windows are smaller, each twice the
+    one before: there is no row before a window is full, and a run waits for its first rows.
 
     Args:
         length: S.
         padding_id: token that fills rows.
         seed: seed of the order of a window's rows.
         state: of an earlier packer, to go on from.
+        first_tokens: tokens of the first window; None for ``WINDOW_TOKENS``.
     """
 
-    def __init__(self, length: int, *, padding_id: int, seed: int, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        padding_id: int,
+        seed: int,
+        state: Mapping[str, Any] | None = None,
+        first_tokens: int | None = None,
+    ) -> None:
         self._length = length
+        self._window_tokens = min(first_tokens or WINDOW_TOKENS, WINDOW_TOKENS)
         self._padding_id = padding_id
         self._generator = np.random.default_rng([seed, 3])
         if state is not None:
             self._generator.bit_generator.state = state["generator"]
+            self._window_tokens = state["window_tokens"]
         self._window: list[Tokens] = []
         self._size = 0
 
@@ -98,7 +110,7 @@ class BestFit:
         starts = range(0, len(document), self._length)
         self._window += [started(document[start : start + self._length]) for start in starts]
         self._size += len(document)
-        if self._size < WINDOW_TOKENS:
+        if self._size < self._window_tokens:
             return []
         return self.finish()
 
@@ -107,13 +119,14 @@ class BestFit:
         rows = _best_fit_rows(self._window, self._length, self._padding_id)
         self._window = []
         self._size = 0
+        self._window_tokens = min(2 * self._window_tokens, WINDOW_TOKENS)
         return [rows[index] for index in self._generator.permutation(len(rows))]
 
     def state(self) -> dict[str, Any] | None:
-        """Return the random state between two windows; None inside a window."""
+        """Return the random state and the size of the next window between two windows; None inside a window."""
         if self._window:
             return None
-        return {"generator": self._generator.bit_generator.state}
+        return {"generator": self._generator.bit_generator.state, "window_tokens": self._window_tokens}
 
 
 def _best_fit_rows(pieces: list[Tokens], length: int, padding_id: int) -> list[Tokens]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import cast
 
 from torch import Tensor
@@ -12,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.reporting.reporter import Reporter, StepMetrics
+from nxd_memopt.training.reporting.reporter import Reporter
+from nxd_memopt.training.reporting.step_metrics import StepMetrics, Trained
 from nxd_memopt.training.routers import RouterSums
 
 
@@ -63,15 +66,23 @@ class DeferredMetrics:
         reporter: records and shows the values.
         every: number of steps per read.
         tokens_per_step: tokens of one optimizer step over all ranks.
+        trained: returns what the run has trained after a step.
         utilization_per_token: MFU of one token per second; None if it is not known.
     """
 
     def __init__(
-        self, reporter: Reporter, *, every: int, tokens_per_step: int, utilization_per_token: float | None = None
+        self,
+        reporter: Reporter,
+        *,
+        every: int,
+        tokens_per_step: int,
+        trained: Callable[[int], Trained],
+        utilization_per_token: float | None = None,
     ) -> None:
         self._reporter = reporter
         self._every = every
         self._tokens_per_step = tokens_per_step
+        self._trained = trained
         self._utilization_per_token = utilization_per_token
         self._steps: list[StepResult] = []
         self._is_first = True
@@ -101,13 +112,27 @@ class DeferredMetrics:
         # device's time; the steps of one read share its mean.
         values = [(step, step.loss.item(), step.grad_norm.item()) for step in self._steps]
         seconds = (time.perf_counter() - self._started) / max(len(values), 1)
+        end = datetime.now().astimezone()
         peak = backend.max_memory_allocated()
         # Every step is checked before it is recorded, in order: rows up to the failing step are
         # in metrics.jsonl.
         tokens_per_s = self._tokens_per_step / seconds
         mfu = None if self._utilization_per_token is None else self._utilization_per_token * tokens_per_s
-        for step, loss, grad_norm in values:
-            row = StepMetrics(step.number, loss, grad_norm, step.lr, tokens_per_s, peak, mfu)
+        last = len(values) - 1
+        for index, (step, loss, grad_norm) in enumerate(values):
+            trained = self._trained(step.number)
+            row = StepMetrics(
+                step=step.number,
+                time=(end - timedelta(seconds=(last - index) * seconds)).isoformat(timespec="milliseconds"),
+                tokens=trained.tokens,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=step.lr,
+                tokens_per_s=tokens_per_s,
+                peak_memory_bytes=peak,
+                epoch=trained.epoch,
+                mfu=mfu,
+            )
             if step.scaling is not None:
                 row = replace(row, loss_scale=step.scaling.scale, skipped=step.scaling.skipped)
             if step.routers is not None:

@@ -4,101 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from nxd_memopt.files import complete_file
-from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.reporting.boards import Boards
+from nxd_memopt.training.reporting.loss_plot import LOSS_PLOT, draw_losses
+from nxd_memopt.training.reporting.progress import ProgressLines
 from nxd_memopt.training.reporting.run_record import options_of, options_text, write_run_record
+from nxd_memopt.training.reporting.step_metrics import HeldOut, StepMetrics, printable
 
 ROW_START = b'{"step": '
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
+SAMPLES = "samples.jsonl"
 # Numbers besides the step that a resumed run reads from the rows of earlier processes.
-READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",)}
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one optimizer step: a row of metrics.jsonl.
-
-    Args:
-        step: number of the step, counted from 1.
-        loss: mean cross entropy of the step's tokens on all ranks, fp32, without the routers' losses.
-        grad_norm: global gradient norm before clipping, fp32.
-        lr: learning rate of the update.
-        tokens_per_s: tokens per second over all ranks, mean over the steps that were read
-            together.
-        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
-            the device does not report it.
-        mfu: model FLOPs utilization (``utilization_per_token``); None if it is not known.
-        loss_scale: factor of the loss in the step's gradients; None without loss scaling.
-        skipped: whether a gradient overflowed, so that nothing was updated; None without loss
-            scaling.
-        routers: values of ``RouterSums`` of a model with experts.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    peak_memory_bytes: int | None
-    mfu: float | None = None
-    loss_scale: float | None = None
-    skipped: bool | None = None
-    routers: Mapping[str, Any] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        """Return the values by name, without MFU and those of loss scaling and routers if there are none.
-
-        The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
-        no numbers: they are None.
-        """
-        values = asdict(self)
-        if self.loss_scale is None:
-            del values["loss_scale"], values["skipped"]
-        if self.mfu is None:
-            del values["mfu"]
-        values |= values.pop("routers")
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-        return values
-
-    def line(self) -> str:
-        """Return the metrics as one line of text."""
-        line = (
-            f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
-            f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
-        )
-        if self.mfu is not None:
-            line += f"  MFU {100 * self.mfu:.1f} %"
-        if self.loss_scale is not None:
-            line += f"  loss scale {self.loss_scale:.4g}"
-        for name in ("load_balancing_loss", "z_loss", "max_load", "dropped_share"):
-            if name in self.routers:
-                line += f"  {name.replace('_', ' ')} {self.routers[name]:.3g}"
-        if self.skipped:
-            line += ", overflow: skipped"
-        return line
-
-
-def gib(size: int | None) -> str:
-    """Return a size in bytes as text in GiB, or ``n/a`` if None."""
-    if size is None:
-        return "n/a"
-    return f"{size / GIB:.2f} GiB"
+READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",), SAMPLES: ()}
 
 
 class Rows:
@@ -228,15 +157,16 @@ class Reporter:
             last_step = first_step if continues else -1
             self._metrics = Rows(directory / METRICS, last_step)
             self._evaluations = Rows(directory / EVALUATION, last_step)
+            if config.data.has_conversations:
+                self._samples = Rows(directory / SAMPLES, last_step)
             write_run_record(config)
             self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
             self._boards.options(options_text(config), options_of(config))
-            self._progress = _progress(self.console)
+            self._progress = ProgressLines(self.console, max_steps=self._config.max_steps, first_step=first_step)
 
     def __enter__(self) -> Reporter:
         if self._enabled and self.console.is_terminal:
             self._progress.start()
-            self._task = self._progress.add_task("", total=self._config.max_steps, completed=self._first_step)
         return self
 
     def __exit__(
@@ -248,6 +178,19 @@ class Reporter:
         if self._enabled:
             self._progress.stop()
             self._boards.close(exit_code=0 if kind is None else 1)
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the losses of all steps, those of earlier processes too; a failure is a line."""
+        if not self._metrics.rows:
+            return
+        # The picture is an extra: whatever fails, also in a library, must not fail a run that is complete, or hide the
+        # error with which it ends. It comes last, because matplotlib's first start takes seconds.
+        path = Path(self._config.output_dir) / LOSS_PLOT
+        try:
+            draw_losses(path, self._metrics.rows, self._evaluations.rows)
+        except Exception as error:
+            self.say(f"{path} is not drawn: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -265,23 +208,19 @@ class Reporter:
             return
         values = row.row() | {"planned_memory_bytes": self._planned_memory_bytes}
         self._metrics.append(values)
-        self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
+        self._boards.scalars(
+            {f"train/{name}": value for name, value in values.items() if name not in ("step", "time")}, row.step
+        )
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:
-        """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
+        """Show the progress, with a line of its own every ``log_every_n_steps``."""
         remaining = self._config.max_steps - row.step
         left: timedelta | None = None
         if self.tokens_per_step is not None and remaining:
             left = timedelta(seconds=round(remaining * self.tokens_per_step / row.tokens_per_s))
-        # A terminal has the remaining time in its progress bar.
-        if self.console.is_terminal:
-            self._progress.update(self._task, completed=row.step, description=row.line())
-        elif row.step % self._config.log_every_n_steps == 0 or not remaining:
-            line = f"step {row.step}/{self._config.max_steps}  {row.line()}"
-            if left is not None:
-                line += f"  {left} left"
-            self.say(line)
+        is_logged = row.step % self._config.log_every_n_steps == 0 or not remaining
+        self._progress.show(row, left, prints=is_logged)
         # Once, after the second step, because the first one is a warm-up.
         if left is not None and row.step - self._first_step == 2:
             end = datetime.now().astimezone() + left
@@ -291,8 +230,8 @@ class Reporter:
         """Return whether the losses recorded for two steps are of the same tokens, as far as their rows say."""
         if not self._enabled:
             return True
-        tokens = {row["step"]: row.get("tokens") for row in self._evaluations.rows}
-        return None in (tokens.get(first), tokens.get(last)) or tokens[first] == tokens[last]
+        digests = {row["step"]: row.get("digest") for row in self._evaluations.rows}
+        return None in (digests.get(first), digests.get(last)) or digests[first] == digests[last]
 
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""
@@ -302,24 +241,64 @@ class Reporter:
         losses = [row["held_out_loss"] for row in self._evaluations.rows if row["step"] == step]
         return losses[-1] if losses else None
 
-    def evaluation(self, step: int, held_out_loss: float, tokens: str) -> None:
+    def best_evaluation(self, steps: Collection[int], text: HeldOut | None) -> tuple[int, float] | None:
+        """Return the one of ``steps`` with the lowest recorded loss of this held-out text, and the loss; None without.
+
+        Losses of other text, as options of the data give, are not compared; a line then says so.
+        """
+        if not self._enabled:
+            return None
+        rows = [row for row in self._evaluations.rows if row["step"] in steps]
+        same = [row for row in rows if text is not None and row.get("digest") == text.digest]
+        if rows and not same:
+            self.say("trainer.keep_best: the held-out text has changed, and the best checkpoint is chosen anew")
+        losses = [(row["held_out_loss"], row["step"]) for row in same if math.isfinite(row["held_out_loss"])]
+        if not losses:
+            return None
+        loss, step = min(losses)
+        return step, loss
+
+    def evaluation(self, step: int, held_out_loss: float, text: HeldOut) -> None:
         """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it.
 
         Args:
             step: number of the step.
             held_out_loss: mean over the held-out tokens.
-            tokens: identifies these tokens, which change with the options of the data.
+            text: what was evaluated, which changes with the options of the data.
         """
         if not self._enabled:
             return
         # A finished run that is started again evaluates its last step again: one row is enough.
-        row = {"step": step, "held_out_loss": held_out_loss, "tokens": tokens}
-        # Rows of earlier versions do not say of which tokens they are.
         same = [known for known in self._evaluations.rows if known["step"] == step]
-        if not any(known.get("tokens") in (None, tokens) for known in same):
-            self._evaluations.append(row)
+        if not any(known.get("digest") == text.digest for known in same):
+            self._evaluations.append({"step": step, "held_out_loss": held_out_loss, **asdict(text)})
         self._boards.scalars({"held_out/loss": held_out_loss}, step)
-        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
+        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f} ({text})")
+
+    def answer(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record an answer of the model after ``step`` in samples.jsonl: ``prompt``, ``answer`` and more values."""
+        # A finished run that is started again generates its last answers again: one row is enough.
+        if self._enabled and self._answer(step, values["prompt"]) is None:
+            self._samples.append({"step": step, **values})
+
+    def show_answers(self, step: int, prompts: Sequence[str], seconds: float) -> None:
+        """Print the recorded answers to ``prompts`` at step 0, if there are any, and after ``step``."""
+        if not self._enabled:
+            return
+        self.say(f"answers to questions of held-out conversations, generated in {seconds:.1f} s:")
+        for prompt in prompts:
+            texts = {"question": prompt, "before": self._answer(0, prompt), f"step {step}": self._answer(step, prompt)}
+            for name, text in texts.items():
+                if text is not None:
+                    lines = f"\n{'':<12}| ".join(printable(text.strip()).split("\n"))
+                    self.say(f"  {name:<10}| {lines}")
+
+    def _answer(self, step: int, prompt: str) -> str | None:
+        """Return the recorded answer to ``prompt`` after ``step``, or None."""
+        for row in self._samples.rows:
+            if (row["step"], row.get("prompt")) == (step, prompt):
+                return row.get("answer")
+        return None
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean tokens per second of this process's steps, or None without steps.
@@ -333,14 +312,3 @@ class Reporter:
         if not rates:
             return None
         return len(rates) / sum(1 / rate for rate in rates)
-
-
-def _progress(console: Console) -> Progress:
-    """Return the progress bar, disabled if the console is not a terminal."""
-    columns = (
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)

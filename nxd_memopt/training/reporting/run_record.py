@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,31 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
+def changed_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that are not at their defaults, such as ``"data.seq_length"``, as plain values."""
+    found: dict[str, Any] = {}
+    for name, values in options_of(config).items():
+        if not isinstance(values, dict):
+            found[name] = values
+            continue
+        for each in fields(getattr(config, name)):
+            default = each.default
+            if each.default_factory is not MISSING:
+                default = each.default_factory()
+            # As plain values, like the options: tuples are lists there.
+            value, key = values[each.name], f"{name}.{each.name}"
+            if default is not MISSING and value == json.loads(json.dumps(default)):
+                continue
+            if isinstance(value, dict):
+                found |= {f"{key}.{inner}": item for inner, item in value.items()}
+            else:
+                found[key] = value
+    return found
+
+
 def options_text(config: TrainConfig) -> str:
     """Return the options as YAML, which ``--config`` reads."""
-    options = options_of(config)
-    # With a mixture ``dataset`` is the default, and a file that has both is refused.
-    if config.data.mixture:
-        del options["data"]["dataset"]
-    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(options_of(config), sort_keys=False, allow_unicode=True, width=120)
 
 
 def environment() -> dict[str, Any]:

@@ -1,33 +1,59 @@
-"""The start report's lines about what is trained: parameters, bytes of each, steps, tokens and held-out text."""
+"""The start report: first what a person needs to see that the run is the intended one, then what is trained."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from nxd_memopt.backends import BACKEND_REASON, backend
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config.data import DataConfig
+from nxd_memopt.training.config.precision import PRECISIONS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.parameter_groups import count_elements, describe_groups
+from nxd_memopt.training.reporting.step_metrics import HeldOut
+from nxd_memopt.training.runtime.distributed import world_size
 
 
-def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
-    """Return the lines for a model that is not sharded over data-parallel ranks; each parameter is counted once."""
-    sizes = {True: 0, False: 0}
-    for param in model.parameters():
-        sizes[param.requires_grad] += count_elements(param)
-    trained = f"{sizes[True]:,}"
-    if sizes[False]:
-        trained += f" of {sum(sizes.values()):,}"
-    data, steps = config.data, config.trainer.max_steps
-    tokens = data.global_batch_size * data.seq_length
+def model_line(model: ParallelCausalLM, config: TrainConfig) -> str:
+    """Return the line about a model that is not sharded over data-parallel ranks; each parameter is counted once."""
+    names = config.model
+    weights = "random weights"
+    if names.warm_start is not None:
+        weights = f"weights of {names.warm_start}"
+    elif names.pretrained is not None and not names.random_init:
+        weights = f"weights of {names.pretrained}"
+    elif names.pretrained is not None:
+        weights += f", configuration of {names.pretrained}"
+    total = sum(count_elements(param) for param in model.parameters())
+    return f"model: {model.config.model_type}, {total:,} parameters, {weights}"
+
+
+def run_lines(config: TrainConfig) -> list[str]:
+    """Return the lines about output directory, ranks and precision."""
+    tensor_size = parallel_state.get_tensor_model_parallel_size()
+    data_size = parallel_state.get_data_parallel_size()
+    precision = str(config.trainer.precision)
     return [
-        f"model: {trained} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
-        "weight, gradient and optimizer states before sharding",
+        f"output: {config.trainer.output_dir}",
+        f"ranks: {world_size()}, tensor-parallel {tensor_size} x data-parallel {data_size}; backend {backend.name} "
+        f"({BACKEND_REASON})",
+        f"precision: {precision}, {PRECISIONS[precision].description}",
+    ]
+
+
+def training_lines(model: nn.Module, config: TrainConfig) -> list[str]:
+    """Return the lines about what is trained, for a model that is not sharded over data-parallel ranks."""
+    trained = sum(count_elements(param) for param in model.parameters() if param.requires_grad)
+    data, steps = config.data, config.trainer.max_steps
+    return [
+        f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, "
+        f"{data.global_batch_size * data.seq_length:,} tokens a step",
+        f"training: {trained:,} parameters are trained, with {bytes_per_parameter(config)} bytes each for weight, "
+        "gradient and optimizer states before sharding",
         *describe_groups(model, config.optimizer),
-        f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, {tokens:,} "
-        "tokens a step",
-        f"held-out text: {_held_out(data)}",
     ]
 
 
@@ -43,18 +69,23 @@ def bytes_per_parameter(config: TrainConfig) -> int:
     return sum(size(one, layout) for size in (weight_bytes, gradient_bytes, master_bytes, moment_bytes))
 
 
-def _held_out(data: DataConfig) -> str:
-    """Return where the held-out text comes from, and how much of it an evaluation reads."""
-    if not data.eval_sequences:
+def held_out_line(data: DataConfig, text: HeldOut | None) -> str:
+    """Return the line about where the held-out text comes from, and how much of it an evaluation has.
+
+    Args:
+        data: options of the data.
+        text: what an evaluation has; None without evaluation.
+    """
+    if text is None:
         if not data.held_out_every:
-            return "none, and nothing is evaluated (data.eval_sequences 0)"
+            return "held-out text: none, and nothing is evaluated (data.eval_sequences 0)"
         return (
-            f"about one document in {data.held_out_every} is neither trained nor evaluated (data.eval_sequences 0): "
-            "data.held_out_every 0 trains it"
+            f"held-out text: about one document in {data.held_out_every} is neither trained nor evaluated "
+            "(data.eval_sequences 0): data.held_out_every 0 trains it"
         )
+    size = f"an evaluation has {text}"
+    if text.sequences < data.eval_sequences:
+        size += f": there are no more for data.eval_sequences {data.eval_sequences:,}"
     if data.validation_dataset is not None:
-        return f"{data.validation_dataset!r}; an evaluation reads {data.eval_sequences:,} sequences"
-    return (
-        f"about 1/{data.held_out_every} of the text; an evaluation reads {data.eval_sequences:,} sequences of it, and "
-        "the rest is neither trained nor evaluated"
-    )
+        return f"held-out text: {data.validation_dataset!r}; {size}"
+    return f"held-out text: about 1/{data.held_out_every} of the text, which is not trained; {size}"

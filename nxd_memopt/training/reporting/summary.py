@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,19 +15,32 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.checkpoint.huggingface.exporting import write_config
 from nxd_memopt.files import write_text
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from nxd_memopt.training.reporting.reporter import gib
+from nxd_memopt.training.reporting.step_metrics import gib
+from nxd_memopt.training.runtime.start_phases import FIRST_STEP
+
+EVALUATED = (
+    "held_out_loss_after",
+    "transformers_held_out_loss",
+    "best_checkpoint",
+    "best_held_out_loss",
+    "export",
+)
+"""Figures that a start without a step has too."""
 
 
 @dataclass
 class Summary:
     """Results of a run, written to summary.json.
 
-    A figure is None if it was not requested, or was measured before a resume and not recorded.
+    A figure is None if it was not requested, or was measured before a resume and not recorded. ``start_s`` has the
+    seconds of the phases of the start.
     """
 
     backend: str
@@ -40,6 +55,9 @@ class Summary:
     available_memory_bytes: int | None = None
     measured_memory_bytes: int | None = None
     freed_memory_bytes: int | None = None
+    best_checkpoint: str | None = None
+    best_held_out_loss: float | None = None
+    start_s: dict[str, float] = field(default_factory=dict)
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -48,6 +66,12 @@ class Summary:
         if not self.held_out_loss_before or self.held_out_loss_after is None:
             return None
         return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
+
+    def time_to_first_step_s(self) -> float | None:
+        """Return the seconds from the start to the end of the first step, or None if no step was trained."""
+        if FIRST_STEP not in self.start_s:
+            return None
+        return sum(self.start_s.values())
 
     def transformers_difference(self) -> float | None:
         """Return |our held-out loss - transformers' held-out loss|, or None if it is unknown."""
@@ -60,9 +84,30 @@ class Summary:
         derived = {
             "held_out_change_percent": self.change_percent(),
             "transformers_difference": self.transformers_difference(),
+            "time_to_first_step_s": self.time_to_first_step_s(),
         }
         text = json.dumps(asdict(self) | derived, indent=2) + "\n"
-        write_text(directory / "summary.json", text)
+        path = directory / "summary.json"
+        # A finished run that is started again has nothing new to say.
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+
+    def with_recorded(self, directory: Path) -> Summary:
+        """Return this summary of a start that has trained nothing, with the figures of the start that has trained.
+
+        Held-out losses are of this start, where it has evaluated. A file of another step says nothing about this one.
+        """
+        path = directory / "summary.json"
+        if not path.is_file():
+            return self
+        recorded = read_json(path)
+        if recorded.get("steps") != self.steps:
+            return self
+        own = asdict(self)
+        # The loss before is read from the records, and is None if it is of other tokens than the loss after.
+        del own["held_out_loss_before"]
+        evaluated = [name for name in EVALUATED if own[name] is not None]
+        return replace(self, **{name: recorded[name] for name in own if name in recorded and name not in evaluated})
 
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""
@@ -90,6 +135,11 @@ class Summary:
             text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
         return text
 
+    def _best(self) -> str | None:
+        if self.best_checkpoint is None:
+            return None
+        return f"{Path(self.best_checkpoint).name}, held-out loss {self.best_held_out_loss:.4f}"
+
     def _rows(self) -> list[tuple[str, str]]:
         # Rows without a value are left out: not every run exports, evaluates or reports memory. An
         # empty text counts as no value, so a run without peaks has no row for them.
@@ -102,6 +152,8 @@ class Summary:
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
+            ("best checkpoint", self._best()),
+            ("time to first step", _number(self.time_to_first_step_s(), ".1f", " s")),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
             ("planned memory", self._planned()),
@@ -156,16 +208,40 @@ def peak_bytes_of_all_ranks() -> list[int | None]:
     return [json.loads(peak) for peak in peaks]
 
 
-def export(model: nn.Module, vocabulary: Vocabulary, directory: Path) -> None:
-    """Write the model and its tokenizer as a Hugging Face directory. Every rank calls.
+@contextmanager
+def model_files(model: nn.Module, vocabulary: Vocabulary) -> Iterator[Path]:
+    """Yield a directory with what an export has next to its weights: configuration and tokenizer. Every rank calls.
 
-    The weights, the tokenizer and the generation config appear with one rename.
+    Rank 0 alone fills it, and removes it afterwards.
     """
     assert vocabulary.special is not None
-    exported = cast(Any, model)
-    exported.config = vocabulary.special.config_of_export(exported.config)
-    with tempfile.TemporaryDirectory(prefix="nxd_memopt_tokenizer_") as companions:
-        with raise_together(f"writing the tokenizer of {directory}"):
+    with tempfile.TemporaryDirectory(prefix="nxd_memopt_model_") as directory:
+        with raise_together("writing the tokenizer"):
             if parallel_state.is_global_rank_zero():
-                vocabulary.special.write_companions(vocabulary.tokenizer, Path(companions))
-        save_pretrained(model, directory, companions=companions)
+                vocabulary.special.write_companions(vocabulary.tokenizer, Path(directory))
+                with _config_of_export(model, vocabulary):
+                    write_config(model, Path(directory))
+        yield Path(directory)
+
+
+def export(
+    model: nn.Module, vocabulary: Vocabulary, directory: Path, files: Path, *, merges_adapters: bool = True
+) -> None:
+    """Write the model, with its adapters merged or left out, and ``model_files`` as a Hugging Face directory.
+
+    The weights, the tokenizer and the generation config appear with one rename. Every rank calls.
+    """
+    with _config_of_export(model, vocabulary):
+        save_pretrained(model, directory, companions=files, merges_adapters=merges_adapters)
+
+
+@contextmanager
+def _config_of_export(model: nn.Module, vocabulary: Vocabulary) -> Iterator[None]:
+    """Give ``model`` the token ids of its export inside the block."""
+    assert vocabulary.special is not None
+    exported = cast(Any, model)
+    own, exported.config = exported.config, vocabulary.special.config_of_export(exported.config)
+    try:
+        yield
+    finally:
+        exported.config = own

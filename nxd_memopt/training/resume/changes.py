@@ -56,6 +56,7 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
     # The sources of a mixture may move, like a single one, but not change their shares.
     options["data"]["dataset"] = " + ".join(config.data.sources)
     options["data"]["mixture"] = list(config.data.mixture.values())
+    options["data"]["columns"] = sorted(f"{field}={column}" for field, column in config.data.columns.items())
     options["architecture"] = architecture(hf_config)
     return options
 
@@ -128,7 +129,7 @@ def judge(changes: Changes, name: str, rule: Declaration, values: tuple[Any, Any
     if rule.resume is Resume.REPORTED:
         changes.notes.append(f"{name}: {old} -> {new}")
     elif rule.resume is Resume.SAME_CONFIG:
-        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights are the checkpoint's")
+        changes.notes.append(f"{name}: {old} -> {new}, with an equal configuration; the weights stay as they are")
     elif rule.resume is Resume.SAME_CONTENT:
         # Whether the allowed tokens are others is said where they are compared.
         content = "" if DATASET in allowed else ", with equal content"

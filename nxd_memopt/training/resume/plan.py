@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from nxd_memopt.checkpoint.huggingface.base import find_base
 from nxd_memopt.checkpoint.sharded.index import INDEX
 from nxd_memopt.checkpoint.sharded.steps import find_latest
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun, read_stored_run
-from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume
+from nxd_memopt.options import NEW_RUN, WARM_START, Declaration, Resume, listed
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.resume.changes import Changes, compare_options, judge, recorded_options, require_known
@@ -29,22 +30,36 @@ class ResumePlan:
         config: the run's configuration, with the decay that its schedule has after the resume.
         recorded: options that the run's checkpoints record.
         stored: the checkpoint to continue from; None for a run that starts at step 0.
+        base: Hugging Face directory of the weights next to the adapters in ``stored``; None if it has all weights.
         warm_start: the checkpoint whose weights a run at step 0 starts with, if any.
         sequence_offset: ``sequence_offset + s * data.global_batch_size`` sequences are consumed before
             step s. It is 0 unless the run was resumed with another batch size or other text.
+        trained_offset: the same for the sequences that are trained, which other text does not set back.
         notes: one line for each option that has changed.
     """
 
     config: TrainConfig
     recorded: Mapping[str, Any]
     stored: StoredRun | None = None
+    base: Path | None = None
     warm_start: Path | None = None
     sequence_offset: int = 0
+    trained_offset: int = 0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run continues from a checkpoint in its own directory."""
+        own = Path(self.config.trainer.checkpoint_directory)
+        return self.stored is not None and self.stored.directory.parent == own
 
     def position(self, step: int) -> int:
         """Return the number of training sequences that ``step`` steps have consumed."""
         return self.sequence_offset + step * self.config.data.global_batch_size
+
+    def trained_sequences(self, step: int) -> int:
+        """Return the number of sequences, of any text, that the run has trained after ``step`` steps."""
+        return self.trained_offset + step * self.config.data.global_batch_size
 
 
 def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
@@ -74,7 +89,12 @@ def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
         return ResumePlan(config, recorded, warm_start=_warm_start(config))
     with raise_together(f"resuming from {checkpoint}"):
         stored = read_stored_run(checkpoint)
-        return _compared(config, hf_config, stored, notes)
+        plan = _compared(config, hf_config, stored, notes)
+    if stored.base is None:
+        return plan
+    # The checkpoint has no weights but the adapters': they continue with the base that they were trained with.
+    directories = [config.model.pretrained] if config.model.pretrained is not None else []
+    return replace(plan, base=find_base(stored.base, checkpoint, directories))
 
 
 def _warm_start(config: TrainConfig) -> Path | None:
@@ -110,7 +130,7 @@ def find_checkpoint(option: str, name: str) -> Path:
 def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRun, notes: list[str]) -> ResumePlan:
     """Return the plan to continue from ``stored``, after comparing its options with this run's."""
     # Other text under the same options would be read at a position that counts other sequences.
-    if "tokens" not in stored.shared or "trainer.precision" not in stored.config:
+    if not {"tokens", "trained_sequences"} <= stored.shared.keys() or "trainer.precision" not in stored.config:
         raise ValueError(
             f"{stored.directory} records no tokens or precision: it was written by an earlier version, or by another "
             f"program: continue with the version or the program that wrote it, or {WARM_START}"
@@ -119,7 +139,7 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
     changes = compare_options(stored.config, recorded_options(config, hf_config), allowed)
     _compare_schedules(config, stored, changes)
     if changes.refusals:
-        raise ValueError(f"{stored.directory} was written by another configuration: {'; '.join(changes.refusals)}")
+        raise ValueError(f"{stored.directory} was written by another configuration: {listed(changes.refusals)}")
     if stored.step > config.trainer.max_steps:
         raise ValueError(
             f"{stored.directory} has done {stored.step} steps, more than trainer.max_steps "
@@ -129,16 +149,16 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
     before = stored.sizes["data_parallel_size"]
     if before != replicas:
         changes.notes.append(f"data-parallel size: {before} -> {replicas}")
-    consumed = sequences_consumed(stored)
-    offset = consumed - stored.step * config.data.global_batch_size
-    recorded = recorded_options(config, hf_config)
-    return ResumePlan(config, recorded, stored, sequence_offset=offset, notes=[*notes, *changes.notes])
-
-
-def sequences_consumed(stored: StoredRun) -> int:
-    """Return the number of training sequences that the run of a checkpoint has consumed."""
-    # Not step * batch: the batch size may have changed in an earlier resume.
-    return stored.shared["sequences"]
+    # Stored, not step * batch: the batch size may have changed in an earlier resume.
+    counted = stored.step * config.data.global_batch_size
+    return ResumePlan(
+        config,
+        recorded_options(config, hf_config),
+        stored,
+        sequence_offset=stored.shared["sequences"] - counted,
+        trained_offset=stored.shared["trained_sequences"] - counted,
+        notes=[*notes, *changes.notes],
+    )
 
 
 def _compare_schedules(config: TrainConfig, stored: StoredRun, changes: Changes) -> None:

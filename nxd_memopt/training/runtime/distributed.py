@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 BACKEND_VARIABLE = "NXD_MEMOPT_BACKEND"
 PROFILE_VARIABLE = "NXD_MEMOPT_PROFILE"
+HUB_OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
 NEEDED_WITH_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -133,6 +134,23 @@ def host_only() -> Iterator[None]:
             os.environ[BACKEND_VARIABLE] = previous
 
 
+def hub_endpoint() -> str | None:
+    """Return the address of the Hugging Face Hub, or None if its libraries are told not to use the network."""
+    if os.environ.get(HUB_OFFLINE_VARIABLE, "").upper() in ("1", "ON", "YES", "TRUE"):
+        return None
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def use_hub_cache() -> None:
+    """Let the hub's libraries read their caches alone. Call it before they are imported."""
+    os.environ[HUB_OFFLINE_VARIABLE] = "1"
+
+
+def datasets_cache(home: str) -> Path:
+    """Return the directory in which the datasets library keeps prepared data; ``home`` is the hub's own."""
+    return Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets"))
+
+
 def use_one_tokenizer_thread() -> None:
     """Let tokenizers of the ``tokenizers`` library run in the calling thread only."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -159,6 +177,7 @@ def init_distributed(config: TrainConfig) -> None:
     config.accumulation_steps(world_size())  # called for its checks
     config.require_expert_ranks(world_size())
     backend.expand_segments()
+    backend.keep_kernels()
     # The order matters: the model-parallel groups are subgroups of the world, and seeds depend on
     # the rank in these groups.
     backend.init_process_group(timeout=timedelta(minutes=config.trainer.distributed_timeout_minutes))

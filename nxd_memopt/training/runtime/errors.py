@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxd_memopt._optional import MissingDependencyError
+from nxd_memopt.options import ITEM
 from nxd_memopt.training.runtime.distributed import RankVariablesError, is_rank_zero, rank, shows_tracebacks
 
 USAGE_ERROR = 2
@@ -45,9 +46,7 @@ def user_errors() -> Iterator[None]:
             prefix = "error"
             if has_rank and not is_rank_zero():
                 prefix = f"error on rank {rank()}"
-            # One line: messages of other libraries may have several, and the ranks of a host
-            # write to the same terminal.
-            print(f"{prefix}: {' '.join(text_of(error).split())}", file=sys.stderr, flush=True)
+            print(f"{prefix}: {text_of(error)}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
 
 
@@ -72,7 +71,15 @@ def output_is_closed() -> bool:
 
 
 def text_of(error: Exception) -> str:
-    """Return the message of ``error``, with a remedy for a full disk, or with the place of another library's error."""
+    """Return the message of ``error`` with a remedy for a full disk, or with the place of another library's error.
+
+    It is one line, or one for each problem of several (``listed``): messages of other libraries may have
+    any lines, and the ranks of a host write to the same terminal.
+    """
+    return ITEM.join(" ".join(problem.split()) for problem in str.split(_message(error), ITEM))
+
+
+def _message(error: Exception) -> str:
     # Errors that this library raises with a remedy have no number.
     if isinstance(error, OSError):
         if error.errno in FULL_DISK:

@@ -44,7 +44,7 @@ BYTES_PER_MB = 10**6
 
 def write_text(path: Path, size: int) -> int:
     """Write about ``size`` bytes of documents as JSON lines; return the bytes of their text."""
-    documents = open_documents(DataConfig(held_out_every=0, eval_sequences=0))
+    documents = open_documents(DataConfig("stdlib", held_out_every=0, eval_sequences=0))
     written = number = 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:

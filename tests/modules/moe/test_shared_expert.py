@@ -150,7 +150,7 @@ SPLITS = {
 }
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_split(kind, world_size):
     for split in SPLITS[world_size]:

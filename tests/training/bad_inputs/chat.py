@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.data.sources.conversations import COLUMNS
+from nxd_memopt.training.config.data import FIELDS
 from tests.training.bad_inputs.case import BadInput
 from tests.training.chats import CONVERSATIONS, PAIRS, turns, write_chat_config, write_rows
 from tests.training.runs import LINES, byte_tokenizer
@@ -16,7 +16,7 @@ def _row(row: Any, **data: Any) -> Callable[[Path], Path]:
     """A run whose fifth row is ``row``."""
 
     def prepare(directory: Path) -> Path:
-        pairs = [dict(zip(COLUMNS[data["format"]][0], pair, strict=True)) for pair in PAIRS] if data else []
+        pairs = [dict(zip(FIELDS[data["format"]][0], pair, strict=True)) for pair in PAIRS] if data else []
         good = pairs or CONVERSATIONS
         path = write_rows(directory / "d.jsonl", [*good[:4], row, *good[4:]])
         return write_chat_config(directory, data={"dataset": path} | data)
@@ -64,7 +64,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput("chat_input_number", _row(ALPACA_ROW, format="instruction_output"), ("line 5", "'input'", "number")),
     BadInput("chat_text_file", _texts, ("data.format 'messages'", "text files", "JSON lines")),
     BadInput("chat_stdlib", _option(dataset="stdlib"), ("data.format 'messages'", "'stdlib'")),
-    BadInput("chat_text_column", _option(text_column="body"), ("data.text_column 'body'", "data.format")),
+    BadInput("chat_text_column", _option(columns={"text": "body"}), ("data.columns", "['text']", "messages has")),
     BadInput("chat_unknown_format", _option(format="mesages"), ("data.format", "did you mean 'messages'")),
     BadInput("chat_no_template", _no_template, ("the tokenizer has none", "data.chat_template")),
     BadInput("chat_template_missing", _template(None), ("chat.jinja", "cannot be read")),

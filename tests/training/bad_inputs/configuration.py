@@ -132,8 +132,8 @@ VALUES = (
     ),
     BadInput(
         "warm_up_beyond_the_last_step",
-        _option("optimizer", "warmup_steps", 9),
-        ("warmup_steps 9", "schedule of 8 steps", "shorten"),
+        _option("optimizer", "decay_steps", 1),
+        ("warmup_steps 2", "schedule of 1 steps", "shorten"),
     ),
     BadInput(
         "sequence_beyond_the_positions",
@@ -163,6 +163,7 @@ MODEL_VALUES = (
 )
 
 DATA = (
+    BadInput("data_not_named", _option("data", "dataset", None), ("no data is named", "data.dataset", "stdlib")),
     BadInput("data_missing", _option("data", "dataset", "/absent/texts.jsonl"), ("texts.jsonl", "no such file")),
     BadInput("data_directory_empty", _empty_directory_of_data, ("texts", ".jsonl")),
     BadInput("data_empty", _data("empty.jsonl", b""), ("empty.jsonl", "empty")),
@@ -181,7 +182,7 @@ DATA = (
     BadInput(
         "data_without_the_column",
         lambda d: write_config(d, data={"dataset": write_jsonl(d / "q.jsonl", ["a"], column="prompt")}),
-        ("data.text_column", "'text'", "prompt"),
+        ("data.columns", "text", "prompt"),
     ),
 )
 

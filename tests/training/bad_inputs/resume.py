@@ -50,8 +50,22 @@ CASES: tuple[BadInput, ...] = (
     BadInput(
         "resume_from_nothing",
         write_config,
-        ("trainer.resume_from /nowhere has no complete checkpoint", "name a run's trainer.output_dir"),
-        ("--trainer.resume-from", "/nowhere"),
+        ("trainer.resume_from /tmp has no complete checkpoint", "name a run's trainer.output_dir"),
+        ("--trainer.resume-from", "/tmp"),
+    ),
+    BadInput(
+        "absent_directories",
+        write_config,
+        (
+            "error: 3 problems:\n",
+            "\n- model.tokenizer /no/tokenizer does not exist",
+            "\n- trainer.resume_from /no/run does not exist",
+            "\n- dataset '/no/data.jsonl' cannot be read: no such file",
+        ),
+        (
+            *("--trainer.resume-from", "/no/run", "--model.tokenizer", "/no/tokenizer"),
+            *("--data.dataset", "/no/data.jsonl"),
+        ),
     ),
     BadInput(
         "foreign_checkpoint",

@@ -109,8 +109,8 @@ CASES: tuple[BadInput, ...] = (
     BadInput("missing_column", _dataset(b'{"body": "abc"}\n'), ("lines.jsonl line 3 has no 'text'", "['body']")),
     BadInput(
         "no_row_is_left",
-        _dataset(b""),
+        _dataset(b'{"body": null}\n'),
         ("skip leaves no row", "without the column"),
-        ("--data.on-bad-rows", "skip", "--data.text-column", "body"),
+        ("--data.on-bad-rows", "skip", "--data.columns.text", "body"),
     ),
 )

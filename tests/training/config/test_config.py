@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from nxd_memopt.options import field_types
 from nxd_memopt.training.config.help import descriptions
+from nxd_memopt.training.config.other_tools import NAMES
 from nxd_memopt.training.config.parsing import config_from_mapping, parse_config
 from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
+from nxd_memopt.training.inputs import require_inputs
 from nxd_memopt.training.runtime.errors import user_errors
 
 MODEL = {"pretrained": "some/directory"}
@@ -240,6 +243,37 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert stop.value.code == 2
     assert message in shown
     assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_flags_of_other_tools_are_named_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), user_errors():
+        parse_config(["--learning_rate", "1e-4", "--per_device_train_batch_size", "8", "--trainer.lr", "1", "--bf16"])
+    assert capsys.readouterr().err.splitlines() == [
+        "error: 4 problems:",
+        "- unknown option --learning_rate: here it is optimizer.lr",
+        "- unknown option --per_device_train_batch_size: here it is data.micro_batch_size",
+        "- unknown option --trainer.lr: it is optimizer.lr",
+        "- unknown option --bf16: here it is trainer.precision bf16-mixed",
+    ]
+
+
+def test_what_names_of_other_tools_stand_for_are_options() -> None:
+    for name in NAMES.values():
+        section, _, option = name.partition(" ")[0].strip(",;").partition(".")
+        assert option in field_types(SECTIONS[section]), name
+
+
+def test_a_hub_that_does_not_answer_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # restored after the test
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    model = {"tokenizer": "owner/absent", "config_overrides": {"model_type": "llama"}}
+    config = build(model=model, data={"dataset": "owner/data"})
+    with pytest.raises(ValueError, match=r"2 problems:") as raised:
+        require_inputs(config)
+    said = str(raised.value)
+    assert "model.tokenizer owner/absent is no directory" in said and "'owner/data' is no local file" in said
+    assert said.count("http://127.0.0.1:1 does not answer: name local files") == 2
 
 
 def test_other_exceptions_keep_their_traceback() -> None:

@@ -233,7 +233,7 @@ def test_options_next_to_the_sections() -> None:
 def test_what_is_not_supported_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError) as raised:
         config_from_mapping(mapping(**changes))
-    assert says in str(raised.value) and "\n" not in str(raised.value)
+    assert says in str(raised.value)
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     values["trainer"] |= {"limit_val_batches": 50, "max_stebs": 3}
     path = tmp_path / "nemo.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(ValueError, match="8 problems: ") as raised:
+    with pytest.raises(ValueError, match="8 problems:\n- ") as raised:
         read_yaml(path)
     for part in (
         "exp_manager is not supported",

@@ -61,7 +61,7 @@ def test_each_kind_is_counted_with_a_place_and_a_reason(tmp_path: Path, capsys: 
     assert texts(path) == GOOD
     *lines, total = capsys.readouterr().out.splitlines()
     places = [line.partition("the last: ")[2] for line in lines]
-    column = "column 'text' (data.text_column), not text"
+    column = "column 'text' (data.columns), not text"
     assert places[0].startswith(f"{path} line 1 is not JSON")
     assert places[1:] == [f"{path} line {n} has null in {column}" for n in (2, 11)] + [
         f"{path} line 13 has a number in {column}"
@@ -119,7 +119,7 @@ def test_bad_rows_of_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'.*/d' row 2 has null in column 'text'"):
         texts(tmp_path / "d", "error")
     with pytest.raises(ValueError, match=r"leaves no row: 3 of the 3 rows of .* \(3 not text\)"):
-        open_documents(DataConfig(dataset=str(tmp_path / "d"), text_column="n", on_bad_rows="skip"))
+        open_documents(DataConfig(dataset=str(tmp_path / "d"), columns={"text": "n"}, on_bad_rows="skip"))
 
 
 def test_text_files_that_are_not_utf8(tmp_path: Path) -> None:

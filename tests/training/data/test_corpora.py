@@ -186,7 +186,7 @@ def test_bad_rows_of_a_large_corpus(tmp_path: Path) -> None:
     assert all_texts(streamed(path, on_bad_rows="skip")) == ["a", "b"]
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "d.parquet")
     with pytest.raises(ValueError, match=r"'absent' .* is not in .*d.parquet: its columns are \['text'\]"):
-        all_texts(streamed(tmp_path / "d.parquet", text_column="absent"))
+        all_texts(streamed(tmp_path / "d.parquet", columns={"text": "absent"}))
     (tmp_path / "one.json").write_text('[{"text": "a"}]', encoding="utf-8")
     with pytest.raises(ValueError, match=r"one.json is one JSON value.*set data.streaming to false"):
         shards_of(streamed(tmp_path / "one.json"))
@@ -196,11 +196,12 @@ def test_bad_rows_of_a_large_corpus(tmp_path: Path) -> None:
 
 def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", LINES)
-    assert not is_streamed(DataConfig(dataset=path)) and not is_streamed(DataConfig())
+    assert not is_streamed(DataConfig(dataset=path)) and not is_streamed(DataConfig("stdlib"))
     monkeypatch.setattr(shards, "SMALL_BYTES", 1000)
     assert is_streamed(DataConfig(dataset=path)) and not is_streamed(DataConfig(dataset=path, streaming=False))
 
 
+@pytest.mark.slow
 def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the losses of a run that tokenizes in its own process, and epochs that are counted."""
     trainer = {"max_steps": 8, "export": False, "save_interval": "never"}

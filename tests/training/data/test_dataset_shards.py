@@ -181,8 +181,8 @@ def test_bad_rows_and_columns_are_named(tmp_path: Path) -> None:
         [list(shard.read(0)) for shard in shards_of(config)]
     texts = [text for shard in shards_of(streamed(path, on_bad_rows="skip")) for text, _ in shard.read(0)]
     assert sorted(texts) == ["a", "b", "c", "d", "f"]
-    with pytest.raises(ValueError, match=r"'body' \(data.text_column\) is not in .*: its columns are \['id', 'text'\]"):
-        shards_of(streamed(path, text_column="body"))
+    with pytest.raises(ValueError, match=r"'body' \(data.columns\) is not in .*: its columns are \['id', 'text'\]"):
+        shards_of(streamed(path, columns={"text": "body"}))
     for split in ("absent", "train[:10%]"):
         with pytest.raises(ValueError, match=r"cannot be read: Bad split: .*Available splits: \['train', 'test'\]"):
             shards_of(streamed(path, split=split))

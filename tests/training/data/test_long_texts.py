@@ -78,7 +78,15 @@ def added() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("build", [byte_level, lambda: byte_level(LLAMA3_WORDS), metaspace, wordpiece, added])
+@pytest.mark.parametrize(
+    "build",
+    [
+        byte_level,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (lambda: byte_level(LLAMA3_WORDS), wordpiece)),
+        metaspace,
+        added,
+    ],
+)
 def test_pieces_have_the_tokens_of_the_whole_text(
     build: Callable[[], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from nxd_memopt.commands.prepare import main as prepare
 from nxd_memopt.training.data.mixture import PERIOD, Blend
 from nxd_memopt.training.data.packed.sequences import MixedSequences
 from nxd_memopt.training.data.packing import ID_MASK
@@ -113,6 +114,40 @@ def test_held_out_sequences_have_the_same_shares(tmp_path: Path, monkeypatch: py
     known = byte_tokenizer()("abcdef")["input_ids"]
     letters = [bool(np.isin(row & ID_MASK, known).any()) for row in evaluated[0]]
     assert (len(letters), sum(letters)) == (8, 2)
+
+
+def test_a_mixture_is_evaluated_on_a_text_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = recorded_held_out(monkeypatch)
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "cpu")
+    own = write_jsonl(tmp_path / "own.jsonl", ["QRS " * (4 + i) for i in range(20)])
+    trainer = {"max_steps": 6, "save_interval": 2, "export": False}
+    config = mixture_config(tmp_path, trainer=trainer, data={"validation_dataset": own})
+    # All of the sources is trained, and none of the validation text.
+    assert prepare(["--config", str(config)]) == 0
+    prepared = capsys.readouterr().out
+    assert_says(prepared, "from 60 documents of ", "from 8 documents of ", "own.jsonl in ", "held-out text")
+    directories = list((tmp_path / "run" / "tokens").iterdir())
+    splits = [{path.name.partition(".")[0] for path in directory.glob("*.safetensors")} for directory in directories]
+    assert sorted(splits, key=str) == [{"held_out"}, {"train"}, {"train"}]
+    succeeded(run_here(config, "--trainer.max-steps", "2", "--optimizer.decay-steps", "6"))
+    output = succeeded(run_here(config, "--optimizer.decay-steps", "6"))
+    assert "the held-out text is all of" in output
+    assert not [path for path in (tmp_path / "run" / "tokens").iterdir() if path not in directories]
+    known = byte_tokenizer()("QRS ")["input_ids"]
+    assert evaluated
+    assert all(len(rows) == 8 and np.isin(rows & ID_MASK, [*known, 256]).all() for rows in evaluated)
+    # Held-out text that is trained too, and other held-out text of a resumed run, are refused.
+    copied = tmp_path / "copied.jsonl"
+    copied.write_bytes((tmp_path / "letters.jsonl").read_bytes())
+    outcome = run_here(config, "--data.validation-dataset", str(copied))
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "copied.jsonl", "has the documents of", "letters.jsonl")
+    other = write_jsonl(tmp_path / "other.jsonl", ["TUV " * 9] * 20)
+    outcome = run_here(config, "--data.validation-dataset", other)
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "the held-out text has changed")
 
 
 def test_other_shares_or_sources_are_refused_and_moved_ones_reported(tmp_path: Path) -> None:

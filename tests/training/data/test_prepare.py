@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from nxd_memopt.commands import prepare
 from nxd_memopt.commands.prepare import main
 from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources import corpora
@@ -29,7 +31,9 @@ def train_files(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.glob("tokens/*/train.*")}
 
 
-def test_a_run_reads_what_prepare_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reads_what_prepare_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"trainer": {"export": False, "save_interval": "never"}, "data": {"streaming": True}}
     for name in ("without", "with"):
         (tmp_path / name).mkdir()
@@ -37,9 +41,15 @@ def test_a_run_reads_what_prepare_wrote(tmp_path: Path, capsys: pytest.CaptureFi
         # The corpora are copies of each other, with one time.
         os.utime(tmp_path / name / "lines.jsonl", ns=(1, 1))
         if name == "with":
+            monkeypatch.setattr(prepare, "PROGRESS_S", 0.0)
             assert main(["--config", str(config)]) == 0
             written = train_files(tmp_path / "with" / "run")
-            assert "an epoch has" in capsys.readouterr().out and written
+            printed = capsys.readouterr().out
+            assert "an epoch has" in printed and written
+            assert re.search(r"lines.jsonl, held-out text: \d+\.\d% done", printed)
+            shares = [float(share) for share in re.findall(r"lines.jsonl: (\d+\.\d)% done, .*tokens/s, about", printed)]
+            assert len(shares) > 9 and shares == sorted(shares) and shares[0] < 20 < 90 < shares[-1] <= 100
+            assert re.search(r"tokenized \d+,\d+ tokens in \d+ s \([\d,]+ tokens/s\)$", printed.strip())
         assert run_here(config).returncode == 0
     assert train_files(tmp_path / "with" / "run") == written
     assert exact(tmp_path / "with" / "run") == exact(tmp_path / "without" / "run")

@@ -16,13 +16,13 @@ import pytest
 from datasets import Dataset
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.packing import ID_MASK
+from nxd_memopt.training.data.packing import ID_MASK, NOT_TRAINED
 from nxd_memopt.training.data.sources.conversations import conversation_text
 from nxd_memopt.training.data.sources.corpora import open_corpus
 from nxd_memopt.training.data.sources.data_format import with_format
 from nxd_memopt.training.data.tokenize.encoding import DocumentEncoder
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
-from tests.training.chats import PAIRS, tokenizer, turns, write_rows
+from tests.training.chats import MARKED, PAIRS, tokenizer, turns, write_rows
 from tests.training.data.test_template_parts import ENCODED, TOOL
 from tests.training.runs import END
 
@@ -158,6 +158,55 @@ def test_a_row_is_the_same_in_every_file(
     assert [(each.tokens & ID_MASK).tolist() for each in encoded] == [expected[text] for text in texts]
 
 
+# Conversations as other programs write them, and their messages by hand.
+SPOKEN = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "1 plus 2?"},
+    {"from": "gpt", "value": "look", "weight": 0},
+    {"from": "tool", "value": "3"},
+    {"from": "gpt", "value": "3."},
+]
+ROLES = ("system", "user", "assistant", "tool", "assistant")
+MESSAGES = [{"role": role, "content": each["value"]} for role, each in zip(ROLES, SPOKEN, strict=True)]
+IN_PARTS = [
+    {
+        "role": each["role"],
+        "content": [{"type": "text", "text": part} for part in (each["content"][:1], each["content"][1:])],
+    }
+    for each in MESSAGES
+]
+WITHOUT_FLAG = [{name: value for name, value in each.items() if name != "weight"} for each in SPOKEN]
+QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "messages"),
+    [
+        ({"conversations": WITHOUT_FLAG}, {}, MESSAGES),
+        ({"messages": IN_PARTS}, {}, MESSAGES),
+        ({"dialog": WITHOUT_FLAG}, {"messages": "dialog"}, MESSAGES),
+        ({"prompt": "q", "response": "a", "system": "s"}, {}, QUESTION),
+        ({"question": "q", "answer": "a", "system": "s"}, {}, QUESTION),
+        ({"input": "q", "output": "a", "s": "s"}, {"instruction": "input", "system": "s"}, QUESTION),
+    ],
+)
+def test_tokens_and_answers_are_those_of_transformers(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], messages: list[dict[str, Any]]
+) -> None:
+    words = tokenizer(MARKED)
+    right = words.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    for write in (_lines, _parquet):
+        config = with_format(DataConfig(dataset=write(tmp_path, [row]), columns=columns, eval_sequences=0))
+        ((text, *_),) = open_corpus(config, 0).train.read(None)
+        (encoded,) = DocumentEncoder(Vocabulary(words, 257, END), config).encode([text])
+        assert (encoded.tokens & ID_MASK).tolist() == right["input_ids"]
+        assert ((encoded.tokens & NOT_TRAINED) == 0).tolist() == [bool(each) for each in right["assistant_masks"]]
+
+
+def test_an_answer_of_sharegpt_may_be_excluded() -> None:
+    assert json.loads(conversation_text({"messages": SPOKEN}, "messages")) == {"messages": MESSAGES, "untrained": [2]}
+
+
 def of_assistant(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}]}
 
@@ -167,9 +216,14 @@ def of_assistant(**message: Any) -> dict[str, Any]:
     [
         ({"messages": "a"}, "a text in column 'messages'"),
         ({"messages": []}, "no message of the role assistant"),
-        ({"messages": [{"from": "gpt", "value": "a"}]}, r"role of message 1: .*'from'"),
+        ({"messages": [{"from": "bing", "value": "a"}]}, "'bing' as 'from' of message 1, which is none of human, "),
+        ({"messages": [{"from": "gpt", "role": "assistant"}]}, "both 'from' and 'role' in message 1"),
+        ({"messages": [{"from": "gpt"}]}, "null as content of message 1"),
+        (of_assistant(content=[{"type": "image_url", "image_url": {}}]), "the type 'image_url' in message 2: only"),
+        (of_assistant(content=[{"type": "text", "text": "a", "at": 1}]), r"\['type', 'text', 'at'\] in the content"),
+        (of_assistant(content=["a"]), "a text without a type in the content of message 2"),
         (of_assistant(content=None), "null as content of message 2"),
-        (of_assistant(content=[{"text": "a"}]), "a list as content of message 2"),
+        (of_assistant(content=[{"text": "a"}]), "an object without a type in the content of message 2"),
         (of_assistant(content=" "), "empty message 2 of the assistant"),
         (of_assistant(content="a", tool_calls="f"), "a text as tool_calls of message 2"),
         (of_assistant(tool_calls=[{"function": {"name": "f", "arguments": 1}}]), "tool call in message 2"),

@@ -125,6 +125,7 @@ def test_a_file_system_that_lags_behind_is_waited_for(ranks: Ranks, monkeypatch:
     assert all("held_out.000000.safetensors, written by rank 0, is not visible" in str(error) for error in errors)
 
 
+@pytest.mark.slow
 def test_the_process_opens_no_device_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that this machine lacks: also what unpickling the job imports must not select it."""
     dataset = write_jsonl(tmp_path / "lines.jsonl", LINES)
@@ -148,6 +149,7 @@ def single(directory: Path) -> TokenFeed:
     return TokenFeed(job, corpus_of(documents(LINES)))
 
 
+@pytest.mark.slow
 def test_the_process_reports_a_changed_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on where rank 0 stopped: the corpus that it opens must be the same one."""
     monkeypatch.setattr(token_feed, "FOREGROUND_S", 0.0)

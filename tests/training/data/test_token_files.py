@@ -73,6 +73,7 @@ def test_tokens_are_kept_while_they_are_enough(tmp_path: Path) -> None:
 def test_going_on_writes_the_bytes_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
     """One window at a time, with a document of several windows, is as all at once: nothing lost, nothing twice."""
     monkeypatch.setattr(packing_module, "WINDOW_TOKENS", 700)
+    monkeypatch.setattr(tokens, "WINDOW_TOKENS", 200)  # of the first window of best fit; the next ones are larger
     texts = [*LINES, "long " * 400]
     config = DataConfig(seq_length=16, eval_sequences=4, packing=packing)  # pyright: ignore[reportArgumentType]
     at_once = write(tmp_path / "at_once", 10**6, config, documents=documents(texts))
@@ -86,6 +87,16 @@ def test_going_on_writes_the_bytes_of_one_run(tmp_path: Path, monkeypatch: pytes
     # Each document ends once; the last one may be in the dropped rest.
     found = np.count_nonzero(ids == END)
     assert len(ended) - 1 <= found <= len(ended)
+
+
+def test_best_fit_reads_as_much_held_out_text_as_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits for it before its first step."""
+    monkeypatch.setattr(tokens, "DOCUMENTS_PER_CALL", 2)
+    config = DataConfig(seq_length=24, eval_sequences=8, packing="best_fit")
+    directory = write(tmp_path, 0, config, documents=documents(LINES, 2))
+    held_out = windows_of(directory, "held_out").last
+    assert held_out.rows == 16 and not held_out.ended
+    assert held_out.documents < 20 < len(documents(LINES, 2).held_out) / 4
 
 
 @pytest.mark.parametrize("documents_per_call", [1, 100])

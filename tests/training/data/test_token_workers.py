@@ -62,6 +62,7 @@ def test_errors_and_the_end_of_a_process(workers: TokenWorkers) -> None:
         list(workers.encode([str(number)] for number in range(8)))
 
 
+@pytest.mark.slow
 def test_processes_open_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that this machine lacks: also what unpickling the tokenizer imports must not select it."""
     monkeypatch.setattr(token_workers, "FOREGROUND_S", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.reporting.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.reporting.reporter import Reporter
+from nxd_memopt.training.reporting.step_metrics import Trained
 from tests.training.runs import rows
 
 
@@ -23,7 +25,11 @@ def metrics(tmp_path: Path) -> DeferredMetrics:
     """Reads every third step."""
     config = TrainConfig(ModelConfig(pretrained="model"), trainer=TrainerConfig(output_dir=str(tmp_path)))
     reporter = Reporter(config, enabled=True, first_step=0)
-    return DeferredMetrics(reporter, every=3, tokens_per_step=8, utilization_per_token=0.125)
+
+    def trained(step: int) -> Trained:
+        return Trained(tokens=100 + 8 * step, epoch=step / 4)
+
+    return DeferredMetrics(reporter, every=3, tokens_per_step=8, trained=trained, utilization_per_token=0.125)
 
 
 def test_values_are_read_together_at_the_interval(metrics: DeferredMetrics, tmp_path: Path) -> None:
@@ -36,6 +42,10 @@ def test_values_are_read_together_at_the_interval(metrics: DeferredMetrics, tmp_
     assert [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in found] == [
         (number, 0.5 * number, 2.0, 0.1) for number in range(1, 7)
     ]
+    assert [(row["tokens"], row["epoch"]) for row in found] == [(100 + 8 * step, step / 4) for step in range(1, 7)]
+    times = [datetime.fromisoformat(row["time"]) for row in found]
+    assert times == sorted(times)
+    assert all(each.utcoffset() is not None for each in times)
     assert len({row["tokens_per_s"] for row in found}) == 3
     assert [row["mfu"] for row in found] == [0.125 * row["tokens_per_s"] for row in found]
 

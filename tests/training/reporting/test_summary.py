@@ -47,8 +47,8 @@ def test_a_change_needs_a_loss_before():
 def test_an_export_of_which_transformers_makes_something_else_fails_the_run(eps, returncode, tmp_path, monkeypatch):
     """At the end: the export, the checkpoint and the summary are there."""
 
-    def changed_export(model, vocabulary, directory):
-        export(model, vocabulary, directory)
+    def changed_export(model, vocabulary, directory, files):
+        export(model, vocabulary, directory, files)
         if eps is not None:
             content = json.loads((directory / "config.json").read_text()) | {"rms_norm_eps": eps}
             (directory / "config.json").write_text(json.dumps(content))

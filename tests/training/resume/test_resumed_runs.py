@@ -146,6 +146,16 @@ def test_norms_do_not_decay_after_a_resume() -> None:
     ]
 
 
+def test_a_warm_up_for_a_longer_run_is_a_tenth_of_this_one(tmp_path: Path) -> None:
+    schedule = {"lr": 0.2, "lr_schedule": "constant", "warmup_steps": 500}
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 20}, optimizer=schedule)
+    output = succeed(run_here(config))
+    assert "the warm-up of this run is 10% of its steps, 2;" in output
+    assert output.count("warning: optimizer.lr 0.2 is large for AdamW") == 1
+    assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([0.1, *[0.2] * 19])
+    refuse(run_here(config, "--trainer.max-steps", "600"), "optimizer.warmup_steps was 2 and is 500: restore it")
+
+
 def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
 
@@ -172,6 +182,7 @@ def test_raised_max_steps_needs_the_end_of_the_decay(tmp_path: Path) -> None:
     succeed(run_here(config, *longer, "--trainer.output-dir", str(tmp_path / "copy")))
 
 
+@pytest.mark.slow
 def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs: 4 steps of 4 sequences, 2 of 2, 2 of 4. They read the sequences 0 to 27 once each."""
     read: list[int] = []
@@ -188,6 +199,8 @@ def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, mon
     output = succeed(run_here(config, *allow))
     assert "data.global_batch_size: 2 -> 4, from this step on" in output
     assert read == list(range(4 * 4 + 2 * 2 + 2 * 4))
+    trained = [row["tokens"] // 24 for row in rows(tmp_path / "run")]
+    assert trained == [4, 8, 12, 16, 18, 20, 24, 28]
 
 
 @pytest.mark.slow
@@ -271,6 +284,7 @@ def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     assert rounded and not any(rounded)
 
 
+@pytest.mark.slow
 def test_losses_of_other_held_out_tokens_are_not_compared(tmp_path: Path) -> None:
     """eval_sequences may change: the losses before and after are then means of different tokens."""
     config = write_config(tmp_path, trainer={"export": False, "max_steps": 4}, optimizer=SCHEDULE)

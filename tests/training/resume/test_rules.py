@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer.seed": ({}, {"trainer": {"seed": 5}}),
     "data.seq_length": ({}, {"data": {"seq_length": 512}}),
     "optimizer.no_decay": ({}, {"optimizer": {"no_decay": ["norm"]}}),
-    "lora.lora_rank": ({}, {"lora": {"lora_rank": 4}}),
+    "lora.lora_rank": ({"lora": {"lora_rank": 4, "lora_alpha": 8}}, {"lora": {"lora_rank": 2, "lora_alpha": 8}}),
     "lora.use_rslora": ({"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, "use_rslora": True}}),
 }
 
@@ -121,7 +121,7 @@ def test_dropout_may_change_when_asked() -> None:
 
 def test_another_pretrained_directory_with_an_equal_configuration() -> None:
     before, after = build(model={"pretrained": "a"}), build(model={"pretrained": "b"})
-    said = "model.pretrained: a -> b, with an equal configuration; the weights are the checkpoint's"
+    said = "model.pretrained: a -> b, with an equal configuration; the weights stay as they are"
     assert compare(before, after).notes == [said]
 
 

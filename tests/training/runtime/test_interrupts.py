@@ -73,7 +73,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-@pytest.mark.parametrize(("number", "async_save"), [(signal.SIGUSR1, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize(
+    ("number", "async_save"), [pytest.param(signal.SIGUSR1, False, marks=pytest.mark.slow), (signal.SIGTERM, True)]
+)
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_exactly(
     whole: Path, tmp_path: Path, number: signal.Signals, async_save: bool
 ) -> None:
@@ -116,7 +118,9 @@ def test_a_step_that_is_saved_anyway_is_saved_once(tmp_path: Path, monkeypatch: 
     assert saved == [2, 4]
 
 
-@pytest.mark.parametrize(("interval", "expected"), [("auto", [1, 2, 3, 4]), (3, [3, 4])])
+@pytest.mark.parametrize(
+    ("interval", "expected"), [("auto", [1, 2, 3, 4]), pytest.param(3, [3, 4], marks=pytest.mark.slow)]
+)
 def test_auto_saves_by_time_and_the_agent_learns_how_long_a_stop_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int | str, expected: list[int]
 ) -> None:

@@ -33,7 +33,7 @@ def split_name(split: str, source: int, num_sources: int) -> str:
 
 
 def wanted_sequences(plan: ResumePlan, counts: Callable[[int], list[int]]) -> list[dict[str, int]]:
-    """Return for each source the sequences of each split that the run reads.
+    """Return for each source, and then for ``data.validation_dataset``, the sequences of each split that the run reads.
 
     At least as many as its checkpoint has read, so that those can be compared.
 
@@ -41,15 +41,22 @@ def wanted_sequences(plan: ResumePlan, counts: Callable[[int], list[int]]) -> li
         plan: how the run starts.
         counts: how many of the first n sequences are of each source.
     """
+    data = plan.config.data
     trained = counts(plan.position(plan.config.trainer.max_steps))
-    held_out = counts(plan.config.data.eval_sequences)
     compared = compared_sequences(plan)
-    wanted = []
-    for source, numbers in enumerate(zip(trained, held_out, strict=True)):
-        names = [split_name(split, source, len(trained)) for split in ("train", "held_out")]
-        train, evaluated = (max(number, compared.get(name, 0)) for name, number in zip(names, numbers, strict=True))
+
+    def evaluated(name: str, number: int) -> int:
         # Without evaluation a run reads no held-out sequences, whatever its checkpoint has read.
-        wanted.append({"train": train, "held_out": evaluated if numbers[1] else 0})
+        return max(number, compared.get(name, 0)) if number else 0
+
+    wanted = [
+        {"train": max(number, compared.get(split_name("train", source, len(trained)), 0)), "held_out": 0}
+        for source, number in enumerate(trained)
+    ]
+    if data.validation_dataset is not None:
+        return [*wanted, {"train": 0, "held_out": evaluated("held_out", data.eval_sequences)}]
+    for source, number in enumerate(counts(data.eval_sequences)):
+        wanted[source]["held_out"] = evaluated(split_name("held_out", source, len(trained)), number)
     return wanted
 
 

@@ -53,7 +53,7 @@ def require_complete_epochs(plan: ResumePlan, epochs: float | None) -> None:
 
 def _prepared_sequences(config: TrainConfig, vocabulary: Vocabulary) -> int:
     """Return the number of training sequences of all text."""
-    data, seed = config.data, config.trainer.seed
+    data, seed = config.data.of_source(config.data.source), config.trainer.seed
     fingerprint = tokens_fingerprint(data, open_corpus(data, seed).fingerprint, vocabulary, seed)
     directory = directory_of(config.trainer.tokens_directory, fingerprint)
     windows = WindowFiles(directory, "train", fingerprint)

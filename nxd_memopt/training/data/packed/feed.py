@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.data.packed.sequences import PackedSequences, WindowFiles
-from nxd_memopt.training.data.packed.writer import TokenJob, TokenProcess, write_tokens
+from nxd_memopt.training.data.packed.writer import Progress, TokenJob, TokenProcess, write_tokens
 from nxd_memopt.training.data.sources.corpora import Corpus
 from nxd_memopt.training.data.tokenize.windows import SPLITS
 from nxd_memopt.training.runtime.distributed import is_first_of_host, is_rank_zero
@@ -56,6 +56,7 @@ class TokenFeed:
         foreground_share: float = 1.0,
     ) -> None:
         self.fingerprint = job.fingerprint
+        self.corpus_fingerprint = job.corpus_fingerprint
         self.notes = list(corpus.notes) if corpus else []
         self.interrupted: Callable[[], int | None] = lambda: None
         self.windows = {name: WindowFiles(job.directory, name, job.fingerprint) for name in SPLITS}
@@ -156,8 +157,8 @@ class TokenFeed:
         """Tokenize in this process, in this source's part of ``FOREGROUND_S``; a small corpus is then complete."""
         end_s = self._clock() + self._foreground_s
 
-        def pauses(line: str) -> bool:
-            self._work = line
+        def pauses(progress: Progress) -> bool:
+            self._work = str(progress)
             self._report()
             return self._clock() > end_s or self.interrupted() is not None
 

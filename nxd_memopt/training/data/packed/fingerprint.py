@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
+from nxd_memopt.training.config.train_config import TrainConfig
+from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES, Corpus
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.windows import window_sequences
 
-SEQUENCES_VERSION = 5  # of the rules by which documents become sequences
+SEQUENCES_VERSION = 6  # of the rules by which documents become sequences
 CONVERSATIONS_VERSION = 2  # of the rules by which a row becomes tokens
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
@@ -21,6 +22,15 @@ SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
 def directory_of(parent: Path, fingerprint: str) -> Path:
     """Return the directory below ``parent`` of the packed tokens with ``fingerprint``."""
     return parent / fingerprint[:16]
+
+
+def fingerprint_of(config: TrainConfig, name: str, corpus: Corpus, vocabulary: Vocabulary) -> str:
+    """Return ``tokens_fingerprint`` of a source of a run, or of its ``data.validation_dataset``."""
+    # Of the same text, one has held-out sequences and the other sequences of training.
+    held_out = "validation " if name == config.data.validation_dataset else ""
+    return tokens_fingerprint(
+        config.data.of_source(name), f"{held_out}{corpus.fingerprint}", vocabulary, config.trainer.seed
+    )
 
 
 def tokens_fingerprint(config: DataConfig, corpus_fingerprint: str, vocabulary: Vocabulary, seed: int) -> str:

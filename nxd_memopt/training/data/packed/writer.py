@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_memopt.child_process import describe_exit
 from nxd_memopt.training.config.data import DataConfig
@@ -37,6 +37,7 @@ class TokenJob:
         vocabulary: ``Vocabulary`` of the run.
         seed: seed of the order of documents and sequences.
         wanted: sequences of each split, at least; a split's last window is written as a whole.
+        is_validation: whether all documents are held out, and not those of the corpus's own split.
     """
 
     directory: Path
@@ -46,9 +47,39 @@ class TokenJob:
     vocabulary: Any
     seed: int
     wanted: Mapping[str, int]
+    is_validation: bool = False
 
 
-def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, workers: Any = None) -> bool:
+class Progress(NamedTuple):
+    """How much of a split is tokenized.
+
+    Args:
+        name: of the split, ``train`` or ``held_out``.
+        sequences: sequences that are written.
+        wanted: sequences that are wanted; ``ALL_SEQUENCES`` for all of the text.
+        documents: documents that were read.
+        tokens: tokens of the documents that this call of ``write_tokens`` has read.
+        share: about which part of the work is done.
+    """
+
+    name: str
+    sequences: int
+    wanted: int
+    documents: int
+    tokens: int
+    share: float
+
+    def __str__(self) -> str:
+        sequences = f"{self.sequences:,}"
+        if self.wanted != ALL_SEQUENCES:
+            sequences += f" of {self.wanted:,}"
+        return (
+            f"tokenizing {self.name.replace('_', '-')} text: {sequences} sequences are complete, "
+            f"{self.documents:,} documents are read"
+        )
+
+
+def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[Progress], bool], *, workers: Any = None) -> bool:
     """Write the windows of each split until those wanted exist; return whether they do.
 
     Goes on after the windows that are on the disk.
@@ -56,7 +87,7 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
     Args:
         job: what is tokenized.
         corpus: ``Corpus`` of the run.
-        pauses: called with a line of progress after each call of the tokenizer; True stops there.
+        pauses: called after each call of the tokenizer; True stops there.
         workers: ``TokenWorkers``, or None to tokenize in this process.
 
     Raises:
@@ -65,39 +96,48 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, w
     """
     # Imported here: the process in the background first chooses its backend.
     from nxd_memopt.training.data.packed.sequences import WindowFiles
-    from nxd_memopt.training.data.sources.corpora import WINDOW_SEQUENCES
-    from nxd_memopt.training.data.tokenize.windows import PackedWindows, window_sequences
+    from nxd_memopt.training.data.sources.corpora import HELD_OUT_SEQUENCES, WINDOW_SEQUENCES
+    from nxd_memopt.training.data.tokenize.windows import (
+        MIN_WINDOW_SEQUENCES,
+        WINDOW_TOKENS,
+        PackedWindows,
+        window_sequences,
+    )
 
+    held_out, held_out_window = corpus.held_out, corpus.held_out_window
+    if job.is_validation:
+        held_out, held_out_window = corpus.train, HELD_OUT_SEQUENCES
+    # Best fit has no row before a window of documents is full, and a run waits for its held-out rows before the first
+    # step: windows of training's size would be millions of tokens that nobody evaluates.
+    if job.config.packing == "best_fit":
+        held_out_window = MIN_WINDOW_SEQUENCES
     with _only_writer(job.directory), _named_write_errors(job.directory):
         # Held-out text first: it is evaluated before the first step.
-        for name, stream, most in (
-            ("held_out", corpus.held_out, corpus.held_out_window),
-            ("train", corpus.train, WINDOW_SEQUENCES),
+        for name, stream, most, first_tokens in (
+            ("held_out", held_out, held_out_window, MIN_WINDOW_SEQUENCES * job.config.seq_length),
+            ("train", corpus.train, WINDOW_SEQUENCES, WINDOW_TOKENS),
         ):
             files, wanted = WindowFiles(job.directory, name, job.fingerprint), job.wanted[name]
             files.count = files.written()
             if files.has(wanted):
                 continue
             size = window_sequences(job.config.seq_length, most)
-            windows = PackedWindows(stream, job.vocabulary, job.config, job.seed, files.restart(), workers)
+            windows = PackedWindows(
+                stream, job.vocabulary, job.config, job.seed, files.restart(), workers, first_tokens
+            )
             # A window that is not complete is lost when this function stops: its documents are read and tokenized
             # again.
-            for calls, window in enumerate(windows.windows(size), start=1):
+            for window in windows.windows(size):
                 if window is not None:
                     files.write(window)
-                    if files.has(wanted):
-                        break
-                if pauses(f"{_progress(name, files.last, wanted)}, {calls:,} calls of the tokenizer"):
+                rows = files.last.rows
+                share = min(max(rows / wanted, windows.share), 1.0)
+                is_paused = pauses(Progress(name, rows, wanted, windows.documents, windows.tokens, share))
+                if files.has(wanted):
+                    break
+                if is_paused:
                     return False
     return True
-
-
-def _progress(name: str, last: Any, wanted: int) -> str:
-    """Return how much of a split is written."""
-    share = f"{last.rows:,} sequences"
-    if wanted != ALL_SEQUENCES:
-        share = f"{last.rows:,} of {wanted:,} sequences"
-    return f"tokenizing {name.replace('_', '-')} text: {share} of {last.documents:,} documents"
 
 
 class TokenProcess:
@@ -156,8 +196,8 @@ def _main(job: TokenJob, progress: Any, sending: Connection) -> None:
         os.nice(NICE)
     from nxd_memopt.training.data.sources.corpora import open_corpus
 
-    def report(line: str) -> bool:
-        progress.value = line.encode()[: PROGRESS_BYTES - 1]
+    def report(done: Progress) -> bool:
+        progress.value = str(done).encode()[: PROGRESS_BYTES - 1]
         return False
 
     try:

@@ -6,19 +6,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Columns of each format: the required ones, and those that a row may have.
-COLUMNS = {
-    "messages": (("messages",), ()),
-    "prompt_completion": (("prompt", "completion"), ("system",)),
-    "instruction_output": (("instruction", "output"), ("system", "input")),
+from nxd_memopt.training.config.data import FIELDS, columns_by_field
+
+# Who speaks in a message of ShareGPT's form, and the role of that.
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "function",
 }
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that a row of each format may have, and that the chat template reads."""
 # By which other trainers say whether a message is trained.
 TRAINING_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "weight")
 
 
-def conversation_text(row: Mapping[str, Any], form: str) -> str:
+def conversation_text(row: Mapping[str, Any], form: str, columns: Mapping[str, str] | None = None) -> str:
     """Return a conversation as a text, which is the same for all kinds of files.
 
     It is a JSON object with ``messages``, what else the row has for the template, and in ``untrained`` the indices
@@ -27,24 +32,32 @@ def conversation_text(row: Mapping[str, Any], form: str) -> str:
     Args:
         row: has the required columns.
         form: ``data.format``.
+        columns: ``data.columns``.
 
     Raises:
         ValueError: the row has no conversation; the message goes on after the place of the row.
     """
-    columns = [name for part in COLUMNS[form] for name in part]
-    values = {name: _without_nulls(row[name]) for name in (*columns, *TEMPLATE_COLUMNS) if name in row}
-    messages = values["messages"] if form == "messages" else _messages(values, form)
+    required, optional = columns_by_field(form, columns or {})
+    names = required | optional
+    values = {field: _without_nulls(row[column]) for field, column in names.items() if column in row}
+    if form == "messages":
+        given = values["messages"]
+        if not isinstance(given, list):
+            raise ValueError(f"has {type_of(given)} in column {names['messages']!r}, not a list of messages")
+        messages = [_with_role(message, number) for number, message in enumerate(given, start=1)]
+    else:
+        messages = _messages(values, form, names)
     _require_messages(messages)
-    conversation = {"messages": messages}
+    conversation: dict[str, Any] = {"messages": messages}
     if untrained := _take_flags(messages):
         conversation["untrained"] = untrained
     if (tools := values.get("tools")) is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError(f"has {type_of(tools)} in column 'tools', not a list of objects")
+            raise ValueError(f"has {type_of(tools)} in column {names['tools']!r}, not a list of objects")
         conversation["tools"] = tools
     if options := values.get("chat_template_kwargs"):
         if not isinstance(options, dict):
-            raise ValueError(f"has {type_of(options)} in column 'chat_template_kwargs', not an object")
+            raise ValueError(f"has {type_of(options)} in column {names['chat_template_kwargs']!r}, not an object")
         conversation["chat_template_kwargs"] = options
     return json.dumps(conversation, ensure_ascii=False, default=_refuse)
 
@@ -57,13 +70,13 @@ def type_of(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _messages(row: Mapping[str, Any], form: str) -> list[dict[str, str]]:
-    """Return the messages of a question and its answer."""
-    required, optional = COLUMNS[form]
-    for name in (*required, *optional):
+def _messages(row: Mapping[str, Any], form: str, columns: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the messages of a question and its answer, of a row by field."""
+    required, _ = FIELDS[form]
+    for name in (*required, "system", "input"):
         value = row.get(name)
         if not isinstance(value, str) and (name in required or value is not None):
-            raise ValueError(f"has {type_of(value)} in column {name!r}, not text")
+            raise ValueError(f"has {type_of(value)} in column {columns[name]!r}, not text")
     question, answer = (row[name] for name in required)
     # The convention of Alpaca's data: the input follows the instruction, after an empty line.
     if row.get("input"):
@@ -74,10 +87,38 @@ def _messages(row: Mapping[str, Any], form: str) -> list[dict[str, str]]:
     return messages
 
 
-def _require_messages(messages: Any) -> None:
-    """Raise ``ValueError`` unless ``messages`` is a list of messages, at least one of the assistant."""
-    if not isinstance(messages, list):
-        raise ValueError(f"has {type_of(messages)} in column 'messages', not a list of messages")
+def _with_role(message: Any, number: int) -> Any:
+    """Return a message of ShareGPT's form, or with OpenAI's list of contents, with a role and a text."""
+    if not isinstance(message, dict):
+        return message  # reported with the other checks
+    if "from" in message:
+        both = [name for name in ("role", "content") if name in message]
+        if both:
+            raise ValueError(f"has both 'from' and {both[0]!r} in message {number}: leave one form out")
+        speaker = message["from"]
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            raise ValueError(f"has {speaker!r} as 'from' of message {number}, which is none of {', '.join(SPEAKERS)}")
+        others = {name: value for name, value in message.items() if name not in ("from", "value")}
+        message = {"role": SPEAKERS[speaker], "content": message.get("value"), **others}
+    # Templates that read lists render the texts of a message one after another, without anything in between.
+    if isinstance(message.get("content"), list):
+        return message | {"content": "".join(_text_of_part(part, number) for part in message["content"])}
+    return message
+
+
+def _text_of_part(part: Any, number: int) -> str:
+    """Return the text of ``{type: text, text: ...}``."""
+    if not isinstance(part, dict) or "type" not in part:
+        raise ValueError(f"has {type_of(part)} without a type in the content of message {number}, not type and text")
+    if part["type"] != "text":
+        raise ValueError(f"has a part of the type {part['type']!r} in message {number}: only text is read")
+    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError(f"has a part with {list(part)} in the content of message {number}, not a type and a text")
+    return part["text"]
+
+
+def _require_messages(messages: list[Any]) -> None:
+    """Raise ``ValueError`` unless all are messages, at least one of the assistant."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise ValueError(f"has {type_of(message)} as message {number}, not an object with role and content")

@@ -50,6 +50,10 @@ class DocumentStream(Protocol):
         """
         ...
 
+    def share_of(self, position: Position) -> float:
+        """Return about which part of the documents is before a position of ``read``."""
+        ...
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -72,7 +76,7 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig, seed: int) -> Corpus:
-    """Find the documents of ``config.dataset``.
+    """Find the documents of ``config.source``, the options of one source (``DataConfig.of_source``).
 
     Those of a small corpus are all checked here, and ordered by an exact permutation. A large one
     (``data.streaming``) is read once, from beginning to end, while the run trains: the memory that
@@ -82,9 +86,7 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     Raises:
         ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.
     """
-    if config.validation_dataset is not None:
-        return _with_validation(config, config.validation_dataset, seed)
-    if Path(config.dataset).suffix == SUFFIX:
+    if Path(config.source).suffix == SUFFIX:
         return _open_indexed(config, seed)
     if not is_streamed(config):
         return _open_small(config, seed)
@@ -96,12 +98,12 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     shards = find_shards(config, reader, streamed=True)
     if not _has_both_splits((is_held_out(text) for shard in shards for text, _ in shard.read(0)), every):
         corpus = _open_small(config, seed)
-        note = f"data: all of {config.dataset!r} is read before training: it has too few documents to stream"
+        note = f"data: all of {config.source!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
     facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (
-        f"data: {len(shards)} shards of {config.dataset!r} are read in a shuffled order, with a shuffled window of "
+        f"data: {len(shards)} shards of {config.source!r} are read in a shuffled order, with a shuffled window of "
         f"{WINDOW_DOCUMENTS:,} documents"
     )
     # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
@@ -144,31 +146,10 @@ def _has_both_splits(held_out: Iterable[bool], every: int) -> bool:
     return False
 
 
-def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
-    """Return all documents of ``config.dataset`` for training, and all of another dataset held out.
-
-    Raises:
-        ValueError: as ``open_corpus``, or both have the same documents.
-    """
-    complete = replace(config, validation_dataset=None, held_out_every=0, eval_sequences=0)
-    # Equal fingerprints are equal documents: held-out text that is trained on would say nothing about the model.
-    trained = open_corpus(complete, seed)
-    held_out = open_corpus(replace(complete, dataset=validation), seed)
-    if held_out.fingerprint == trained.fingerprint:
-        raise ValueError(f"data.validation_dataset {validation!r} has the documents of data.dataset: name another one")
-    return Corpus(
-        trained.train,
-        held_out.train,
-        hashlib.sha256(f"validation {trained.fingerprint} {held_out.fingerprint}".encode()).hexdigest(),
-        (*trained.notes, f"data: the held-out text is all of {validation!r}"),
-        HELD_OUT_SEQUENCES,
-    )
-
-
 def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     """Return documents of token ids, whose places are known: an exact permutation at any size."""
     refuse_conversations(config, "tokens")
-    tokens = IndexedTokens(Path(config.dataset))
+    tokens = IndexedTokens(Path(config.source))
     every = config.split_every
     facts = ["indexed", every, *tokens.identity]
     # As for texts: by the hash of its ids, or, with few documents, the end of each one. The ids are read here as far as
@@ -182,7 +163,7 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
             return ids[cut:] if held_out else ids[:cut]
         return ids if are_held_out(ids, every) == held_out else None
 
-    notes = [f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation"]
+    notes = [f"data: {len(tokens):,} documents of token ids in {config.source!r}, in an exact permutation"]
     if are_cut:
         notes.append(f"data: the last 1/{every} of each document is held out")
     return Corpus(
@@ -218,6 +199,10 @@ class PermutedDocuments:
             part = self._parts[self._order[number]]
             yield self._documents.text(part), [number + 1], self._documents.texts.place(part.index)
 
+    def share_of(self, position: Position) -> float:
+        """Return which part of the documents is before a position."""
+        return position[0] / max(len(self._order), 1)
+
 
 class WindowedDocuments:
     """Documents of shards: the shards in a shuffled order, and windows of documents shuffled within.
@@ -237,12 +222,15 @@ class WindowedDocuments:
         self._seed = seed
         self._is_chosen = is_chosen
         self._window = window
+        # Begin of each window that was read -> the place after it, and its documents.
+        self._ends: dict[tuple[int, int], tuple[Position, int]] = {}
 
     def read(self, start: Position | None) -> Iterator[tuple[str, Position, Place]]:
         """Yield texts from a position ``[shard, offset in it, documents of the window there]`` on."""
         shard, offset, done = start or [0, 0, 0]
         while shard < len(self._shards):
             texts, after = self._window_at(shard, offset)
+            self._ends[shard, offset] = (after, len(texts))
             order = np.random.default_rng([self._seed, 4, shard, offset]).permutation(len(texts))
             for number in range(done, len(order)):
                 index = int(order[number])
@@ -251,6 +239,21 @@ class WindowedDocuments:
                 yield texts.read(index), [*after, 0] if is_last else [shard, offset, number + 1], texts.place(index)
             shard, offset = after
             done = 0
+
+    def share_of(self, position: Position) -> float:
+        """Return about which part of the shards is before a position, as if all were equally large."""
+        shard, offset, done = position
+        share = self._part_before(shard, offset)
+        if not done:
+            return share
+        # Documents of a window are in no order of their places.
+        after, count = self._ends[shard, offset]
+        return share + done / count * (self._part_before(after[0], after[1]) - share)
+
+    def _part_before(self, shard: int, offset: int) -> float:
+        """Return the part of the shards before a place between two windows."""
+        within = self._shards[shard].share_of(offset) if offset else 0.0
+        return (shard + within) / len(self._shards)
 
     def _window_at(self, shard: int, offset: int) -> tuple[StoredTexts, Position]:
         """Return the texts of a window, and the place after them."""

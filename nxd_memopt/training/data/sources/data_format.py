@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.conversations import COLUMNS
+from nxd_memopt.training.config.data import FIELDS, USUAL_COLUMNS, DataConfig, columns_by_field
 from nxd_memopt.training.data.sources.dataset_shards import columns_of
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX
 from nxd_memopt.training.data.sources.local_data import BUILDERS, local_files
-from nxd_memopt.training.data.sources.shards import has_json_lines, is_streamed
+from nxd_memopt.training.data.sources.shards import count_parquet, has_json_lines, is_streamed
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
 FIRST_ROWS = 100  # that tell the format of a file
 
 
+class _Rows(NamedTuple):
+    """What is known of the rows of a dataset before they are read.
+
+    Args:
+        columns: of each of the first rows, or of the table; empty for data without rows.
+        count: number of rows, or None if only reading all of them would tell.
+    """
+
+    columns: list[set[str]]
+    count: int | None = None
+
+
+class _Reading(NamedTuple):
+    """A way to read rows: a value of ``data.format`` and one of ``data.columns``."""
+
+    form: str
+    columns: Mapping[str, str]
+
+    @property
+    def required(self) -> dict[str, str]:
+        return columns_by_field(self.form, self.columns)[0]
+
+    def fits(self, rows: _Rows) -> bool:
+        """Return whether one of the rows has the columns that a row must have."""
+        needed = set(self.required.values())
+        # Two fields of one column, such as prompt and completion of "response", are none of its readings.
+        return len(needed) == len(self.required) and any(needed <= columns for columns in rows.columns)
+
+    def __str__(self) -> str:
+        named = [column if field == column else f"{field} in {column!r}" for field, column in self.required.items()]
+        return f"{self.form} ({', '.join(named)})"
+
+
 def with_format(config: DataConfig) -> DataConfig:
-    """Return the options with the format of the rows; print which one was recognized. Every rank calls.
+    """Return the options with format and columns of the rows; print which were recognized. Every rank calls.
 
     Raises:
         ValueError: the rows have the columns of another format, or of none, or the sources of a
@@ -31,55 +65,104 @@ def with_format(config: DataConfig) -> DataConfig:
     found = ""
     with raise_together("reading the columns of the data"):
         if is_rank_zero():
-            formats = {name: _format_of(config.of_source(name)) for name in config.sources}
-            found, *others = dict.fromkeys(formats.values())
-            if others:
+            readings = {name: _reading_of(config.of_source(name)) for name in config.sources}
+            first = next(iter(readings.values()))
+            if any(each != first for each in readings.values()):
+                listed = ", ".join(f"{name!r} is {reading}" for name, reading in readings.items())
                 raise ValueError(
-                    f"the sources of data.mixture have different formats, {formats}: train them one by one"
+                    f"the sources of data.mixture have different formats or columns: {listed}: train them one by one, "
+                    "or rename the columns"
                 )
-    return replace(config, format=share_texts(found)[0])
+            found = json.dumps(first)
+    form, columns = json.loads(share_texts(found)[0])
+    return replace(config, format=form, columns=columns)
 
 
-def _format_of(config: DataConfig) -> str:
-    """Return the format of the rows of ``config.dataset``."""
+def _reading_of(config: DataConfig) -> _Reading:
+    """Return how the rows of ``config.source`` are read."""
+    rows = _rows(config)
+    if not rows.columns:
+        return _Reading("text" if config.format == "auto" else config.format, config.columns)
+    found = sorted(set().union(*rows.columns))
+    missing = [name for name in config.columns.values() if name not in found]
+    if missing:
+        raise ValueError(f"data.columns names {missing}, and the rows of {config.source!r} have the columns {found}")
     # The order decides if several fit. A row may lack a column: one of the first rows is enough.
-    formats = {"text": (config.text_column,)} | {name: required for name, (required, _) in COLUMNS.items()}
-    rows = _columns(config)
-    fitting = [name for name, required in formats.items() if any(row.issuperset(required) for row in rows)]
-    columns = sorted(set().union(*rows))
-    named = "text" if config.format == "auto" and config.text_column != "text" else config.format
-    if named != "auto":
-        if fitting and named not in fitting:
-            raise ValueError(
-                f"data.format {named!r} reads the columns {list(formats[named])}, and the rows of {config.dataset!r} "
-                f"have {columns}: set data.format to {fitting[0]}"
-            )
-        return named
-    if not rows:
-        return "text"
-    if not fitting:
-        known = ", ".join(f"{name} {list(required)}" for name, required in formats.items())
+    fitting = [reading for reading in _readings(config) if reading.fits(rows)]
+    chosen = [reading for reading in fitting if config.format in ("auto", reading.form)]
+    if chosen:
+        _print_reading(config, rows, chosen[0], [each for each in fitting if each != chosen[0]])
+        return chosen[0]
+    if fitting:
         raise ValueError(
-            f"the rows of {config.dataset!r} have the columns {columns}, and the values of data.format read others "
-            f"({known}): rename the columns, or name the one with the text in data.text_column"
+            f"data.format {config.format!r} reads the columns {list(FIELDS[config.format][0])}, and the rows of "
+            f"{config.source!r} have the columns {found}, which is {fitting[0].form}: set data.format to "
+            f"{fitting[0].form}, or leave it out"
         )
-    also = f"; {' and '.join(fitting[1:])} would fit too (data.format)" if fitting[1:] else ""
-    if fitting != ["text"]:
-        print(f"data: the rows of {config.dataset!r} have {columns} and are read as {fitting[0]}{also}", flush=True)
-    return fitting[0]
+    known = ", ".join(f"{form} {list(required)}" for form, (required, _) in FIELDS.items())
+    raise ValueError(
+        f"the rows of {config.source!r} have the columns {found}, and the values of data.format read others ({known}): "
+        "name them in data.columns, such as {text: COLUMN}, or rename them"
+    )
 
 
-def _columns(config: DataConfig) -> list[set[str]]:
-    """Return the columns of the first rows, or of the table; nothing for data without rows."""
-    if config.dataset == "stdlib" or Path(config.dataset).suffix == SUFFIX:
-        return []
-    files = local_files(config.dataset)
+def _readings(config: DataConfig) -> list[_Reading]:
+    """Return the ways to read rows with ``data.columns``: its names win over the usual ones."""
+    found: list[_Reading] = []
+    for form, (required, optional) in FIELDS.items():
+        if config.columns.keys() <= {*required, *optional}:
+            found += [_Reading(form, {**usual, **config.columns}) for usual in USUAL_COLUMNS.get(form, ({},))]
+    return found
+
+
+def _print_reading(config: DataConfig, rows: _Rows, reading: _Reading, others: list[_Reading]) -> None:
+    """Print how the rows are read, what of them is not, and what else would fit."""
+    columns = set().union(*rows.columns)
+    required, optional = columns_by_field(reading.form, reading.columns)
+    unread = sorted(columns - {*required.values(), *optional.values()})
+    given = {field: column for field, column in (required | optional).items() if column in columns}
+    shown = ", ".join(column if field == column else f"{field} in {column!r}" for field, column in given.items())
+    number = "the" if rows.count is None else f"the {rows.count:,}"
+    line = f"data: {number} rows of {config.source!r} are read as {reading.form}: columns {shown}"
+    if unread:
+        line += f"; not read: {', '.join(unread)}"
+    if others:
+        line += f"; {' and '.join(map(str, others))} would fit too (data.format, data.columns)"
+    print(line, flush=True)
+
+
+def _rows(config: DataConfig) -> _Rows:
+    """Return what is known of the rows."""
+    if config.source == "stdlib" or Path(config.source).suffix == SUFFIX:
+        return _Rows([])
+    files = local_files(config.source)
     if files and BUILDERS[files[0].suffix] == "text":
-        return []
+        return _Rows([])
+    is_large = is_streamed(config)
+    if not files:
+        columns, count = columns_of(config, streamed=is_large)
+        return _Rows([set(columns)], count)
     for path in files:
-        if found := _columns_of_file(path):
-            return found
-    return [] if files else [set(columns_of(config, streamed=is_streamed(config)))]
+        if columns := _columns_of_file(path):
+            return _Rows(columns, None if is_large else _count_rows(files))
+    return _Rows([])
+
+
+def _count_rows(files: list[Path]) -> int | None:
+    """Return the number of rows of files, or None if one of them is damaged, which is reported where it is read."""
+    count = 0
+    with suppress(OSError, ValueError, RecursionError):
+        for path in files:
+            if path.suffix == ".parquet":
+                count += count_parquet(path)
+            elif has_json_lines(path):
+                with path.open("rb") as file:
+                    count += sum(1 for line in file if line.strip())
+            else:
+                content = json.loads(path.read_bytes().decode("utf-8-sig"))
+                count += len(content) if isinstance(content, list) else 1
+        return count
+    return None
 
 
 def _columns_of_file(path: Path) -> list[set[str]]:

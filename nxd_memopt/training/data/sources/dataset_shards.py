@@ -29,12 +29,12 @@ def streams_dataset(config: DataConfig, small_bytes: int) -> bool:
     That is a dataset of more than ``small_bytes``, or of an unknown size. One that is complete in the cache of
     the datasets library without a network, and a part of a split (``train[:10%]``), are read at once.
     """
-    if is_saved(config.dataset):
-        with readable(config.dataset):
-            return sum(path.stat().st_size for path in _saved_files(config.dataset)) > small_bytes
+    if is_saved(config.source):
+        with readable(config.source):
+            return sum(path.stat().st_size for path in _saved_files(config.source)) > small_bytes
     if not re.fullmatch(SPLIT, config.split):
         return False
-    with readable(config.dataset):
+    with readable(config.source):
         paths = files_of_split(config)
         return bool(paths) and is_large(paths, small_bytes)
 
@@ -45,30 +45,31 @@ def find_dataset_shards(config: DataConfig, reader: RowReader, *, streamed: bool
     Raises:
         ValueError: it cannot be read, or does not have the columns.
     """
-    with readable(config.dataset):
+    with readable(config.source):
         dataset, files = _load(config, streamed=streamed)
         columns = _columns(dataset, files)
     if columns:  # the first row of a stream may be absent
-        reader.require_columns(f"dataset {config.dataset!r}", columns)
+        reader.require_columns(f"dataset {config.source!r}", columns)
     if files is None:
         return _table_shards(config, dataset, reader, streamed=streamed)
-    with readable(config.dataset):
+    with readable(config.source):
         return _stream_shards(config, dataset, files, reader)
 
 
-def columns_of(config: DataConfig, *, streamed: bool) -> list[str]:
-    """Return the columns of such a dataset: those of its first row if it is streamed."""
-    with readable(config.dataset):
-        return _columns(*_load(config, streamed=streamed))
+def columns_of(config: DataConfig, *, streamed: bool) -> tuple[list[str], int | None]:
+    """Return the columns of such a dataset, and its rows; of its first row, and None, if it is streamed."""
+    with readable(config.source):
+        dataset, files = _load(config, streamed=streamed)
+        return _columns(dataset, files), len(dataset) if files is None else None
 
 
 def _load(config: DataConfig, *, streamed: bool) -> tuple[Any, list[str] | None]:
     """Return a dataset that was saved on disk, or one of the hub; and the files of one that is streamed."""
     datasets = _library()
-    if is_saved(config.dataset):
-        return datasets.load_from_disk(config.dataset), None
+    if is_saved(config.source):
+        return datasets.load_from_disk(config.source), None
     files = files_of_split(config)  # raises for files that are in no split
-    dataset = datasets.load_dataset(config.dataset, config.dataset_config, split=config.split, streaming=streamed)
+    dataset = datasets.load_dataset(config.source, config.dataset_config, split=config.split, streaming=streamed)
     return dataset, files if streamed else None
 
 
@@ -100,7 +101,7 @@ def _stream_shards(config: DataConfig, stream: Any, files: list[str], reader: Ro
     shards: list[Shard] = []
     for index in range(count):
         # Each file is a shard, except in archives.
-        name = files[index] if len(files) == count else f"{config.dataset} shard {index + 1} of {count}"
+        name = files[index] if len(files) == count else f"{config.source} shard {index + 1} of {count}"
         identity = ["datasets", facts, index, count, reader.identity]
         shards.append(RowShard(partial(_stream_rows, stream, index, name), name, identity, reader))
     return shards
@@ -132,7 +133,7 @@ def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed
     facts: list[Any] = []
     count = 1
     if streamed:
-        files = _saved_files(config.dataset)
+        files = _saved_files(config.source)
         facts = ["saved", _digest([file_identity(path) for path in files])]
         count = min(len(table), -(-sum(path.stat().st_size for path in files) // SAVED_BYTES)) or 1
     # The bounds depend on the sizes of the files alone, so each host and each start finds the same shards.
@@ -141,7 +142,8 @@ def _table_shards(config: DataConfig, table: Any, reader: RowReader, *, streamed
     for begin, end in pairwise(bounds):
         rows = partial(_table_rows, chosen, begin, end)
         identity = [*facts, begin, end, reader.identity]
-        shards.append(RowShard(rows, repr(config.dataset), identity, reader, first=begin))
+        size = range(begin, end).__len__
+        shards.append(RowShard(rows, repr(config.source), identity, reader, first=begin, count=size))
     return shards
 
 
@@ -151,7 +153,7 @@ def files_of_split(config: DataConfig) -> list[str]:
     Raises:
         ValueError: files of a local directory are in no split.
     """
-    builder = _library().load_dataset_builder(config.dataset, config.dataset_config)
+    builder = _library().load_dataset_builder(config.source, config.dataset_config)
     files = builder.config.data_files
     if not files:
         return []
@@ -165,7 +167,7 @@ def _require_all_files(config: DataConfig, known: set[str]) -> None:
     The datasets library finds the splits by the names of directories, and leaves other directories out, unless a
     README says what each configuration has.
     """
-    root = Path(config.dataset)
+    root = Path(config.source)
     readme = root / "README.md"
     has_configurations = readme.is_file() and "configs:" in readme.read_text(encoding="utf-8", errors="replace")
     if has_configurations or not root.is_dir():

@@ -82,7 +82,7 @@ class StoredTexts:
 
 
 def open_documents(config: DataConfig) -> Documents:
-    """Read and split the documents of ``config.dataset``: JSON lines at about 100 MB a second.
+    """Read and split the documents of ``config.source``: JSON lines at about 100 MB a second.
 
     Raises:
         ValueError: for a missing file, column, dataset or split, for an empty dataset, and for a
@@ -95,16 +95,16 @@ def open_documents(config: DataConfig) -> Documents:
             texts.add(text, shard, position)
             digests.append(text_digest(text))
     if bad := reader.bad_rows.counts.total():
-        skipped = f"{bad:,} of the {bad + len(digests):,} rows of {config.dataset!r} ({reader.bad_rows})"
+        skipped = f"{bad:,} of the {bad + len(digests):,} rows of {config.source!r} ({reader.bad_rows})"
         if not digests:
             raise ValueError(f"data.on_bad_rows skip leaves no row: {skipped}")
         print(f"data.on_bad_rows skip: left out {skipped}", flush=True)
     if not digests:
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
+        raise ValueError(f"dataset {config.source!r} is empty: it has no documents")
     train, held_out = split_documents(digests, config.split_every, can_cut=not config.has_conversations)
     if not train:
         raise ValueError(
-            f"dataset {config.dataset!r} contains {len(digests)} copies of one conversation, and the held-out "
+            f"dataset {config.source!r} contains {len(digests)} copies of one conversation, and the held-out "
             "set needs a different one: add others"
         )
     # The text of each document, and nothing else: moved or copied data is the same data.

@@ -115,6 +115,10 @@ class PermutedTokens:
             if ids is not None:
                 yield ids, [number + 1], None
 
+    def share_of(self, position: list[int]) -> float:
+        """Return which part of the documents is before a position."""
+        return position[0] / max(len(self._tokens), 1)
+
 
 def are_held_out(ids: Tokens, held_out_every: int) -> bool:
     """Return whether a document is held out, by a hash of its token ids."""

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from nxd_memopt.training.config.data import DataConfig
-from nxd_memopt.training.data.sources.conversations import COLUMNS, TEMPLATE_COLUMNS, conversation_text, type_of
+from nxd_memopt.training.config.data import DataConfig, columns_by_field
+from nxd_memopt.training.data.sources.conversations import conversation_text, type_of
 
 REMEDY = "correct it, or set data.on_bad_rows to skip to leave such rows out"
 
@@ -26,6 +26,10 @@ class Shard(Protocol):
 
     def place_of(self, position: int) -> str:
         """Return the file, and the line or row, of the document that ends at a position."""
+        ...
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the shard before a position; 0 if its size is not known."""
         ...
 
 
@@ -94,15 +98,14 @@ class RowReader:
         self.bad_rows = BadRows(config)
         self._reported: dict[Shard, int] = {}
         self._config = config
+        form = config.format if config.has_conversations else "text"
+        required, optional = columns_by_field(form, config.columns)
+        self.required, self.optional = tuple(required.values()), tuple(optional.values())
+        # The same column in another field is another document.
+        self.identity = ["rows", form, sorted({**required, **optional}.items())]
+        self._option = "data.columns"
         if config.has_conversations:
-            required, optional = COLUMNS[config.format]
-            self.required, self.optional = required, (*optional, *TEMPLATE_COLUMNS)
-            self.identity = f"ConversationRows(format={config.format!r})"
-            self._option = f"data.format {config.format}"
-        else:
-            self.required, self.optional = (config.text_column,), ()
-            self.identity = f"TextRows(column={config.text_column!r})"
-            self._option = "data.text_column"
+            self._option = f"data.format {form}"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -154,14 +157,14 @@ class RowReader:
                 raise BadRowError("without the column", message)
         if self._config.has_conversations:
             try:
-                return conversation_text(row, self._config.format)
+                return conversation_text(row, self._config.format, self._config.columns)
             except ValueError as error:
                 raise BadRowError("not a conversation", f"{error} ({self._option})") from error
-        text = row[self._config.text_column]
+        (column,) = self.required
+        text = row[column]
         if not isinstance(text, str):
             kind = "null" if text is None else "not text"
-            column = f"column {self._config.text_column!r} ({self._option})"
-            raise BadRowError(kind, f"has {type_of(text)} in {column}, not text")
+            raise BadRowError(kind, f"has {type_of(text)} in column {column!r} ({self._option}), not text")
         return text
 
 
@@ -174,6 +177,7 @@ class RowShard:
         identity: what distinguishes its content from that of others, as JSON values.
         reader: reads the document of a row.
         first: number of rows before the shard, for messages.
+        count: returns the number of rows; None if only reading all of them would tell.
     """
 
     def __init__(
@@ -184,7 +188,9 @@ class RowShard:
         reader: RowReader,
         *,
         first: int = 0,
+        count: Callable[[], int] | None = None,
     ) -> None:
+        self._count = count
         self.identity = identity
         self._open_rows = open_rows
         self._name = name
@@ -207,3 +213,9 @@ class RowShard:
     def place_of(self, position: int) -> str:
         """Return the name and the number of a row, from 1."""
         return f"{self._name} row {self._first + position}"
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the rows before a position; 0 if their number is not known."""
+        if self._count is None:
+            return 0.0
+        return position / max(self._count(), 1)

@@ -7,7 +7,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ def is_streamed(config: DataConfig) -> bool:
     """Return whether the corpus is read while the run trains: ``data.streaming``, or by its size."""
     if config.streaming != "auto":
         return config.streaming
-    if config.dataset == "stdlib":
+    if config.source == "stdlib":
         return False
-    files = local_files(config.dataset)
+    files = local_files(config.source)
     if not files:
         return streams_dataset(config, SMALL_BYTES)
     return sum(path.stat().st_size for path in files) > SMALL_BYTES
 
 
 def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> list[Shard]:
-    """Return the shards of ``config.dataset``, without reading more than the first row.
+    """Return the shards of ``config.source``, without reading more than the first row.
 
     Args:
         config: names the dataset.
@@ -50,7 +50,7 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
     Raises:
         ValueError: for a missing file, and for data that can only be read as one piece.
     """
-    if config.dataset == "stdlib":
+    if config.source == "stdlib":
         if streamed:
             raise ValueError(
                 "data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto"
@@ -62,7 +62,7 @@ def find_shards(config: DataConfig, reader: RowReader, *, streamed: bool) -> lis
         # fingerprint depend on it.
         modules = (path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
         return [TextFile(path, reader, is_cut=False) for path in sorted(modules)]
-    files = local_files(config.dataset)
+    files = local_files(config.source)
     refuse_hub_options(config, files)
     if not files:
         return list(find_dataset_shards(config, reader, streamed=streamed))
@@ -81,7 +81,7 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
         refuse_conversations(config, "text files")
         return [TextFile(path, reader, is_cut=streamed)]
     if kind == "parquet":
-        return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader)]
+        return [_file_of_rows(path, partial(_parquet_rows, path, reader), reader, cache(partial(count_parquet, path)))]
     assert kind == "json", kind
     if not has_json_lines(path):
         if streamed:
@@ -95,30 +95,42 @@ def _file_shards(config: DataConfig, path: Path, reader: RowReader, *, streamed:
     return [JsonLines(path, start, start + length, reader) for start in range(0, size, length)]
 
 
-def _file_of_rows(path: Path, open_rows: Callable[[int], Iterator[Callable[[], Any]]], reader: RowReader) -> Shard:
+def _file_of_rows(
+    path: Path,
+    open_rows: Callable[[int], Iterator[Callable[[], Any]]],
+    reader: RowReader,
+    count: Callable[[], int] | None = None,
+) -> Shard:
     """Return the rows of a file as one shard."""
-    return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader)
+    return RowShard(open_rows, str(path), [*file_identity(path), reader.identity], reader, count=count)
+
+
+def count_parquet(path: Path) -> int:
+    """Return the number of rows of a Parquet file."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path).num_rows
 
 
 def refuse_conversations(config: DataConfig, found: str) -> None:
     """Raise ``ValueError`` for conversations in data without rows."""
     if config.has_conversations:
         raise ValueError(
-            f"data.format {config.format!r} reads rows, and data.dataset {config.dataset!r} is {found}: name JSON "
+            f"data.format {config.format!r} reads rows, and data.dataset {config.source!r} is {found}: name JSON "
             "lines, Parquet files or a dataset, or set data.format to text"
         )
 
 
 def refuse_hub_options(config: DataConfig, files: Sequence[Path]) -> None:
     """Raise ``ValueError`` if data that is not of the hub comes with options that choose a part of a hub dataset."""
-    if not files and config.dataset != "stdlib" and not is_saved(config.dataset):
+    if not files and config.source != "stdlib" and not is_saved(config.source):
         return
     default = DataConfig()
     for name in ("split", "dataset_config"):
         value = getattr(config, name)
         if value != getattr(default, name):
             raise ValueError(
-                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.dataset!r} "
+                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.source!r} "
                 f"is not one: leave data.{name} out, and name the files to train on"
             )
 
@@ -188,6 +200,11 @@ class JsonLines:
                 number += chunk.count(b"\n")
                 left -= len(chunk)
         return f"{self.path} line {number}"
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the range's bytes before a position."""
+        stop = min(self.stop, self.path.stat().st_size)
+        return min(max(position - 1 - self.start, 0) / max(stop - self.start, 1), 1.0)
 
 
 def _json_line(data: bytes) -> Any:
@@ -264,6 +281,10 @@ class TextFile:
     def place_of(self, position: int) -> str:
         del position
         return str(self.path)
+
+    def share_of(self, position: int) -> float:
+        """Return the part of the file before a position."""
+        return position / max(self.path.stat().st_size, 1)
 
 
 def _rest_of_line(file: Any) -> bytes:

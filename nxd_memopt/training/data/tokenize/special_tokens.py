@@ -42,6 +42,11 @@ class SpecialTokens:
     generation: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
+    def ends_of_answers(self) -> list[int]:
+        """Return the tokens at which transformers stops to generate with the export."""
+        ends = (self.generation or {}).get("eos_token_id", self.config["eos_token_id"])
+        return ends if isinstance(ends, list) else [ends]
+
     def config_of_export(self, hf_config: PretrainedConfig) -> PretrainedConfig:
         """Return a copy of ``hf_config`` with the export's ids."""
         # A copy: the model that is trained keeps its own pad_token_id, because an embedding gives that row no gradient.

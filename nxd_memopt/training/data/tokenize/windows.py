@@ -101,6 +101,7 @@ class PackedWindows:
         seed: seed of the order of sequences.
         restart: ``Window.restart`` of the last window that was written.
         workers: processes that tokenize; None for this one alone.
+        first_tokens: tokens that best fit arranges first.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class PackedWindows:
         seed: int,
         restart: Mapping[str, Any] | None = None,
         workers: TokenWorkers | None = None,
+        first_tokens: int = WINDOW_TOKENS,
     ) -> None:
         self._stream = stream
         self._workers = workers
@@ -125,7 +127,7 @@ class PackedWindows:
             self._written = restart["written"]
             self._shuffle.bit_generator.state = restart["shuffle"]
         self._start = self._point.position
-        self._packer = _packer(config, vocabulary, seed, self._point.packer)
+        self._packer = _packer(config, vocabulary, seed, self._point.packer, first_tokens)
         # A document, or a window of best fit, may complete rows of several windows. Going on, its
         # first rows are those that are written already.
         self._written_again = self._written - self._point.produced
@@ -133,7 +135,19 @@ class PackedWindows:
         self._documents = self._point.documents
         self._outcomes = Counter(self._point.outcomes)
         self._pending: list[_Row] = []
-        self._tokens = 0
+        self.tokens = 0
+        """Tokens of the documents that this object has read."""
+        self._position = self._start
+
+    @property
+    def documents(self) -> int:
+        """Documents that were read, and those before ``restart``."""
+        return self._documents
+
+    @property
+    def share(self) -> float:
+        """About which part of the documents was read."""
+        return self._stream.share_of(self._position) if self._position else 0.0
 
     def windows(self, size: int) -> Iterator[Window | None]:
         """Yield windows of ``size`` sequences, and None after each call of the tokenizer that completes no window.
@@ -156,7 +170,7 @@ class PackedWindows:
         while len(self._pending) > size:
             yield self._window(size)
         if not self._pending and not self._written:
-            raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
+            raise ValueError(_too_short(self._config, self.tokens, self._documents, self._outcomes))
         yield self._window(len(self._pending), ended=True)
 
     def _encoded(self) -> Iterator[tuple[list[Origin], list[Encoded]]]:
@@ -192,7 +206,8 @@ class PackedWindows:
         """Pack the tokens of documents."""
         for (tokens, outcome, problem), (position, place) in zip(encoded, origins, strict=True):
             self._documents += 1
-            self._tokens += len(tokens)
+            self.tokens += len(tokens)
+            self._position = position
             if problem:
                 self._bad_rows.leave_out("not renderable", f"{place}, {problem}")
             if outcome != "complete":
@@ -239,11 +254,12 @@ class PackedWindows:
 
 
 def _packer(
-    config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None
+    config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None, first_tokens: int
 ) -> BestFit | Concatenation:
     """Return the packer of ``data.packing``."""
     if config.packing == "best_fit":
-        return BestFit(config.seq_length, padding_id=vocabulary.end_of_text, seed=seed, state=state)
+        padding_id = vocabulary.end_of_text
+        return BestFit(config.seq_length, padding_id=padding_id, seed=seed, state=state, first_tokens=first_tokens)
     return Concatenation(config.seq_length, state)
 
 
