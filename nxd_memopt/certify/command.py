@@ -24,6 +24,7 @@ from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_r
 from nxd_memopt.files import write_text
 from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import Device, device_named, host_device
+from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import require_memory, require_size
 from nxd_memopt.planner.sizes.states import FP32_BYTES, StateLayout
 
@@ -130,15 +131,36 @@ def read(arguments: Sequence[str]) -> Asked:
             f"--max-temp-ratio {options.max_temp_ratio} needs recomputation: set memory.recompute_granularity, or "
             "leave it out"
         )
+    return asked_of(options, run)
+
+
+def asked_of(options: argparse.Namespace, run: Run) -> Asked:
+    """Return what is asked of a run.
+
+    Args:
+        options: the command's own flags.
+        run: the run.
+
+    Raises:
+        ValueError: training refuses the run on the device, or the step is neither measured nor planned.
+    """
+    # Imports transformers and the models.
+    from nxd_memopt.modules.moe.gpt_neox_config import config_of
+    from nxd_memopt.training.checks import require_startable
+
     device, devices = _device(options, run)
     states = _states(run, devices)
     model = _model_config(run)
-    planned, refusal = _planned(run, model, device, devices)
+    hf_config = config_of(model)
+    require_startable(run.config, hf_config, device, devices)
+    planned, refusal = _planned(run, hf_config, device, devices)
+    if planned is not None:
+        require_possible(planned.problem, FixedOptions(planned.plan.setting))
     layers = options.measure_layers
     request = request_of(
         run.config,
         model,
-        backend=_backend(options.backend, device.name),
+        backend=_backend(options.backend, device),
         device=device.name,
         layer_counts=None if layers is None else (layers[0], layers[1]),
         plan_refusal=refusal,
@@ -146,14 +168,12 @@ def read(arguments: Sequence[str]) -> Asked:
     return Asked(options, run, device, planned, states, request)
 
 
-def _planned(run: Run, model: dict[str, Any], device: Device, devices: int) -> tuple[Planned | None, str | None]:
+def _planned(run: Run, hf_config: Any, device: Device, devices: int) -> tuple[Planned | None, str | None]:
     """Return the plan of the run, or None and why the planner does not cover it."""
-    # Imports the models, for the options that a model adds.
-    from nxd_memopt.modules.moe.gpt_neox_config import config_of
     from nxd_memopt.training.memory_plan import planned
 
     try:
-        return Planned(*planned(run.config, config_of(model), device, ranks=devices)), None
+        return Planned(*planned(run.config, hf_config, device, ranks=devices)), None
     except ValueError as error:
         return None, str(error)
 
@@ -201,11 +221,11 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[Device, int]:
     return device, options.devices or ranks
 
 
-def _backend(chosen: str, device: str) -> str:
+def _backend(chosen: str, device: Device) -> str:
     """Return the backend that measures: trn1 runs graphs of torch_xla, all other devices run eagerly."""
     if chosen != "auto":
         return chosen
-    if device.startswith("trn1") and is_importable("torch_xla"):
+    if device.backend == "xla" and is_importable("torch_xla"):
         return "xla"
     return "cpu"
 

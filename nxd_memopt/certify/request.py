@@ -118,13 +118,16 @@ def request_of(
     is_isolated = config.data.isolate_documents
     if is_isolated and backend != "xla" and device in TRAINIUM_GIB:
         planned.append("data.isolate_documents true")
-    # These need copies to the host next to the computation, or gradients that are scattered during backward.
-    refused = [each for each in planned if each.startswith(("memory.cpu_offloading", "data_parallel.sharding"))]
-    if refused and device in TRAINIUM_GIB:
-        raise ValueError(f"{'; '.join(refused)}: {device} does not support it, only GPUs do: leave it out")
-    # A certificate of another step than the one that runs would be worse than none.
-    if planned and plan_refusal is not None:
-        raise ValueError(f"no simulated rank measures {'; '.join(planned)}, and it is not planned: {plan_refusal}")
+    # A certificate of another step than the one that runs would be worse than none. An eager step on the CPU has the
+    # CPU's attention and temporaries, which are those of no other device.
+    unmeasured = list(planned)
+    if backend != "xla" and device != "cpu":
+        unmeasured.append(f"the memory of {device}")
+    # Only the plan knows whether the device's attention is one operator, whose results can be kept.
+    if memory.recompute_keep_core_attn:
+        unmeasured.append("memory.recompute_keep_core_attn")
+    if unmeasured and plan_refusal is not None:
+        raise ValueError(f"no simulated rank measures {'; '.join(unmeasured)}, and it is not planned: {plan_refusal}")
     # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
     # and stays fp16.
     dtype = config.dtype

@@ -163,7 +163,7 @@ def plan(
     # From here on: what the platform supports, how many ranks a host has, whether the batch fits
     # the number of ranks, and the environment. Nothing is started by this function.
     platform = platform_named(options.platform)
-    _require_support(options, config, platform, hosts)
+    _require_support(options, platform, hosts)
     size = config.parallel.tensor_model_parallel_size
     processes = platform.processes_per_host(options.nproc, size, machine)
     config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
@@ -197,14 +197,10 @@ def plan(
     )
 
 
-def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
-    """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
+def _require_support(options: argparse.Namespace, platform: Platform, hosts: Hosts) -> None:
+    """Raise ``ValueError`` for flags that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
-    if config.trainer.enable_cuda_graph is True and platform.name != "cuda":
-        raise ValueError(
-            f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to auto"
-        )
     # torchrun's rendezvous and the Neuron runtime's collectives both listen on host 0, so their
     # ports must differ. Platforms other than trn1 let the runtime take a free port.
     port = options.root_comm_port

@@ -96,6 +96,13 @@ class Device:
             )
 
     @property
+    def backend(self) -> Literal["neuron", "xla", "cuda", "cpu"]:
+        """Name of the backend that ranks on this device use: trn1 runs graphs of torch_xla."""
+        if self.kind == "neuron" and self.name.startswith("trn1"):
+            return "xla"
+        return self.kind
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the device in bytes."""
         return int(self.memory_gib * GIB)

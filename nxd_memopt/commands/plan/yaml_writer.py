@@ -52,12 +52,6 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     notes: list[str] = []
     if not problem.isolate_documents:
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
-    positions = problem.model.max_positions
-    if positions is not None and problem.sequence_length > positions:
-        notes.append(
-            f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "
-            f"which is {positions}"
-        )
     missing = missing_options(content)
     if missing:
         notes.append(f"training needs {' and '.join(map(' '.join, missing))}, or these options in this file")
@@ -93,15 +87,18 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
     return content
 
 
-def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, name: str) -> None:
+def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run) -> None:
     """Raise ``ValueError`` if the training program would refuse a configuration.
 
     Args:
         content: ``configuration`` of the setting.
         problem: what the setting was chosen for.
         setting: the setting.
-        name: the run's, for the message.
+        run: the run.
     """
+    # Imports transformers and the models.
+    from nxd_memopt.modules.moe.gpt_neox_config import config_of
+    from nxd_memopt.training.checks import require_startable
     from nxd_memopt.training.config.parsing import config_from_mapping
 
     # The program's own parser and its checks: the planner has no second set of rules.
@@ -113,8 +110,9 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
+        require_startable(config, config_of(run.model_config()), problem.device, problem.devices)
     except ValueError as error:
-        raise ValueError(f"{name}, with {setting.describe()}: {error}") from error
+        raise ValueError(f"{run.name}, with {setting.describe()}: {error}") from error
 
 
 def missing_options(content: Mapping[str, Any]) -> list[tuple[str, str]]:

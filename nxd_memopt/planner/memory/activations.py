@@ -11,6 +11,7 @@ from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
 from nxd_memopt.planner.memory.layer_tensors import (
+    KEEPABLE_ATTENTION,
     SINGLE_KERNELS,
     Kernels,
     Tensors,
@@ -195,10 +196,10 @@ def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Ker
     """Raise ``ValueError`` if full recompute is to keep the results of attention that is not one operator."""
     for index in memory.layers_keeping_attention(sizes.num_layers):
         name = layer_kernels(sizes, kernels, index).attention
-        if name not in SINGLE_KERNELS:
+        if name not in KEEPABLE_ATTENTION:
             raise ValueError(
-                f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
-                f"{name!r} in layer {index}: leave it out, or choose another attention_backend"
+                f"recompute_keep_core_attn needs attention by one operator, one of {list(KEEPABLE_ATTENTION)}, and it "
+                f"is {name!r} in layer {index}: leave it out, or choose another attention_backend"
             )
 
 

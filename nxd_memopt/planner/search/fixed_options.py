@@ -163,7 +163,7 @@ def require_possible(problem: Problem, fixed: FixedOptions) -> None:
     name = fixed.setting.memory.attention_backend
     if name != "auto":
         _require_attention(problem, name)
-    if fixed.compiles_layers and problem.device.name.startswith("trn1"):
+    if fixed.compiles_layers and problem.device.backend == "xla":
         raise ValueError(
             f"trainer.compile is not supported on {problem.device.name}, which compiles full steps: set it to null"
         )
@@ -178,7 +178,7 @@ def _require_attention(problem: Problem, name: str) -> None:
     """Raise ``ValueError`` if the device has no attention ``name``, or none for the model and the precision."""
     device = problem.device
     if device.kind != "cuda":
-        kernel = "nki" if device.name.startswith("trn1") else "sdpa"
+        kernel = "nki" if device.backend == "xla" else "sdpa"
         require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", kernel, "tiled", "math"))
         return
     known = implementations(int(device.compute_capability))
