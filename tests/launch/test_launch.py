@@ -167,7 +167,7 @@ def test_techniques_that_are_planned_where_they_are_not_measured() -> None:
     assert request("--data.isolate-documents").planned == ("data.isolate_documents true",)
     with pytest.raises(ValueError, match="pass --device-memory-gib"):
         certified(planned("llama3_8b", "--platform", "cuda"))
-    with pytest.raises(ValueError, match="data_parallel.sharding zero2 is not available on the backend neuron"):
+    with pytest.raises(ValueError, match="sharding zero2 is not available on the backend neuron"):
         request("--data-parallel.sharding", "zero2")
     with pytest.raises(ValueError, match="is true, but a CUDA graph needs an NVIDIA GPU, and the backend is neuron"):
         request("--trainer.enable-cuda-graph")

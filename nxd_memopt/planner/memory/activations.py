@@ -193,8 +193,13 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
 
 
 def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> None:
-    """Raise ``ValueError`` if full recompute is to keep the results of attention that is not one operator."""
-    for index in memory.layers_keeping_attention(sizes.num_layers):
+    """Raise ``ValueError`` if full recompute is to keep results of attention that is no operator, or has dropout."""
+    keeping = memory.layers_keeping_attention(sizes.num_layers)
+    if keeping and sizes.attention_dropout:
+        raise ValueError(
+            "recompute_keep_core_attn needs attention without dropout: leave it out, or set attention_dropout to 0"
+        )
+    for index in keeping:
         name = layer_kernels(sizes, kernels, index).attention
         if name not in KEEPABLE_ATTENTION:
             raise ValueError(
