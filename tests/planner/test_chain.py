@@ -13,7 +13,7 @@ from nxd_memopt.certify.report.judge import judge
 from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.launch import command as launch_command
 from nxd_memopt.training.config.parsing import parse_config
-from tests.reference import error_message
+from tests.reference import assert_says, error_message
 
 SIZES = {
     "hidden_size": 64,
@@ -113,3 +113,18 @@ def test_a_row_is_written_and_a_command_line_is_kept(tmp_path, capsys):
     assert config.data.micro_batch_size == third["micro_batch_size"] == 3
     assert config.parallel.tensor_model_parallel_size == third["tensor_model_parallel_size"]
     assert "must be at most" in error_message(lambda: settings("--row", "100000"))
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "says"),
+    [
+        ("h100", "--seq-length 128", ("seq_length 128", "max_position_embeddings 64", "model.config_overrides")),
+        ("trn2", "--trainer.allow-tf32", ("trainer.allow_tf32 true", "the backend is neuron", "set it to false")),
+    ],
+)
+def test_no_plan_is_written_that_training_refuses(device, options, says, tmp_path):
+    written, config = tmp_path / "written.yaml", tmp_path / "config.json"
+    config.write_text(json.dumps(GROUPED | {"model_type": "llama"}))
+    arguments = ["--model", str(config), "--device", device, "--devices", "4", *options.split()]
+    assert_says(error_message(lambda: plan_command.main([*arguments, "--write", str(written)])), *says)
+    assert not written.exists()

@@ -87,7 +87,9 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
     return content
 
 
-def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run) -> None:
+def require_trainable(
+    content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run, *, is_written: bool
+) -> None:
     """Raise ``ValueError`` if the training program would refuse a configuration.
 
     Args:
@@ -95,10 +97,9 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         problem: what the setting was chosen for.
         setting: the setting.
         run: the run.
+        is_written: also check what needs PyTorch, with which the written file is trained: positions of the model,
+            and options that the device does not support.
     """
-    # Imports transformers and the models.
-    from nxd_memopt.modules.moe.gpt_neox_config import config_of
-    from nxd_memopt.training.checks import require_startable
     from nxd_memopt.training.config.parsing import config_from_mapping
 
     # The program's own parser and its checks: the planner has no second set of rules.
@@ -110,7 +111,11 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
-        require_startable(config, config_of(run.model_config()), problem.device, problem.devices)
+        if is_written:
+            from nxd_memopt.modules.moe.gpt_neox_config import config_of
+            from nxd_memopt.training.checks import require_startable
+
+            require_startable(config, config_of(run.model_config()), problem.device, problem.devices)
     except ValueError as error:
         raise ValueError(f"{run.name}, with {setting.describe()}: {error}") from error
 
