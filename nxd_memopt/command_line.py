@@ -176,7 +176,7 @@ class Run:
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer is named, which plans and certificates do without."""
-        return self.config.model.tokenizer != _PLACEHOLDER
+        return has_tokenizer(self.config)
 
 
 def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
@@ -223,6 +223,11 @@ def config_without_tokenizer(arguments: Sequence[str]) -> TrainConfig:
         return parse_config(arguments)
     except ValueError:
         return parse_config([*arguments, "--model.tokenizer", _PLACEHOLDER])
+
+
+def has_tokenizer(config: TrainConfig) -> bool:
+    """Return whether a tokenizer is named in what ``config_without_tokenizer`` returns."""
+    return config.model.tokenizer != _PLACEHOLDER
 
 
 def _require_model(name: str) -> None:

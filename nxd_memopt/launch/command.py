@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
-from nxd_memopt.command_line import Parser, config_without_tokenizer, count
+from nxd_memopt.command_line import Parser, config_without_tokenizer, count, has_tokenizer
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import PLATFORMS, TORCH_XLA_PACKAGE, Platform, platform_named
@@ -193,8 +193,20 @@ def plan(
         command,
         list(train_arguments),
         open_files,
-        tuple(platform.notes(run)),
+        (*platform.notes(run), *_missing(config)),
     )
+
+
+def _missing(config: TrainConfig) -> list[str]:
+    """Return a note on what a dry run shows without and training needs; empty if there is nothing."""
+    needed: list[str] = []
+    if not has_tokenizer(config):
+        needed.append("--model.tokenizer DIRECTORY")
+    if not config.data.sources:
+        needed.append("--data.dataset DATA")
+    if not needed:
+        return []
+    return [f"to train, add {' and '.join(needed)} to the command"]
 
 
 def _require_support(options: argparse.Namespace, platform: Platform, hosts: Hosts) -> None:

@@ -79,6 +79,7 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     # The dry run has no dataset and no tokenizer, and certifies the same step.
     flags = ["--platform", device, "--nproc", "4", "--dry-run", "--config", str(file)]
     launch = launch_command.plan(*launch_command.parser().separate(flags), {})
+    assert "to train, add --model.tokenizer DIRECTORY and --data.dataset DATA to the command" in launch.notes
     dry_run = [*launch_command.certify_arguments(launch, None), "--backend", "cpu", "--measure-layers", "2", "3"]
     assert read(dry_run).request == asked.request
 
