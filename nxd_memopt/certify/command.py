@@ -149,6 +149,7 @@ def asked_of(options: argparse.Namespace, run: Run) -> Asked:
     from nxd_memopt.training.checks import require_startable
 
     device, devices = _device(options, run)
+    run = _completed(run, devices)
     states = _states(run, devices)
     model = _model_config(run)
     hf_config = config_of(model)
@@ -176,6 +177,19 @@ def _planned(run: Run, hf_config: Any, device: Device, devices: int) -> tuple[Pl
         return Planned(*planned(run.config, hf_config, device, ranks=devices)), None
     except ValueError as error:
         return None, str(error)
+
+
+def _completed(run: Run, devices: int) -> Run:
+    """Return the run of a model alone with what nobody stated: a batch that the ranks divide, and no export."""
+    if not run.is_bare:
+        return run
+    config = run.config
+    if "global_batch_size" not in run.stated:
+        sequences = config.data.micro_batch_size * config.data_parallel_size(devices)
+        config = replace(config, data=replace(config.data, global_batch_size=sequences))
+    if "export" not in run.stated:
+        config = replace(config, trainer=replace(config.trainer, export=False))
+    return replace(run, config=config)
 
 
 def _require_valid_numbers(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.model_spec import model_spec, rope_options
+from nxd_memopt.architectures.model_spec import model_spec, require_positions, rope_options
 from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
 from nxd_memopt.backends import BACKENDS
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
@@ -78,6 +78,8 @@ def require_startable(config: TrainConfig, hf_config: PretrainedConfig, device: 
         device: what each rank has.
         ranks: number of ranks in all.
     """
+    config.accumulation_steps(ranks)  # called for its checks
+    config.require_expert_ranks(ranks)
     _require_model(config, hf_config)
     host_ranks = min(ranks, device.ranks_per_host)
     facts = BACKENDS[device.backend].of_device(device.compute_capability)
@@ -197,15 +199,9 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
 def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` if RoPE has no values, or a sequence has more positions than the model was made for."""
     length = config.data.seq_length
-    limit = hf_config.max_position_embeddings
-    rope = RotaryEmbedding(model_spec(hf_config).rotary_dim, rope_options(hf_config), limit)
+    rope = RotaryEmbedding(model_spec(hf_config).rotary_dim, rope_options(hf_config), hf_config.max_position_embeddings)
     rope.require_one_length(length, packed=config.data.isolate_documents)
-    # Its frequencies are made for longer sequences.
-    if length > limit and rope.kind != "dynamic":
-        raise ValueError(
-            f"data.seq_length {length} is greater than the model's max_position_embeddings {limit}: shorten "
-            f"data.seq_length, or set max_position_embeddings to {length} in {OVERRIDES} to train longer positions"
-        )
+    require_positions(hf_config, length)
 
 
 def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:

@@ -116,16 +116,11 @@ def test_a_row_is_written_and_a_command_line_is_kept(tmp_path, capsys):
     assert "must be at most" in error_message(lambda: settings("--row", "100000"))
 
 
-@pytest.mark.parametrize(
-    ("device", "options", "says"),
-    [
-        ("h100", "--seq-length 128", ("seq_length 128", "max_position_embeddings 64", "model.config_overrides")),
-        ("trn2", "--trainer.allow-tf32", ("trainer.allow_tf32 true", "the backend is neuron", "set it to false")),
-    ],
-)
-def test_no_plan_is_written_that_training_refuses(device, options, says, tmp_path):
+def test_a_length_that_training_refuses_is_neither_written_nor_certified(tmp_path):
     written, config = tmp_path / "written.yaml", tmp_path / "config.json"
     config.write_text(json.dumps(GROUPED | {"model_type": "llama"}))
-    arguments = ["--model", str(config), "--device", device, "--devices", "4", *options.split()]
-    assert_says(error_message(lambda: plan_command.main([*arguments, "--write", str(written)])), *says)
+    arguments = ["--model", str(config), "--device", "h100", "--devices", "4", "--seq-length", "128"]
+    for refuses in (lambda: plan_command.main([*arguments, "--write", str(written)]), lambda: read(arguments)):
+        assert_says(error_message(refuses), "seq_length 128", "max_position_embeddings 64", "model.config_overrides")
     assert not written.exists()
+    assert read([*arguments, "--model.config-overrides.max-position-embeddings", "128"]).planned is not None

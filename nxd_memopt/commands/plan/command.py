@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     # A bare model has no configuration to check unless one is written.
     content = configuration(problem, best.setting, run)
     if not run.is_bare or options.write is not None:
-        require_trainable(content, problem, best.setting, run, is_written=options.write is not None)
+        require_trainable(content, problem, best.setting, run)
     if options.json:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:

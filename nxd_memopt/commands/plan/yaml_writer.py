@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.architectures.model_spec import require_positions
 from nxd_memopt.command_line import Run
 from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
@@ -54,7 +55,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
     missing = missing_options(content)
     if missing:
-        notes.append(f"training needs {' and '.join(map(' '.join, missing))}, or these options in this file")
+        notes.append(f"training needs {' and '.join(map(' '.join, missing))}, or the same in this file")
     lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
     write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
     return notes
@@ -87,9 +88,7 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
     return content
 
 
-def require_trainable(
-    content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run, *, is_written: bool
-) -> None:
+def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run) -> None:
     """Raise ``ValueError`` if the training program would refuse a configuration.
 
     Args:
@@ -97,8 +96,6 @@ def require_trainable(
         problem: what the setting was chosen for.
         setting: the setting.
         run: the run.
-        is_written: also check what needs PyTorch, with which the written file is trained: positions of the model,
-            and options that the device does not support.
     """
     from nxd_memopt.training.config.parsing import config_from_mapping
 
@@ -111,11 +108,7 @@ def require_trainable(
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
-        if is_written:
-            from nxd_memopt.modules.moe.gpt_neox_config import config_of
-            from nxd_memopt.training.checks import require_startable
-
-            require_startable(config, config_of(run.model_config()), problem.device, problem.devices)
+        require_positions(run.model_config(), problem.sequence_length)
     except ValueError as error:
         raise ValueError(f"{run.name}, with {setting.describe()}: {error}") from error
 
