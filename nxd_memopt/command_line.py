@@ -144,12 +144,14 @@ class Run:
         config: its options.
         stated: names, without sections, of options that a file or the command line states.
         is_bare: only a model is named: the run has no configuration.
+        overridden: ``SECTION.OPTION`` of the options that the command line states.
     """
 
     name: str
     config: TrainConfig
     stated: frozenset[str]
     is_bare: bool
+    overridden: frozenset[str] = frozenset()
 
     def model_config(self) -> dict[str, Any]:
         """Return the model's complete config, with the experts that the ``moe`` section adds.
@@ -174,7 +176,7 @@ class Run:
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer is named, which plans and certificates do without."""
-        return self.config.model.tokenizer != _PLACEHOLDER
+        return has_tokenizer(self.config)
 
 
 def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
@@ -184,13 +186,12 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
         ValueError: no run or several are named, or a value is not valid.
     """
     require_installed("a run's options", "yaml", extra="train")
-    from nxd_memopt.training.config.parsing import parse_config
-
     sources = [name for name in ("model", "config", "recipe") if getattr(options, name) is not None]
     if len(sources) > 1:
         raise ValueError(f"--{sources[0]} and --{sources[1]} both name a run: pass one")
     given = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    stated = {name.partition(".")[2].removeprefix("no-").replace("-", "_") for name in given}
+    overridden = {name.removeprefix("--").replace(".no-", ".").replace("-", "_") for name in given}
+    stated = {name.partition(".")[2] for name in overridden}
     arguments = list(arguments)
     if options.seq_length is not None:
         arguments += ["--data.seq-length", str(options.seq_length)]
@@ -204,13 +205,29 @@ def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:
         stated |= _keys_of(Path(options.config))
     elif options.recipe is None and not any(name.startswith("--model.") for name in given):
         raise ValueError("no run is named: pass --model NAME, --config FILE or --recipe NAME")
-    try:
-        config = parse_config(arguments)
-    except ValueError:
-        # Neither a plan nor a certificate reads a tokenizer: a run without one is complete here.
-        config = parse_config([*arguments, "--model.tokenizer", _PLACEHOLDER])
+    config = config_without_tokenizer(arguments)
     name = options.model or options.config or options.recipe or str(config.model.pretrained)
-    return Run(name, config, frozenset(stated), options.model is not None)
+    return Run(name, config, frozenset(stated), options.model is not None, frozenset(overridden))
+
+
+def config_without_tokenizer(arguments: Sequence[str]) -> TrainConfig:
+    """Return the configuration of a run that is not trained here, and may lack a tokenizer.
+
+    Raises:
+        ValueError: as ``parse_config``.
+    """
+    from nxd_memopt.training.config.parsing import parse_config
+
+    # Plans, certificates and dry runs read no tokenizer: a run without one is complete there.
+    try:
+        return parse_config(arguments)
+    except ValueError:
+        return parse_config([*arguments, "--model.tokenizer", _PLACEHOLDER])
+
+
+def has_tokenizer(config: TrainConfig) -> bool:
+    """Return whether a tokenizer is named in what ``config_without_tokenizer`` returns."""
+    return config.model.tokenizer != _PLACEHOLDER
 
 
 def _require_model(name: str) -> None:

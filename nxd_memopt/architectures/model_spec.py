@@ -267,6 +267,19 @@ def rope_options(config: Any) -> dict[str, Any]:
     return found
 
 
+def require_positions(config: Any, sequence_length: int) -> None:
+    """Raise ``ValueError`` if a sequence has more positions than the model was made for."""
+    limit = option(config, "max_position_embeddings")
+    # Frequencies of dynamic scaling are made for longer sequences.
+    if limit is None or sequence_length <= limit or rope_options(config)["rope_type"] == "dynamic":
+        return
+    raise ValueError(
+        f"data.seq_length {sequence_length} is greater than the model's max_position_embeddings {limit}: shorten "
+        f"data.seq_length, or set model.config_overrides.max_position_embeddings to {sequence_length} to train longer "
+        "positions"
+    )
+
+
 def _attention_windows(config: Any) -> tuple[int | None, ...]:
     """Return for each decoder layer how many keys a query sees, its own included; None for all."""
     depth = option(config, "num_hidden_layers")

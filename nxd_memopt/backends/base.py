@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,17 @@ class Backend(Collectives):
     Each new value, such as the learning rate of the next step, is then another compilation. Pass
     numbers that change as tensors.
     """
+
+    @classmethod
+    def of_device(cls, compute_capability: float) -> Self:
+        """Return the facts and the refusals of a device that this machine may lack; nothing runs on what is returned.
+
+        Args:
+            compute_capability: of an NVIDIA GPU; 0.0 for other devices.
+        """
+        del compute_capability
+        # Without __init__, which opens the device.
+        return cls.__new__(cls)
 
     def all_to_all_rows(
         self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup | None
@@ -355,6 +366,15 @@ class Backend(Collectives):
 
         ``None`` means that the device has no such copies.
         """
+        return None
+
+    def host_transfers_refusal(self) -> str | None:
+        """Return why nothing can be offloaded to host memory, or ``None`` if it can."""
+        if self.host_transfers() is None:
+            return (
+                "needs a device whose copies to the host overlap with its work, an NVIDIA GPU; the backend is "
+                f"{self.name}"
+            )
         return None
 
     @abstractmethod

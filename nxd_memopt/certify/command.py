@@ -10,19 +10,21 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.report.judge import Planned, judge
 from nxd_memopt.certify.request import Answer, Request, request_of
 from nxd_memopt.child_process import run_child
 from nxd_memopt.command_line import Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.files import write_text
 from nxd_memopt.options import require_one_of
-from nxd_memopt.planner.hardware import RESERVE_GIB
+from nxd_memopt.planner.hardware import Device, device_named, host_device
+from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import require_memory, require_size
 from nxd_memopt.planner.sizes.states import FP32_BYTES, StateLayout
 
@@ -37,14 +39,16 @@ class Asked:
     Args:
         options: the command's own flags.
         run: the run.
-        capacity_gib: memory of one rank's device.
+        device: one rank's device.
+        planned: the plan of the run; None if the planner does not cover it.
         states: how the run stores parameters, gradients and the states of AdamW.
         request: what to measure.
     """
 
     options: argparse.Namespace
     run: Run
-    capacity_gib: float
+    device: Device
+    planned: Planned | None
     states: StateLayout
     request: Request
 
@@ -66,8 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     found = judge(
         asked.request,
         run_worker(asked.request),
-        device=Device(asked.capacity_gib, asked.options.reserve_gib),
+        device=asked.device,
         states=asked.states,
+        planned=asked.planned,
         max_temp_ratio=asked.options.max_temp_ratio,
         # The run's dtype: backend xla measures fp16 instead of bf16 (see request_of).
         stands_for=asked.run.config.dtype,
@@ -98,8 +103,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--backend", default="auto", help=backends)
     parser.add_argument("--device-memory-gib", type=float, help="memory of one device, instead of the device's")
-    reserve = f"GiB of the memory that tensors cannot use; default: {RESERVE_GIB}"
-    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help=reserve)
+    parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
+    reserve = "GiB of the memory that tensors cannot use, instead of the device's, such as 1.25 on Trainium"
+    parser.add_argument("--reserve-gib", type=float, help=reserve)
     depths = "two depths that are measured, by default 2 and 4; the line through them is drawn to the model's own"
     parser.add_argument("--measure-layers", type=int, nargs=2, metavar=("FEW", "MANY"), help=depths)
     ratio = "fail if the step with recomputation keeps more than this fraction of the bytes that it keeps without"
@@ -125,21 +131,71 @@ def read(arguments: Sequence[str]) -> Asked:
             f"--max-temp-ratio {options.max_temp_ratio} needs recomputation: set memory.recompute_granularity, or "
             "leave it out"
         )
-    device, capacity_gib, devices = _device(options, run)
+    return asked_of(options, run)
+
+
+def asked_of(options: argparse.Namespace, run: Run) -> Asked:
+    """Return what is asked of a run.
+
+    Args:
+        options: the command's own flags.
+        run: the run.
+
+    Raises:
+        ValueError: training refuses the run on the device, or the step is neither measured nor planned.
+    """
+    # Imports transformers and the models.
+    from nxd_memopt.modules.moe.gpt_neox_config import config_of
+    from nxd_memopt.training.checks import require_startable
+
+    device, devices = _device(options, run)
+    run = _completed(run, devices)
+    states = _states(run, devices)
+    model = _model_config(run)
+    hf_config = config_of(model)
+    require_startable(run.config, hf_config, device, devices)
+    planned, refusal = _planned(run, hf_config, device, devices)
+    if planned is not None:
+        require_possible(planned.problem, FixedOptions(planned.plan.setting))
     layers = options.measure_layers
     request = request_of(
         run.config,
-        _model_config(run),
+        model,
         backend=_backend(options.backend, device),
-        device=device,
+        device=device.name,
         layer_counts=None if layers is None else (layers[0], layers[1]),
+        plan_refusal=refusal,
     )
-    return Asked(options, run, capacity_gib, _states(run, devices), request)
+    return Asked(options, run, device, planned, states, request)
+
+
+def _planned(run: Run, hf_config: Any, device: Device, devices: int) -> tuple[Planned | None, str | None]:
+    """Return the plan of the run, or None and why the planner does not cover it."""
+    from nxd_memopt.training.memory_plan import planned
+
+    try:
+        return Planned(*planned(run.config, hf_config, device, ranks=devices)), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _completed(run: Run, devices: int) -> Run:
+    """Return the run of a model alone with what nobody stated: a batch that the ranks divide, and no export."""
+    if not run.is_bare:
+        return run
+    config = run.config
+    if "global_batch_size" not in run.stated:
+        sequences = config.data.micro_batch_size * config.data_parallel_size(devices)
+        config = replace(config, data=replace(config.data, global_batch_size=sequences))
+    if "export" not in run.stated:
+        config = replace(config, trainer=replace(config.trainer, export=False))
+    return replace(run, config=config)
 
 
 def _require_valid_numbers(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for numbers without a meaning, or a file that cannot be written."""
     require_memory("--device-memory-gib", options.device_memory_gib)
+    require_memory("--host-memory-gib", options.host_memory_gib)
     for name in ("reserve_gib", "max_temp_ratio"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:
@@ -148,8 +204,8 @@ def _require_valid_numbers(options: argparse.Namespace) -> None:
         require_directory("--json", options.json)
 
 
-def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
-    """Return the device's name, its memory in GiB, and the number of ranks.
+def _device(options: argparse.Namespace, run: Run) -> tuple[Device, int]:
+    """Return the device, with the memory and the reserve that were given, and the number of ranks.
 
     Raises:
         ValueError: there is no such device, or nothing says how much memory it has.
@@ -163,22 +219,32 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[str, float, int]:
             raise ValueError(
                 f"--device {options.device} has devices of many sizes: pass --device-memory-gib for one rank's"
             )
-        return options.device, options.device_memory_gib, options.devices or ranks
-    device, host_ranks = device_and_ranks(options.device)
-    capacity_gib = options.device_memory_gib or device.memory_gib
-    return device.name, capacity_gib, options.devices or max(ranks, host_ranks)
+        # Any GPU runs the kernels of a known one.
+        device = host_device(options.device_memory_gib, ranks)
+        if options.device == "cuda":
+            device = replace(device_named("h200"), name="cuda")
+    else:
+        device, host_ranks = device_and_ranks(options.device)
+        ranks = max(ranks, host_ranks)
+    given = {
+        "memory_gib": options.device_memory_gib,
+        "reserve_gib": options.reserve_gib,
+        "host_memory_gib": options.host_memory_gib,
+    }
+    device = replace(device, **{name: value for name, value in given.items() if value is not None})
+    return device, options.devices or ranks
 
 
-def _backend(chosen: str, device: str) -> str:
+def _backend(chosen: str, device: Device) -> str:
     """Return the backend that measures: trn1 runs graphs of torch_xla, all other devices run eagerly."""
     if chosen != "auto":
         return chosen
-    if device.startswith("trn1") and is_importable("torch_xla"):
+    if device.backend == "xla" and is_importable("torch_xla"):
         return "xla"
     return "cpu"
 
 
-def _model_config(run: Run) -> dict[str, object]:
+def _model_config(run: Run) -> dict[str, Any]:
     """Return the model's complete config."""
     if not run.config.model.resize_embedding:
         return run.model_config()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nxd_memopt.architectures.parameters import ExpertShape
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
+from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 
 DMA_SPILL_SHARE = 0.115
@@ -15,6 +16,8 @@ neuronx-cc that is published for a training step on trn1 (LLaMA-3.1-8B with LoRA
 neuron-monitor measured 14.14. Source: github.com/alpharomercoma/torchneuronx, trn1/results/extras."""
 UPDATED = "updated parameters"
 SPILLS = "DMA ring spills"
+MARGIN = "margin of the allocator"
+RESERVE = "reserve"
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,14 @@ class MemoryTerms:
     Args:
         terms: purpose -> bytes.
         capacity_bytes: memory of the device.
+        host_bytes: host memory for offloaded tensors.
+        usable_host_bytes: host memory that a rank can use.
     """
 
     terms: dict[str, int]
     capacity_bytes: int
+    host_bytes: int = 0
+    usable_host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -36,8 +43,19 @@ class MemoryTerms:
 
     @property
     def fits(self) -> bool:
-        """Whether the sum of all terms is at most the device's memory."""
-        return self.total_bytes <= self.capacity_bytes
+        """Whether device and host memory are large enough."""
+        return self.total_bytes <= self.capacity_bytes and self.host_bytes <= self.usable_host_bytes
+
+
+def planned_terms(plan: Plan, capacity_gib: float) -> MemoryTerms:
+    """Return the planned memory of one rank at the peak of a step."""
+    memory, capacity_bytes = plan.memory, int(capacity_gib * GIB)
+    terms = {name: size for name, size in memory.device.items() if size}
+    terms |= {
+        MARGIN: memory.reserved_bytes - memory.device_bytes,
+        RESERVE: capacity_bytes - plan.usable_bytes,
+    }
+    return MemoryTerms(terms, capacity_bytes, memory.host_bytes, plan.usable_host_bytes)
 
 
 def memory_terms(
@@ -71,7 +89,7 @@ def memory_terms(
         "master weights": master_bytes(shapes, states),
         "activations and temporaries": temporary_bytes,
         "inputs": input_bytes,
-        "reserve": int(reserve_gib * GIB),
+        RESERVE: int(reserve_gib * GIB),
     }
     if in_graphs:
         # The update computes parameters from their masters. Their old values are no input of its graph,

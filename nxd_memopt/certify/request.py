@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.certify.measure.measurement import Measurement
@@ -22,7 +22,6 @@ MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("data_parallel", "sharding"): ("none", "zero1"),
     ("data_parallel", "grad_reduce_in_fp32"): (None, True),
     ("lora", "lora_rank"): (None,),
-    ("memory", "recompute_method"): (None, "block", "uniform"),
     ("memory", "cpu_offloading_num_layers"): (0,),
     ("memory", "cpu_offloading_activations"): (False,),
     ("memory", "cpu_offloading_weights"): (False,),
@@ -31,7 +30,10 @@ MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("memory", "fused_linear_cross_entropy"): (True,),
     ("memory", "recompute_keep_core_attn"): (False, "all"),
 }
-"""Options that change a step's memory or collectives -> values with which the step is the measured one."""
+"""Options that change a step's memory or collectives -> values with which a simulated rank measures the step.
+
+Other values are planned: the step is measured with the last value, and the certificate names the option."""
+_CPU_ATTENTION = ("auto", "sdpa", "tiled", "math")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Request:
         layer_counts: numbers of decoder layers to measure.
         isolate_documents: rows contain several documents, which do not attend to each other.
         moe: options of a model with experts; None for a dense model.
+        planned: what the run has and the measured step does not have; its memory is planned.
     """
 
     config: dict[str, Any]
@@ -61,12 +64,13 @@ class Request:
     layer_counts: tuple[int, ...]
     isolate_documents: bool = False
     moe: MoEConfig | None = None
+    planned: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
         """Return the request of plain data from ``dataclasses.asdict``, in which JSON has turned tuples into lists."""
         modules, moe = data["memory"]["recompute_modules"], data["moe"]
-        parsed: dict[str, Any] = {"layer_counts": tuple(data["layer_counts"])}
+        parsed: dict[str, Any] = {"layer_counts": tuple(data["layer_counts"]), "planned": tuple(data["planned"])}
         parsed["parallel"] = ParallelConfig(**data["parallel"])
         parsed["memory"] = MemoryConfig(**data["memory"] | {"recompute_modules": modules and tuple(modules)})
         if moe is not None:
@@ -78,7 +82,13 @@ class Request:
 
 
 def request_of(
-    config: TrainConfig, model: dict[str, Any], *, backend: str, device: str, layer_counts: tuple[int, int] | None
+    config: TrainConfig,
+    model: dict[str, Any],
+    *,
+    backend: str,
+    device: str,
+    layer_counts: tuple[int, int] | None,
+    plan_refusal: str | None = None,
 ) -> Request:
     """Return what to measure for one micro-batch of a run on one rank.
 
@@ -88,24 +98,36 @@ def request_of(
         backend: see ``Request``.
         device: name of the device that the certificate is for.
         layer_counts: the depths that are measured; None chooses them.
+        plan_refusal: why the memory of the run is not planned; None if it is.
 
     Raises:
-        ValueError: an option would change the step without changing the certificate, or contradicts another one.
+        ValueError: the step is neither measured nor planned, or an option contradicts another one.
     """
-    # A certificate of another step than the one that runs would be worse than none.
     if config.auto_memory:
         raise ValueError(
             "memory: auto is chosen on the device when the run starts: nxd-memopt plan --write FILE chooses it now, "
             "for a certificate"
         )
-    for (section, name), measured in MEASURED.items():
-        value = getattr(getattr(config, section), name)
-        if value not in measured:
-            shown = str(measured[-1]).lower().replace("none", "null")
-            raise ValueError(
-                f"certify measures no step with {section}.{name} {value}: set it to {shown} for the certificate"
-            )
-    memory, moe = config.memory, _experts(config, model)
+    memory, planned = _measured_memory(config, backend, is_planned=plan_refusal is None)
+    moe = _experts(config, model)
+    if moe is not None and not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
+        moe = _static_form(moe, device)
+        planned.append("rows of experts that depend on the routing (measured padded to capacities)")
+    # On Trainium isolation selects tiled attention, and an eager measurement has no values to take the bounds from.
+    # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
+    is_isolated = config.data.isolate_documents
+    if is_isolated and backend != "xla" and device in TRAINIUM_GIB:
+        planned.append("data.isolate_documents true")
+    # A certificate of another step than the one that runs would be worse than none. An eager step on the CPU has the
+    # CPU's attention and temporaries, which are those of no other device.
+    unmeasured = list(planned)
+    if backend != "xla" and device != "cpu":
+        unmeasured.append(f"the memory of {device}")
+    # Only the plan knows whether the device's attention is one operator, whose results can be kept.
+    if memory.recompute_keep_core_attn:
+        unmeasured.append("memory.recompute_keep_core_attn")
+    if unmeasured and plan_refusal is not None:
+        raise ValueError(f"no simulated rank measures {'; '.join(unmeasured)}, and it is not planned: {plan_refusal}")
     # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
     # and stays fp16.
     dtype = config.dtype
@@ -120,9 +142,35 @@ def request_of(
         dtype=dtype,
         backend=backend,
         layer_counts=_depths(memory, model["num_hidden_layers"], layer_counts),
-        isolate_documents=_isolates(config, backend, device),
+        isolate_documents=is_isolated and backend == "xla",
         moe=moe,
+        planned=tuple(planned),
     )
+
+
+def _measured_memory(config: TrainConfig, backend: str, *, is_planned: bool) -> tuple[MemoryConfig, list[str]]:
+    """Return the memory techniques of the measured step, and the options of the run that it does not have."""
+    planned: list[str] = []
+    replaced: dict[str, Any] = {}
+    for (section, name), measured in MEASURED.items():
+        value = getattr(getattr(config, section), name)
+        if value in measured:
+            continue
+        planned.append(f"{section}.{name} {str(value).lower()}")
+        if section == "memory":
+            replaced[name] = measured[-1]
+    memory = config.memory
+    if backend != "xla" and memory.attention_backend not in _CPU_ATTENTION:
+        planned.append(f"memory.attention_backend {memory.attention_backend}")
+        replaced["attention_backend"] = "auto"
+    # XLA chains the collectives of both recomputations, which no formula counts.
+    if backend == "xla" and memory.recompute_method == "nested":
+        planned.append("memory.recompute_method nested")
+        replaced |= {"recompute_method": None, "recompute_num_layers": None}
+    # With planned memory one recomputed layer next to others shows as much as twenty, in a tenth of the time.
+    if backend != "xla" and is_planned and memory.recompute_method == "block":
+        replaced["recompute_num_layers"] = 1
+    return replace(memory, **replaced), planned
 
 
 def _experts(config: TrainConfig, model: dict[str, Any]) -> MoEConfig | None:
@@ -147,18 +195,29 @@ def _experts(config: TrainConfig, model: dict[str, Any]) -> MoEConfig | None:
 
     moe = resolve_options(config.moe, config_of(model))
     assert moe is not None
-    if not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
-        raise ValueError(
-            "certify measures shapes without values, and the rows of an expert depend on the routing: set "
-            "moe.moe_expert_block_size to 128, or moe.moe_expert_capacity_factor to 1.25 and "
-            "moe.moe_pad_expert_input_to_capacity to true"
-        )
     if moe.moe_layer_freq != 1:
         raise ValueError(
             f"moe_layer_freq {moe.moe_layer_freq} mixes dense layers and layers with experts, which need "
             "different memory: certify measures models whose layers all have experts"
         )
     return moe
+
+
+def _static_form(moe: MoEConfig, device: str) -> MoEConfig:
+    """Return the options of experts of fixed shapes, which are measured for rows that depend on the routing.
+
+    Raises:
+        ValueError: ``device`` is Trainium, which compiles fixed shapes.
+    """
+    if device in TRAINIUM_GIB:
+        raise ValueError(
+            f"the rows of an expert depend on the routing, and {device} compiles fixed shapes: set "
+            "moe.moe_expert_block_size to 128, or moe.moe_expert_capacity_factor to 1.25 and "
+            "moe.moe_pad_expert_input_to_capacity to true"
+        )
+    # Capacities of factor 1 are the rows of a balanced routing, with the same dispatcher.
+    factor = moe.moe_expert_capacity_factor or 1.0
+    return replace(moe, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
 
 
 def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> tuple[int, int]:
@@ -190,25 +249,6 @@ def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> 
             remedy = f"set memory.recompute_num_layers {number} to 1 with recompute_method uniform, or {remedy}"
         raise ValueError(f"certify measures models of {few} and {many} layers, and this one has {depth}: {remedy}")
     return few, many
-
-
-def _isolates(config: TrainConfig, backend: str, device: str) -> bool:
-    """Return whether the measured step isolates documents.
-
-    Raises:
-        ValueError: isolation selects another attention on the device than in the measurement.
-    """
-    # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
-    # On Trainium isolation selects tiled attention, and an eager measurement has no values to take
-    # the bounds from.
-    if not config.data.isolate_documents or backend == "xla":
-        return config.data.isolate_documents
-    if device in TRAINIUM_GIB:
-        raise ValueError(
-            f"data.isolate_documents on {device} cannot be measured with backend {backend}: set it to false for the "
-            "certificate, or use backend xla"
-        )
-    return False
 
 
 @dataclass(frozen=True)

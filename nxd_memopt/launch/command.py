@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.child_process import run_child
-from nxd_memopt.command_line import Parser, count
+from nxd_memopt.command_line import Parser, config_without_tokenizer, count, has_tokenizer
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import PLATFORMS, TORCH_XLA_PACKAGE, Platform, platform_named
@@ -106,7 +106,9 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> Parser:
     """Return the parser of the launcher's flags; other options are the training program's."""
     parser = Parser("launch", "Start training on a platform's ranks, with their environment, or show how.")
-    platforms = f"{', '.join(PLATFORMS)}, or an AWS instance such as trn1.32xlarge; default: trn1"
+    platforms = (
+        f"{', '.join(PLATFORMS)}, a GPU of plan --device, or an AWS instance such as trn1.32xlarge; default: trn1"
+    )
     parser.add_argument("--platform", default="trn1", metavar="NAME", help=platforms)
     ranks = "ranks of each host; default: every logical core of Trainium's host, elsewhere T"
     parser.add_argument("--nproc", type=count, metavar="N", help=ranks)
@@ -145,8 +147,12 @@ def plan(
     machine = machine or Machine.here()
     # The ranks parse the same options again, so that their configuration cannot differ from the
     # one that is checked here.
-    config = parse_config(train_arguments)
-    config.data.require_sources()
+    if options.dry_run:
+        # Its certificate needs neither data nor tokenizer.
+        config = config_without_tokenizer(train_arguments)
+    else:
+        config = parse_config(train_arguments)
+        config.data.require_sources()
     hosts = find_hosts(
         environ,
         nodes=options.nodes,
@@ -157,7 +163,7 @@ def plan(
     # From here on: what the platform supports, how many ranks a host has, whether the batch fits
     # the number of ranks, and the environment. Nothing is started by this function.
     platform = platform_named(options.platform)
-    _require_support(options, config, platform, hosts)
+    _require_support(options, platform, hosts)
     size = config.parallel.tensor_model_parallel_size
     processes = platform.processes_per_host(options.nproc, size, machine)
     config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
@@ -187,18 +193,26 @@ def plan(
         command,
         list(train_arguments),
         open_files,
-        tuple(platform.notes(run)),
+        (*platform.notes(run), *_missing(config)),
     )
 
 
-def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
-    """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
+def _missing(config: TrainConfig) -> list[str]:
+    """Return a note on what a dry run shows without and training needs; empty if there is nothing."""
+    needed: list[str] = []
+    if not has_tokenizer(config):
+        needed.append("--model.tokenizer DIRECTORY")
+    if not config.data.sources:
+        needed.append("--data.dataset DATA")
+    if not needed:
+        return []
+    return [f"to train, add {' and '.join(needed)} to the command"]
+
+
+def _require_support(options: argparse.Namespace, platform: Platform, hosts: Hosts) -> None:
+    """Raise ``ValueError`` for flags that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
-    if config.trainer.enable_cuda_graph is True and platform.name != "cuda":
-        raise ValueError(
-            f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to auto"
-        )
     # torchrun's rendezvous and the Neuron runtime's collectives both listen on host 0, so their
     # ports must differ. Platforms other than trn1 let the runtime take a free port.
     port = options.root_comm_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -22,6 +22,7 @@ from nxd_memopt.launch.trainium import (
 )
 from nxd_memopt.launch.variables import Run, Variable
 from nxd_memopt.options import require_one_of
+from nxd_memopt.planner.hardware import GPUS
 
 ROOT_COMM_PORT = 62182  # the Neuron runtime's default with torch_xla
 TORCH_NEURON_PACKAGE = "torch_neuronx"
@@ -187,7 +188,7 @@ PLATFORMS = {
 
 
 def platform_named(name: str) -> Platform:
-    """Return the platform of a name, which may be an AWS instance's.
+    """Return the platform of a name, which may be an AWS instance's or a GPU's.
 
     Raises:
         ValueError: there is no such platform.
@@ -196,5 +197,8 @@ def platform_named(name: str) -> Platform:
     # The same ranks with faster links.
     if name == "trn1n":
         name = "trn1"
-    require_one_of("--platform", name, tuple(PLATFORMS))
+    # A GPU is certified with its own memory.
+    if name not in PLATFORMS and name.lower() in GPUS:
+        return replace(PLATFORMS["cuda"], certified_as=name)
+    require_one_of("--platform", name, (*PLATFORMS, *GPUS))
     return PLATFORMS[name]

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 from torch import nn
 
-from nxd_memopt.backends import HostTransfers, backend
+from nxd_memopt.backends import Backend, HostTransfers, backend
 from nxd_memopt.config import COMPILE, MemoryConfig
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
@@ -69,6 +69,7 @@ def apply_memory(
             "update_in_forward has made the layers wait for their updates, and the first layer of a recompute chunk "
             "would run the others before theirs: call apply_memory before update_in_forward"
         )
+    require_device(memory)
     offload = _offload(memory, len(layers), pool)
     require_weight_offload(memory, len(layers))
     # Before anything is removed: a refused call leaves the model as it was. Host memory that is missing for weights
@@ -102,7 +103,7 @@ def apply_memory(
     if offload is not None:
         apply_offload(layers, memory.num_offloaded_layers(len(layers)), offload)
     if memory.cpu_offloading_weights:
-        transfers = _host_transfers("cpu_offloading_weights")
+        transfers = _host_transfers()
         inside = {id(param) for param in parameters}
         others = [param for param in cast(nn.Module, model).parameters() if id(param) not in inside]
         num_layers = memory.cpu_offloading_num_layers
@@ -129,16 +130,35 @@ def _require_applicable(model: Recomputable, memory: MemoryConfig, compile: Lite
             require_recompute_in_graphs()
 
 
-def require_weight_offload(memory: MemoryConfig, num_layers: int) -> None:
-    """Check the weights on the host against a model of ``num_layers`` layers and the device.
-
-    Raises:
-        ValueError: more layers than the model has, or a device without copies to the host.
-    """
-    if not memory.cpu_offloading_weights:
+def require_device(memory: MemoryConfig, device: Backend = backend) -> None:
+    """Raise ``ValueError`` for a technique that ``device`` does not support, whatever the model is."""
+    number = memory.cpu_offloading_num_layers
+    offloaded = (
+        ("cpu_offloading_activations", memory.cpu_offloading_activations),
+        ("cpu_offloading_weights", memory.cpu_offloading_weights),
+        (f"cpu_offloading_num_layers {number}", number > 0),
+    )
+    for option, is_set in offloaded:
+        if is_set and device.host_transfers_refusal() is not None:
+            raise ValueError(f"{option} {device.host_transfers_refusal()}: leave it out")
+    if device.views_share_memory:
         return
-    _host_transfers("cpu_offloading_weights")
-    _require_layers(memory.cpu_offloading_num_layers, num_layers)
+    if memory.mlp_tile_tokens is not None:
+        raise ValueError(
+            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} writes tiles in place, and the backend {device.name} "
+            "compiles tensors without shared memory: leave it out"
+        )
+    if memory.attention_head_groups is not None:
+        raise ValueError(
+            f"attention_head_groups {memory.attention_head_groups!r} recomputes slices of weights, and the backend "
+            f"{device.name} recomputes from a function's arguments only: leave it out"
+        )
+
+
+def require_weight_offload(memory: MemoryConfig, num_layers: int) -> None:
+    """Raise ``ValueError`` if weights of more layers are on the host than the model has."""
+    if memory.cpu_offloading_weights:
+        _require_layers(memory.cpu_offloading_num_layers, num_layers)
 
 
 def _require_layers(number: int, num_layers: int) -> None:
@@ -147,18 +167,10 @@ def _require_layers(number: int, num_layers: int) -> None:
         raise ValueError(f"cpu_offloading_num_layers {number} exceeds the model's {num_layers} layers: lower it")
 
 
-def _host_transfers(option: str) -> HostTransfers:
-    """Return the device's copies to the host.
-
-    Raises:
-        ValueError: a device without such copies.
-    """
+def _host_transfers() -> HostTransfers:
+    """Return the device's copies to the host, which ``require_device`` has found."""
     transfers = backend.host_transfers()
-    if transfers is None:
-        raise ValueError(
-            f"{option} needs a device whose copies to the host "
-            f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
-        )
+    assert transfers is not None
     return transfers
 
 
@@ -166,16 +178,13 @@ def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> Ac
     """Return the object that offloads what ``memory`` selects, or None.
 
     Raises:
-        ValueError: more layers than the model has, or a device without such copies.
+        ValueError: more layers than the model has.
     """
     num_offloaded = memory.num_offloaded_layers(num_layers)
     if not num_offloaded:
         return None
-    option = f"cpu_offloading_num_layers {num_offloaded}"
-    if memory.cpu_offloading_activations:
-        option = "cpu_offloading_activations"
-    transfers = _host_transfers(option)
     _require_layers(num_offloaded, num_layers)
+    transfers = _host_transfers()
     saving_layers = num_offloaded
     layers_in_flight = None
     if memory.cpu_offloading_activations:

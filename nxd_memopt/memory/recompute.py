@@ -15,7 +15,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.selective import (
-    KEEPABLE_ATTENTION,
     Keep,
     both_contexts,
     keeping_contexts,
@@ -25,6 +24,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
 from nxd_memopt.parallel_layers.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
+from nxd_memopt.planner.memory.layer_tensors import KEEPABLE_ATTENTION
 from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 

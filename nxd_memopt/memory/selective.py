@@ -23,9 +23,6 @@ from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.ops.autograd import ReusableContext
 from nxd_memopt.ops.cuda.attention import FLASH4_OPERATOR
 
-KEEPABLE_ATTENTION = ("sdpa", "flash4", "cudnn", "flash", "efficient")
-"""Attention implementations that run as a single operator, which the policy can name."""
-
 _OPERATORS = {FLASH4_OPERATOR} | {
     getattr(torch.ops.aten, name).default
     for name in (

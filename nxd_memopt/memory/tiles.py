@@ -72,12 +72,7 @@ def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]
 
 
 def require_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
-    """Raise ``ValueError`` if the device's views do not share memory, or a module is no MLP of this library."""
-    if not backend.views_share_memory:
-        raise ValueError(
-            f"mlp_tile_tokens {tile_tokens!r} writes tiles in place, and the backend {backend.name} "
-            "compiles tensors without shared memory: leave it out"
-        )
+    """Raise ``ValueError`` if a module is no MLP of this library."""
     if not modules:
         raise ValueError(f"mlp_tile_tokens {tile_tokens!r}: the model has no MLP to compute by tiles: leave it out")
     for module in modules:
@@ -139,14 +134,7 @@ def apply_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["a
 
 
 def require_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["auto"]) -> None:
-    """Raise ``ValueError`` if the device recomputes from arguments only, a module is no attention module of this
-    library, or its heads are not divisible.
-    """
-    if not backend.views_share_memory:
-        raise ValueError(
-            f"attention_head_groups {num_groups!r} recomputes slices of weights, and the backend {backend.name} "
-            "recomputes from a function's arguments only: leave it out"
-        )
+    """Raise ``ValueError`` if a module is no attention module of this library, or its heads are not divisible."""
     for module in modules:
         if not hasattr(module, "layers"):
             raise ValueError(

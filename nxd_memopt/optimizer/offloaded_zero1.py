@@ -69,10 +69,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
     ) -> None:
         transfers = transfers or backend.host_transfers()
         if transfers is None:
-            raise ValueError(
-                f"optimizer_offload_fraction needs a device whose copies to the host overlap with its "
-                f"work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
-            )
+            raise ValueError(f"optimizer_offload_fraction {backend.host_transfers_refusal()}: leave it out")
         if options.get("loss_scaler") is not None:
             raise ValueError("optimizer_offload_fraction does not scale losses: train in bf16 (precision bf16-mixed)")
         self._transfers = transfers

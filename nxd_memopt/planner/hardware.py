@@ -96,6 +96,13 @@ class Device:
             )
 
     @property
+    def backend(self) -> Literal["neuron", "xla", "cuda", "cpu"]:
+        """Name of the backend that ranks on this device use: trn1 runs graphs of torch_xla."""
+        if self.kind == "neuron" and self.name.startswith("trn1"):
+            return "xla"
+        return self.kind
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the device in bytes."""
         return int(self.memory_gib * GIB)
@@ -144,6 +151,9 @@ def _read_table() -> dict[str, Device]:
 _TABLE = Path(__file__).with_name("devices.toml")
 DEVICES = _read_table()
 """Devices by name."""
+_ALIASES = {"a100": "a100-80gb"}
+GPUS = (*(name for name, device in DEVICES.items() if device.kind == "cuda"), *_ALIASES)
+"""Names of NVIDIA GPUs, with aliases."""
 TRAINIUM_GIB = {name: device.memory_gib for name, device in DEVICES.items() if device.kind == "neuron"}
 """Memory in GiB of one rank's device on Trainium."""
 
@@ -197,8 +207,7 @@ def device_named(name: str) -> Device:
     """
     if name.endswith(".json"):
         return read_device(Path(name))
-    aliases = {"a100": "a100-80gb"}
-    name = aliases.get(name.lower(), name.lower())
+    name = _ALIASES.get(name.lower(), name.lower())
     require_one_of("device", name, tuple(DEVICES))
     return DEVICES[name]
 

@@ -12,8 +12,9 @@ from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
-from nxd_memopt.architectures.model_spec import model_spec, rope_options
+from nxd_memopt.architectures.model_spec import model_spec, require_positions, rope_options
 from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
+from nxd_memopt.backends import BACKENDS
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.huggingface.exporting import require_replaceable
@@ -27,8 +28,10 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.planner.hardware import Device
 from nxd_memopt.training.config.train_config import SHORT_WARMUP, TrainConfig
 from nxd_memopt.training.data.isolation import require_attention
+from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.parameter_groups import parameter_groups, trained_parameters
@@ -55,17 +58,41 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     for name in config.data.sources:
         if name != "stdlib":
             require_installed(f"dataset {name}", "datasets", extra="train")
-    _require_sizes(hf_config)
-    require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
-    require_supported_values(hf_config, OVERRIDES)
-    _require_positions(config, hf_config)
-    _require_experts(config, hf_config)
+    _require_model(config, hf_config)
     # Rank 0 alone reads the files' headers: 1,000 ranks would read the same bytes.
     with raise_together("checking the files of the run"):
         if is_rank_zero():
             _require_intact_checkpoints(config)
             _require_weights(config)
             _require_export_target(config)
+
+
+def require_startable(config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int) -> None:
+    """Raise ``ValueError`` if training would refuse a run on a device, which this machine may lack.
+
+    Files are not read.
+
+    Args:
+        config: configuration of the run.
+        hf_config: the model's configuration.
+        device: what each rank has.
+        ranks: number of ranks in all.
+    """
+    config.accumulation_steps(ranks)  # called for its checks
+    config.require_expert_ranks(ranks)
+    _require_model(config, hf_config)
+    host_ranks = min(ranks, device.ranks_per_host)
+    facts = BACKENDS[device.backend].of_device(device.compute_capability)
+    require_executable(config, hf_config, device=facts, ranks=ranks, host_ranks=host_ranks)
+
+
+def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` if the model's sizes, values, positions or experts do not fit the options of the run."""
+    _require_sizes(hf_config)
+    require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
+    require_supported_values(hf_config, OVERRIDES)
+    _require_positions(config, hf_config)
+    _require_experts(config, hf_config)
 
 
 def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -172,15 +199,9 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
 def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` if RoPE has no values, or a sequence has more positions than the model was made for."""
     length = config.data.seq_length
-    limit = hf_config.max_position_embeddings
-    rope = RotaryEmbedding(model_spec(hf_config).rotary_dim, rope_options(hf_config), limit)
+    rope = RotaryEmbedding(model_spec(hf_config).rotary_dim, rope_options(hf_config), hf_config.max_position_embeddings)
     rope.require_one_length(length, packed=config.data.isolate_documents)
-    # Its frequencies are made for longer sequences.
-    if length > limit and rope.kind != "dynamic":
-        raise ValueError(
-            f"data.seq_length {length} is greater than the model's max_position_embeddings {limit}: shorten "
-            f"data.seq_length, or set max_position_embeddings to {length} in {OVERRIDES} to train longer positions"
-        )
+    require_positions(hf_config, length)
 
 
 def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:

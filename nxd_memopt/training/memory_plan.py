@@ -224,14 +224,6 @@ def _has_graph(config: TrainConfig, hf_config: PretrainedConfig, device: Device 
     return bool(config.trainer.enable_cuda_graph) and is_possible
 
 
-def _shard_ranks(config: TrainConfig, device: Device | None, ranks: int | None) -> int:
-    """Return over how many data-parallel ranks zero2 and zero3 shard; ``device`` and ``ranks`` as ``planned``."""
-    if device is None or ranks is None:
-        return shard_ranks(config)
-    hosts = -(-ranks // device.ranks_per_host)
-    return config.data_parallel.ranks_per_instance(config.data_parallel_size(ranks), num_hosts=hosts)
-
-
 def setting_of(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
 ) -> Setting:
@@ -244,7 +236,10 @@ def setting_of(
         require_moe_memory(memory)
     options: dict[str, Any] = {}
     if stage in SHARDS_GRADIENTS:
-        options["shard_ranks"] = _shard_ranks(config, device, ranks)
+        host_ranks = None
+        if device is not None and ranks is not None:
+            host_ranks = min(ranks, device.ranks_per_host)
+        options["shard_ranks"] = shard_ranks(config, ranks=ranks, host_ranks=host_ranks)
     return Setting(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         sharding=stage,

@@ -147,3 +147,15 @@ def test_freed_blocks_between_others_are_counted():
     del tensors[::2]
     kept = backend.freed_bytes_kept()
     assert kept is not None and 1000 * size <= kept - in_use <= 1001 * (size + 2000)
+
+
+def test_a_device_that_is_absent_has_the_facts_of_the_one_that_runs():
+    """Certificates and written plans refuse by them what training refuses by the backend itself."""
+    absent = type(backend).of_device(9.0)
+    refusals = [name for name in dir(backend) if name.endswith("_refusal") and name != "attention_refusal"]
+    assert "gradient_sharding_refusal" in refusals and "host_transfers_refusal" in refusals
+    for name in set(refusals) - {"peer_memory_refusal"}:
+        assert getattr(absent, name)() == getattr(backend, name)(), name
+    assert absent.views_share_memory == backend.views_share_memory
+    gpu = BACKENDS["cuda"]
+    assert gpu.of_device(7.5).tf32_refusal() and not gpu.of_device(8.0).tf32_refusal()

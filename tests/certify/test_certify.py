@@ -15,10 +15,10 @@ from nxd_memopt.certify import assert_recompute_survives, command, without_recom
 from nxd_memopt.certify.command import read
 from nxd_memopt.certify.measure.eager import measure_eager
 from nxd_memopt.certify.memory_terms import extrapolate, memory_terms
-from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.report.judge import judge
 from nxd_memopt.certify.report.verdict import check_ranks
 from nxd_memopt.certify.request import Answer, Request
-from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.sizes.states import StateLayout
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
@@ -35,7 +35,7 @@ def certificate(asked: Request, *, answer: Answer | None = None, max_temp_ratio:
     return judge(
         asked,
         answer,
-        device=Device(16.0, 1.25),
+        device=device_named("trn1"),
         states=StateLayout(getattr(torch, asked.dtype).itemsize),
         max_temp_ratio=max_temp_ratio,
         stands_for=asked.dtype,
@@ -367,7 +367,6 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
             "--memory.recompute-granularity selective --memory.recompute-method block --memory.recompute-num-layers 3",
             ("--measure-layers 2 3", "the first at least 3"),
         ),
-        ("--backend cpu --data.isolate-documents", ("data.isolate_documents on trn1", "backend xla")),
         ("--model llama-3-9b", ("'llama-3-9b'", "did you mean 'llama-3-8b'")),
         ("--parallel.sequence-parallel-enabled", ("tensor_model_parallel_size",)),
     ],

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nxd_memopt.architectures.configs import NAMED_CONFIGS
-from nxd_memopt.certify.command import _states
-from nxd_memopt.certify.request import request_of
+from nxd_memopt.certify.command import _parser, asked_of
 from nxd_memopt.command_line import Run
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config.train_config import SECTIONS, TrainConfig
@@ -20,7 +19,7 @@ BLOCKS = {"moe_expert_block_size": 128, "moe_token_dispatcher_type": "allgather"
 BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
 # Option -> the changes of its section, of which the request or the optimizer must have a trace.
 PASSED: dict[str, dict[str, Any]] = {
-    "model.pretrained": {"pretrained": "llama-2-7b", "config_overrides": {}},
+    "model.pretrained": {"pretrained": "llama-3-70b", "config_overrides": {}},
     "model.config_overrides": {"config_overrides": {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 8}},
     "parallel.tensor_model_parallel_size": {"tensor_model_parallel_size": 4},
     "parallel.sequence_parallel_enabled": {"sequence_parallel_enabled": False},
@@ -29,7 +28,6 @@ PASSED: dict[str, dict[str, Any]] = {
     "memory.recompute_method": BLOCK,
     "memory.recompute_num_layers": {**BLOCK, "recompute_num_layers": 3},
     "memory.recompute_modules": {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
-    "memory.recompute_keep_core_attn": {"recompute_keep_core_attn": True},
     "memory.attention_backend": {"attention_backend": "tiled"},
     "data.seq_length": {"seq_length": 4096},
     "data.micro_batch_size": {"micro_batch_size": 2},
@@ -42,36 +40,38 @@ PASSED: dict[str, dict[str, Any]] = {
         **BLOCKS,
         "moe_shared_expert_intermediate_size": 512,
     },
+    "memory.fused_linear_cross_entropy": {"fused_linear_cross_entropy": False},
+    "data_parallel.grad_reduce_in_fp32": {"grad_reduce_in_fp32": False},
+    "optimizer.overlap_grad_reduce": {"overlap_grad_reduce": True},
+    "optimizer.in_backward": {"in_backward": True, "clip_grad": 0.0},
+    "lora.lora_rank": {"lora_rank": 8},
 }
+# Options that training refuses on trn1, with the backend's name.
 REFUSED: dict[str, dict[str, Any]] = {
     "memory.cpu_offloading_num_layers": {"cpu_offloading_num_layers": 2},
     "memory.cpu_offloading_activations": {"cpu_offloading_activations": True},
     "memory.cpu_offloading_weights": {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 2},
     "memory.mlp_tile_tokens": {"mlp_tile_tokens": 4096},
     "memory.attention_head_groups": {"attention_head_groups": 2},
-    "memory.fused_linear_cross_entropy": {"fused_linear_cross_entropy": False},
     "data_parallel.num_distributed_optimizer_instances": {
         "sharding": "zero2",
         "num_distributed_optimizer_instances": 2,
     },
     "data_parallel.reshard_after_forward": {"sharding": "zero3", "reshard_after_forward": False},
-    "data_parallel.grad_reduce_in_fp32": {"grad_reduce_in_fp32": False},
-    "optimizer.overlap_grad_reduce": {"overlap_grad_reduce": True},
-    "optimizer.in_backward": {"in_backward": True, "clip_grad": 0.0},
     "optimizer.optimizer_offload_fraction": {"optimizer_offload_fraction": 0.5},
     "optimizer.optimizer_staging_gib": {"optimizer_offload_fraction": 1.0, "optimizer_staging_gib": 1.0},
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 1.0, "optimizer_update_in_forward": True},
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 1.0, "store_param_remainders": True},
     "trainer.compile": {"compile": "layer"},
-    "lora.lora_rank": {"lora_rank": 8},
 }
 
 
 def certified(config: TrainConfig) -> object:
     """Everything that a certificate depends on."""
-    run = Run("", config, frozenset(), is_bare=False)
-    request = request_of(config, run.model_config(), backend="xla", device="trn1", layer_counts=None)
-    return request, _states(run, 32)
+    options, _ = _parser().separate(["--device", "trn1", "--backend", "xla"])
+    asked = asked_of(options, Run("", config, frozenset(), is_bare=False))
+    assert asked.planned is not None
+    return asked.request, asked.states, asked.planned.plan.memory
 
 
 def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:
@@ -87,13 +87,18 @@ def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainC
 
 @pytest.fixture(scope="module")
 def config() -> TrainConfig:
-    return planned("llama3_8b").config
+    # transformers has no shared experts for an export.
+    return planned("llama3_8b", "--trainer.no-export").config
 
 
 def test_every_option_of_layout_and_memory_is_certified_or_refused():
     sections = ("parallel", "memory", "data_parallel")
     known = {f"{name}.{field.name}" for name in sections for field in dataclasses.fields(SECTIONS[name])}
-    elsewhere = {"parallel.use_cpu_initialization", "parallel.expert_model_parallel_size"}
+    elsewhere = {
+        "parallel.use_cpu_initialization",
+        "parallel.expert_model_parallel_size",
+        "memory.recompute_keep_core_attn",
+    }
     assert known <= PASSED.keys() | REFUSED.keys() | elsewhere
     assert not PASSED.keys() & REFUSED.keys()
 
@@ -103,7 +108,10 @@ def test_options_that_change_the_certified_step(option, config):
     base = config
     if option == "memory.recompute_num_layers":
         base = changed(config, option, BLOCK)
-    assert certified(base) != certified(changed(config, option, PASSED[option]))
+    # It updates in each backward: a step is one micro-batch.
+    if option == "optimizer.in_backward":
+        base = changed(config, "data", {"global_batch_size": 4})
+    assert certified(base) != certified(changed(base, option, PASSED[option]))
 
 
 def test_experts_of_other_ranks_change_the_certified_step(config):
@@ -118,6 +126,11 @@ def test_techniques_that_the_device_chooses_are_refused(config):
 
 
 @pytest.mark.parametrize("option", REFUSED)
-def test_options_that_are_refused(option, config):
+def test_options_that_training_refuses_on_the_device_are_refused(option, config):
     message = error_message(lambda: certified(changed(config, option, REFUSED[option])))
-    assert_says(message, "certif")
+    assert_says(message, "the backend", "xla")
+
+
+def test_kept_results_of_attention_that_is_no_single_operator_are_refused(config):
+    kept = changed(config, "memory.recompute_keep_core_attn", {"recompute_keep_core_attn": True})
+    assert_says(error_message(lambda: certified(kept)), "recompute_keep_core_attn", "'nki'", "leave it out")

@@ -128,7 +128,7 @@ def test_what_a_dry_run_certifies() -> None:
     assert (request.sequence_length, request.micro_batch_size) == (config.data.seq_length, 1)
     assert (request.dtype, request.backend, request.layer_counts) == ("float16", "xla", (2, 4))
     assert asked.states == StateLayout(2, master_weights=True, sharding="zero1", data_parallel_size=4)
-    assert asked.capacity_gib == 16.0 and asked.options.reserve_gib == 1.25
+    assert asked.device.memory_gib == 16.0 and asked.device.reserve_gib == 1.25
     # fp32 parameters are their own masters.
     fp32 = certified(planned("gpt_neox_20b", "--trainer.precision", "32-true", environ=FOUR_HOSTS)).states
     assert (fp32.element_bytes, fp32.master_weights) == (4, False)
@@ -149,27 +149,28 @@ def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
     launch = planned("fine_tune", *options, "--model.config-overrides.num-hidden-layers", "6", "--platform", "cpu")
     asked = certified(launch, 23.5)
     assert (asked.request.config["num_hidden_layers"], asked.request.config["hidden_size"]) == (6, 64)
-    assert asked.capacity_gib == 23.5 and asked.states.sharding == "none"
+    assert asked.device.memory_gib == 23.5 and asked.states.sharding == "none"
 
 
-def test_techniques_that_certify_cannot_measure_are_refused() -> None:
-    def request(*options: str) -> Request:
-        return certified(planned("llama3_8b", *options, "--platform", "trn2")).request
+def test_techniques_that_are_planned_where_they_are_not_measured() -> None:
+    def request(*options: str, platform: str = "trn2") -> Request:
+        return certified(planned("llama3_8b", *options, "--platform", platform)).request
 
     assert request("--memory.recompute-keep-core-attn").memory.recompute_keep_core_attn
     assert not request().isolate_documents
     block = ("--memory.recompute-method", "block", "--memory.recompute-num-layers")
     selective = ("--memory.recompute-granularity", "selective", "--memory.recompute-modules", "norm")
     assert request(*block, "2").layer_counts == (2, 4)
-    assert request(*selective, *block, "6").layer_counts == (6, 7)
+    assert request(*selective, *block, "6").layer_counts == (2, 4)
+    # A compiled graph is the one of the run.
+    assert request(*selective, *block, "6", platform="trn1").layer_counts == (6, 7)
+    assert request("--data.isolate-documents").planned == ("data.isolate_documents true",)
     with pytest.raises(ValueError, match="pass --device-memory-gib"):
         certified(planned("llama3_8b", "--platform", "cuda"))
-    for option, message in (
-        (("--data.isolate-documents",), "data.isolate_documents on trn2 cannot be measured .*: set it to false"),
-        (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2: set it to zero1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            request(*option)
+    with pytest.raises(ValueError, match="sharding zero2 is not available on the backend neuron"):
+        request("--data-parallel.sharding", "zero2")
+    with pytest.raises(ValueError, match="is true, but a CUDA graph needs an NVIDIA GPU, and the backend is neuron"):
+        request("--trainer.enable-cuda-graph")
 
 
 @pytest.mark.slow
@@ -221,7 +222,7 @@ def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_measured_depths_are_within_the_model(depth, options, measured) -> None:
-    words = ["--platform", "trn2", "--model.config-overrides.num-hidden-layers", str(depth)]
+    words = ["--platform", "trn1", "--model.config-overrides.num-hidden-layers", str(depth)]
     if options:
         words += ["--memory.recompute-method", options[0], "--memory.recompute-num-layers", options[1]]
     launch = planned("llama3_8b", *words)

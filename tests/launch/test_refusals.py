@@ -19,7 +19,6 @@ TRN2 = ("--platform", "trn2")
         ((), {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "NEURON_RT_STOCHASTIC_ROUNDING_EN is '1'"),
         ((), {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16=1 makes every fp32 tensor bf16"),
         (("--compile", "--platform", "cpu"), {}, "--compile is for trn1's ahead-of-time compiler"),
-        (("--trainer.enable-cuda-graph", "True"), {}, "--platform trn1 has no CUDA graphs: set it to auto"),
         # ranks and cores
         (("--parallel.tensor-model-parallel-size", "16"), {}, "tensor_model_parallel_size 16 is not one of"),
         (("--nproc", "12"), {}, "world size 12 is not divisible by tensor_model_parallel_size 8"),

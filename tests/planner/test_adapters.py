@@ -167,6 +167,7 @@ def test_the_section_is_planned_and_written(tmp_path, capsys):
     lora = {"lora_rank": 4, "target_modules": ["o_proj", "down_proj"], "lora_dropout": 0.1}
     file = tmp_path / "run.yaml"
     arguments = ["--config", str(file), "--device", "h200", "--devices", "2", "--seq-length", "65536", "--json"]
+    arguments += ["--model.config-overrides.max-position-embeddings", "65536"]
 
     def planned_of(**sections):
         file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes}, **sections}))

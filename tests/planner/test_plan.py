@@ -214,7 +214,8 @@ def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
     [
         "--model gpt-neox-20b --device trn1 --seq-length 2048",
         "--recipe gpt_neox_20b --device h100",
-        "--model llama-3-8b --device h100 --devices 4 --seq-length 65536 --trainer.precision bf16-true",
+        "--model llama-3-8b --device h100 --devices 4 --seq-length 65536 --trainer.precision bf16-true "
+        "--model.config-overrides.max-position-embeddings 65536",
     ],
 )
 def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
@@ -224,9 +225,9 @@ def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
     first = json.loads(shown.out)["plans"][0]
     # What the training program would refuse or do otherwise is said, and in the file.
     notes = ["note: documents of a row attend to each other"] * ("isolate-documents" not in arguments)
-    notes += ["set model.config_overrides.max_position_embeddings, which is"] * ("--seq-length 65536" in arguments)
     assert_says(shown.err, *notes)
-    assert file.read_text().count("\n# ") == len(shown.err.splitlines())
+    # Shown after the notes: the file's name, and the commands that certify it and train with it.
+    assert file.read_text().count("\n# ") == len(shown.err.splitlines()) - 2
     config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
     setting = first["setting"]
     assert config.parallel.tensor_model_parallel_size == setting["tensor_model_parallel_size"]

@@ -224,10 +224,8 @@ def test_a_model_of_impossible_sizes_has_no_plan(tmp_path, name, value):
     assert_says(error_message(lambda: plan_command.main(arguments)), name, repr(value))
 
 
-def test_without_a_global_batch_each_row_says_how_many_sequences_its_step_has(capsys):
+def test_without_a_global_batch_a_step_has_4_million_tokens(capsys):
     plan_command.main(["--model", "llama-3-8b", "--device", "h200", "--devices", "8", "--seq-length", "512", "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["notes"] and "flash-attn-4" in document["notes"][0]
-    for plan in document["plans"]:
-        setting = plan["setting"]
-        assert plan["sequences_per_step"] == 8 // setting["tensor_model_parallel_size"]
+    assert {plan["sequences_per_step"] for plan in document["plans"]} == {2**22 // 512}

@@ -58,7 +58,7 @@ def test_the_written_file_has_the_planned_expert_parallel_size(tmp_path):
     assert plan_command.main([*arguments, "--devices", "1", *sizes, "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]
     assert content.get("expert_model_parallel_size", 1) == content["tensor_model_parallel_size"] == 1
-    assert "# Add --data.dataset DATASET" in written.read_text()
+    assert "# Training needs --model.tokenizer DIRECTORY and --data.dataset DATA" in written.read_text()
     written.unlink()
     assert plan_command.main([*arguments, "--devices", "8", "--write", str(written)]) == 0
     content = yaml.safe_load(written.read_text())["parallel"]

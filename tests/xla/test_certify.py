@@ -13,8 +13,9 @@ import torch
 from nxd_memopt.certify import assert_recompute_survives
 from nxd_memopt.certify.command import _worker_environment, run_worker
 from nxd_memopt.certify.measure.measurement import is_square_in
-from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.report.judge import judge
 from nxd_memopt.certify.request import Answer
+from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.sizes.states import StateLayout
 from tests.certify.test_experts import BLOCKS, EXPERT_PARALLEL, MIXTRAL, PADDED, SENT, SHARED
 from tests.certify.test_experts import asked as experts_request
@@ -33,7 +34,7 @@ def checks(asked, answer, **options):
     certified = judge(
         asked,
         answer,
-        device=Device(16.0, 1.25),
+        device=device_named("trn1"),
         states=StateLayout(getattr(torch, asked.dtype).itemsize),
         stands_for=asked.dtype,
         **{"compiler_flags": "-O1", "max_temp_ratio": None, **options},

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Self
 from weakref import WeakSet
 
 import torch
@@ -51,7 +51,8 @@ class CudaBackend(C10dBackend):
                 f"{torch.cuda.device_count()} visible: lower --nproc_per_node or set NXD_MEMOPT_BACKEND=cpu"
             )
         self.device = torch.device("cuda", local_rank)
-        major, _ = torch.cuda.get_device_capability(self.device)
+        major, minor = torch.cuda.get_device_capability(self.device)
+        self.compute_capability = major + minor / 10
         self.attention_implementations = cuda_attention.implementations(major)
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
         # True while this backend captures a graph or warms up for one. Graphs that other code
@@ -61,6 +62,12 @@ class CudaBackend(C10dBackend):
         # referenced weakly: their pools are counted while a capture is alive.
         self._peak_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    @classmethod
+    def of_device(cls, compute_capability: float) -> Self:
+        found = super().of_device(compute_capability)
+        found.compute_capability = compute_capability
+        return found
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -152,9 +159,8 @@ class CudaBackend(C10dBackend):
         return None
 
     def tf32_refusal(self) -> str | None:
-        major, minor = torch.cuda.get_device_capability(self.device)
-        if major < 8:
-            return f"needs a GPU of compute capability 8.0 or higher, this one has {major}.{minor}"
+        if self.compute_capability < 8:
+            return f"needs a GPU of compute capability 8.0 or higher, this one has {self.compute_capability:.1f}"
         return None
 
     def set_tf32(self, allowed: bool) -> None:
@@ -310,6 +316,9 @@ class CudaBackend(C10dBackend):
 
     def host_transfers(self) -> HostTransfers:
         return CudaTransfers(self.device)
+
+    def host_transfers_refusal(self) -> None:
+        return None
 
     def manual_seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

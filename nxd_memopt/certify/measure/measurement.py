@@ -89,8 +89,11 @@ def largest_distinct(tensors: Iterable[LiveTensor], limit: int = 6) -> tuple[Liv
 
 
 def is_square_in(tensor: LiveTensor, length: int) -> bool:
-    """Return whether the last two dimensions are ``length``, as in attention scores [S, S]."""
-    return tensor.shape[-2:] == (length, length)
+    """Return whether a tensor is attention scores, [..., S, S] with a dimension for the heads.
+
+    Hidden states and weights are matrices, which are square too if S equals the hidden size.
+    """
+    return len(tensor.shape) > 2 and tensor.shape[-2:] == (length, length)
 
 
 def is_logits(tensor: LiveTensor, tokens: int, vocabulary: Iterable[int]) -> bool:

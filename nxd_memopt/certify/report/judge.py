@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
-from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, extrapolate, memory_terms
+from nxd_memopt.certify.measure.survival import Survival
+from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, extrapolate, memory_terms, planned_terms
 from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
@@ -21,12 +22,21 @@ from nxd_memopt.certify.report.verdict import (
     check_survival,
 )
 from nxd_memopt.certify.request import Answer, Request
+from nxd_memopt.planner.hardware import Device, host_device
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.search.plan import Plan
+from nxd_memopt.planner.search.problem import Problem, kernels_of
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.attention_tiles import describe_tiles
 from nxd_memopt.planner.timing.collectives import StepShape, expected_collectives, per_layer
 from nxd_memopt.planner.timing.step_shape import step_shape
 
 _INT64_BYTES = 8
+ACTIVATION_ERROR = 0.01
+"""Largest difference between measured and planned activations of a layer; of most models and techniques it is 0."""
+SMALL_BYTES = 1 << 16
+"""Sums of routers and other small tensors that no formula counts."""
+MIB = 2**20
 _SIMULATION_NOTES = (
     "XLA:CPU compiled with its pass cse_barrier_expander off: this simulates a compiler that "
     "honours optimization barriers. What neuronx-cc does is not shown; with recompute it needs NEURON_CC_FLAGS=-O1.",
@@ -36,11 +46,16 @@ _SIMULATION_NOTES = (
 
 
 @dataclass(frozen=True)
-class Device:
-    """Memory of one device, and the part that tensors cannot use, in GiB of 2^30 bytes."""
+class Planned:
+    """The run as the planner sees it.
 
-    memory_gib: float
-    reserve_gib: float
+    Args:
+        problem: model, device and batch.
+        plan: the run's setting.
+    """
+
+    problem: Problem
+    plan: Plan
 
 
 def judge(
@@ -49,6 +64,7 @@ def judge(
     *,
     device: Device,
     states: StateLayout,
+    planned: Planned | None = None,
     max_temp_ratio: float | None,
     stands_for: str,
     compiler_flags: str | None,
@@ -59,7 +75,9 @@ def judge(
         request: step that was measured.
         answer: measurements.
         device: device whose memory must fit the step.
-        states: how the run stores parameters, gradients and the states of AdamW, which are added by arithmetic.
+        states: how the run stores parameters, gradients and the states of AdamW, which are added by arithmetic
+            where the memory is measured.
+        planned: the plan of the run; None if the planner does not cover it.
         max_temp_ratio: see ``Survival.failure``.
         stands_for: dtype that the user asked for, if another dtype was compiled instead.
         compiler_flags: ``NEURON_CC_FLAGS``; ``None`` if not set.
@@ -76,7 +94,18 @@ def judge(
     # the full depth, where nothing is measured: a model of that depth may take too long to compile.
     deepest = survivals[max(survivals)].recompute
     at_depth = _at_depth(request, {n: pair.recompute for n, pair in survivals.items()})
-    fit = _fit(request, answer, device, states, at_depth)
+    # A compiler's temporaries are in its graph only. Elsewhere the plan knows the device's kernels and the moments of
+    # a step, where the sum of all terms is an upper bound.
+    if planned is not None and (request.backend != "xla" or request.planned):
+        fit = planned_terms(planned.plan, device.memory_gib)
+    else:
+        planned = None
+        fit = _fit(request, answer, device, states, at_depth)
+    # The full model recomputes as many layers as the run says, where a measured one may recompute one for all.
+    all_layers = memory
+    if planned is not None and memory.recompute_method == "block":
+        all_layers = replace(memory, recompute_num_layers=planned.plan.setting.memory.recompute_num_layers)
+    at_full_depth = _shape(replace(request, memory=all_layers), depth)
     checks = [
         check_survival(memory, survivals, max_temp_ratio),
         check_ranks(answer.fingerprints),
@@ -84,6 +113,8 @@ def judge(
         check_large_tensors(deepest, shapes[depth], _vocabulary_sizes(request)),
         check_fit(fit),
     ]
+    if planned is not None and request.backend == "cpu":
+        checks.insert(-1, _check_activations(request, survivals, planned.problem))
     if request.isolate_documents:
         checks.insert(-1, _check_isolation(request))
     # Only neuronx-cc can remove recomputation by its flags, and only if there is some to remove.
@@ -92,11 +123,11 @@ def judge(
     return Certificate(
         checks=tuple(checks),
         survivals=survivals,
-        collectives=expected_collectives(shapes[depth], memory, stops_early=stops_early),
-        per_layer=per_layer(shapes[depth], shapes[depth].blocks[-1]),
+        collectives=expected_collectives(at_full_depth, all_layers, stops_early=stops_early),
+        per_layer=per_layer(at_full_depth, at_full_depth.blocks[-1]),
         memory=fit,
         baseline_bytes=_at_depth(request, {n: pair.baseline for n, pair in survivals.items()}),
-        notes=_notes(request, stands_for),
+        notes=_notes(request, stands_for, planned),
     )
 
 
@@ -148,6 +179,24 @@ def _check_isolation(request: Request) -> Check:
     return Check("isolated documents", None, detail)
 
 
+def _check_activations(request: Request, survivals: Mapping[int, Survival], problem: Problem) -> Check:
+    """Return the check that layers keep for backward what the planner's formulas say, with the CPU's operations."""
+    few, many = min(survivals), max(survivals)
+    measured = survivals[many].recompute.peak_bytes - survivals[few].recompute.peak_bytes
+    kernels = kernels_of(replace(problem, device=host_device(1.0, 1), attention=None), request.memory)
+    kept = {
+        layers: activations(_shape(request, layers).sizes, request.memory, kernels).device_bytes
+        for layers in (few, many)
+    }
+    planned = kept[many] - kept[few]
+    detail = (
+        f"from {few} to {many} layers the peak grows by {measured / MIB:.2f} MiB, and by {planned / MIB:.2f} MiB in "
+        "the planner's formulas for the CPU's operations"
+    )
+    is_equal = abs(measured - planned) <= max(SMALL_BYTES, ACTIVATION_ERROR * planned)
+    return Check("activations", is_equal, detail)
+
+
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
     depth = request.config["num_hidden_layers"]
@@ -174,7 +223,7 @@ def _fit(request: Request, answer: Answer, device: Device, states: StateLayout, 
     )
 
 
-def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
+def _notes(request: Request, stands_for: str, planned: Planned | None) -> tuple[str, ...]:
     """Return what the figures assume and what they do not show."""
     few, many = min(request.layer_counts), max(request.layer_counts)
     depth = request.config["num_hidden_layers"]
@@ -182,6 +231,14 @@ def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
         f"Activations and temporaries at {depth} layers: from those measured at {many}, by the "
         f"growth per layer from {few} to {many}, but no less than a layer's input."
     ]
+    if planned is not None:
+        notes = [
+            f"Memory is planned for {planned.problem.devices} x {planned.problem.device.name}, with its kernels; "
+            f"measured on the CPU: recompute, collectives, and what layers keep, with {few} and {many} of {depth} "
+            "layers."
+        ]
+    if request.planned:
+        notes.append(f"Planned and not measured: {'; '.join(request.planned)}.")
     if request.backend == "xla":
         notes += _SIMULATION_NOTES
     if stands_for != request.dtype:

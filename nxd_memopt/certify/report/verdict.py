@@ -76,6 +76,7 @@ class Certificate:
             "memory_bytes": {**self.memory.terms, "total": self.memory.total_bytes},
             "activation_bytes_without_recompute": self.baseline_bytes,
             "capacity_bytes": self.memory.capacity_bytes,
+            "host_bytes": self.memory.host_bytes,
             "notes": list(self.notes),
         }
 
@@ -177,5 +178,8 @@ def check_fit(memory: MemoryTerms) -> Check:
     # temporaries count with their peak.
     total = memory.total_bytes / GIB
     capacity = memory.capacity_bytes / GIB
-    verb = "fits" if memory.fits else "does not fit"
-    return Check("memory", memory.fits, f"{total:.2f} GiB {verb} {capacity:g} GiB per device")
+    verb = "fits" if total <= capacity else "does not fit"
+    detail = f"{total:.2f} GiB {verb} {capacity:g} GiB per device"
+    if memory.host_bytes:
+        detail += f"; {memory.host_bytes / GIB:.2f} of {memory.usable_host_bytes / GIB:.2f} GiB of host memory per rank"
+    return Check("memory", memory.fits, detail)

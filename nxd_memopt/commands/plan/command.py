@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nxd_memopt.architectures.experts import BALANCED_ROUTING
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
-from nxd_memopt.commands.plan.yaml_writer import configuration, require_trainable, write_yaml
+from nxd_memopt.commands.plan.yaml_writer import configuration, missing_options, require_trainable, write_yaml
 from nxd_memopt.files import require_new
 from nxd_memopt.planner.hardware import DEVICES, GIB, NOT_MODELLED
 from nxd_memopt.planner.search.explain import explanation
@@ -30,7 +31,11 @@ kept, and exclude settings that the training program would refuse with them: seq
 attention_backend, fused_linear_cross_entropy, reshard_after_forward, num_distributed_optimizer_instances,
 grad_reduce_in_fp32, overlap_grad_reduce, in_backward and compile. Parallel sizes that a YAML states are fixed: remove
 them from it to try all sizes. Those of a recipe are not, because they are of the devices that it was written for.
-Options of the command line win."""
+Options of the command line win: the search keeps --optimizer.optimizer-offload-fraction 0 (nothing of the optimizer in
+host memory), --memory.cpu-offloading-num-layers 0, --data-parallel.sharding zero1 and the like. A model alone has a
+global batch of about 4 million tokens, as the LLaMA models (arXiv:2302.13971)."""
+_BATCH_TOKENS = 1 << 22
+"""Tokens of the global batch of a model alone: LLaMA's, of all sizes from 7B to 65B (arXiv:2302.13971, table 2)."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     found = plans(problem, fixed)
     changes: list[str] = []
     if found:
-        best = found[0]
+        if options.row > len(found):
+            raise ValueError(f"--row {options.row} must be at most {len(found)}, the settings that fit: lower it")
+        best = found[options.row - 1]
     else:
         # The setting that exceeds the memory least, and what would make one fit.
         best = closest_to_fitting(problem, fixed)
@@ -58,11 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     # A bare model has no configuration to check unless one is written.
     content = configuration(problem, best.setting, run)
     if not run.is_bare or options.write is not None:
-        require_trainable(content, problem, best.setting, run.name)
+        require_trainable(content, problem, best.setting, run)
     if options.json:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
     else:
-        _print(options, run.name, problem, found, best, changes)
+        _print(options, run, problem, found, best, changes)
     # Without a setting that fits, the smallest one shows which term is too large.
     if options.plot is not None:
         _draw(options, run.name, problem, found[: options.show] or [best])
@@ -75,8 +82,42 @@ def main(arguments: Sequence[str]) -> int:
     if options.write is not None:
         for note in write_yaml(options.write, problem, best, content):
             print(f"note: {note}", file=sys.stderr)
-        print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
+        print(f"wrote {options.write}", file=sys.stderr)
+        for command in next_commands(options, problem, content):
+            print(f"  {command}", file=sys.stderr)
     return 0
+
+
+def next_commands(options: argparse.Namespace, problem: Problem, content: Mapping[str, Any]) -> list[str]:
+    """Return the commands that certify the written file, and train with it on the planned ranks.
+
+    Args:
+        options: the command's own flags.
+        problem: what was planned.
+        content: the written sections; what training lacks in them has a placeholder in the command.
+    """
+    file = ["--config", str(options.write)]
+    certify = ["nxd-memopt", "certify", *file, "--device", options.device, "--devices", str(problem.devices)]
+    for flag, gib in (
+        ("--device-memory-gib", options.device_memory_gib),
+        ("--host-memory-gib", options.host_memory_gib),
+    ):
+        if gib is not None:
+            certify += [flag, str(gib)]
+    ranks = problem.device.ranks_per_host
+    hosts = -(-problem.devices // ranks)
+    nproc = ["--nproc", str(problem.devices // hosts)]
+    platform = "cuda" if options.device.endswith(".json") else options.device
+    train = ["nxd-memopt", "launch", "--platform", platform, *nproc]
+    if hosts > 1:
+        # Every host runs the command, each with its own number.
+        train += ["--nodes", str(hosts), "--node-rank", "NUMBER", "--master-addr", "HOST_0"]
+    elif problem.device.kind != "neuron":
+        train = ["nxd-memopt", "train", *nproc]
+    train += file
+    for option in missing_options(content):
+        train += option
+    return [shlex.join(certify), shlex.join(train)]
 
 
 def _calibrate(arguments: Sequence[str]) -> int:
@@ -123,9 +164,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device-memory-gib", type=float, help="instead of the device's")
     parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
     parser.add_argument("--show", type=count, default=10, help="number of settings to show")
-    parser.add_argument("--explain", action="store_true", help="show each term of the fastest setting with its formula")
+    chosen = "the setting that --explain and --write take, counted from the fastest; default: 1"
+    parser.add_argument("--row", type=count, default=1, metavar="N", help=chosen)
+    parser.add_argument("--explain", action="store_true", help="show each term of the setting with its formula")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    written = "write the fastest setting as YAML for nxd-memopt train --config"
+    written = "write the setting as YAML for nxd-memopt certify, launch and train --config"
     parser.add_argument("--write", type=Path, metavar="FILE", help=written)
     plotted = "draw the memory of the shown settings by term as a .png file"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plotted)
@@ -156,17 +199,19 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
     data = run.config.data
     # A model alone is planned at its own length, and without a batch.
     length: int | None = data.seq_length
-    batch: int | None = data.global_batch_size
+    batch = data.global_batch_size
     if run.is_bare and "seq_length" not in run.stated:
         length = config.get("max_position_embeddings")
-    if run.is_bare and "global_batch_size" not in run.stated:
-        batch = None
     if length is None:
         raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
+    devices = options.devices or ranks
+    if _has_default_batch(run):
+        # A multiple of the ranks, so that every data-parallel size divides it. A length below 2 is refused below.
+        batch = -(-_BATCH_TOKENS // (max(1, length) * devices)) * devices
     return Problem(
         model=model_spec(config),
         device=device,
-        devices=options.devices or ranks,
+        devices=devices,
         sequence_length=length,
         global_batch_size=batch,
         precision=str(run.config.trainer.precision),
@@ -182,24 +227,33 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
     )
 
 
+def _has_default_batch(run: Run) -> bool:
+    """Return whether nothing says how many sequences a step has."""
+    return run.is_bare and "global_batch_size" not in run.stated
+
+
 def _print(
-    options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
+    options: argparse.Namespace, run: Run, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
 ) -> None:
     """Print the settings as a table, or the smallest one and what to change if there is none."""
     # First what was planned, then what the figures assume, then the settings: a table is read
     # without its assumptions otherwise.
     device = problem.device
-    batch = problem.global_batch_size or "one sequence per data-parallel rank"
+    batch = f"{problem.global_batch_size:,} sequences"
+    if _has_default_batch(run):
+        batch += " (by default about 4M tokens)"
     # A calibrated device has as many ranks on a host as were measured.
     hosts = -(-problem.devices // device.ranks_per_host)
     shown = ""
     if hosts > 1:
         shown = f" on {hosts} hosts of {device.ranks_per_host}"
     print(
-        f"{name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
+        f"{run.name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
+    # Offload is limited by a rank's share; people know the memory of the host.
+    ranks = min(problem.devices, device.ranks_per_host)
     # Rates of data sheets or of this machine's matmuls alone: nobody has compared a step with them.
     if not rates_of(device).is_calibrated:
         known = "come from measured rates, and no step was compared" if device.measured else "are not calibrated"
@@ -222,13 +276,15 @@ def _print(
         )
         print("\n".join(["Change one:", *(f"  {text}" for text in changes)]) if changes else "Use a larger device.")
         return
-    print(f"{'tokens/s':>10}  {'step s':>11}  {'GiB':>6}  {'with margin':>11}  {'host':>5}  {'limit':<28} setting")
-    for plan in found[: options.show]:
+    host = f"host of {ranks * problem.usable_host_bytes / GIB:,.0f}"
+    columns = f"{'row':>3}  {'tokens/s':>10}  {'step s':>11}  {'GiB':>6}  {'with margin':>11}"
+    print(f"{columns}  {host}  {'limit':<28} setting")
+    for row, plan in enumerate(found[: options.show], start=1):
         memory = plan.memory
         print(
-            f"{plan.tokens_per_s:>10,.0f}  {_seconds(plan.time):>11}  {memory.device_bytes / GIB:>6.1f}  "
-            f"{memory.reserved_bytes / GIB:>11.1f}  {memory.host_bytes / GIB:>5.1f}  {plan.time.limit:<28} "
-            f"{plan.setting.describe()}"
+            f"{row:>3}  {plan.tokens_per_s:>10,.0f}  {_seconds(plan.time):>11}  {memory.device_bytes / GIB:>6.1f}  "
+            f"{memory.reserved_bytes / GIB:>11.1f}  {ranks * memory.host_bytes / GIB:>{len(host)},.1f}  "
+            f"{plan.time.limit:<28} {plan.setting.describe()}"
         )
     if len(found) > options.show:
         print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
@@ -238,7 +294,7 @@ def _print(
     if memory.device_bytes < GIB:
         unit, name_of_unit = GIB >> 10, "MiB"
     terms = ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.device.items() if size >= unit // 100)
-    print(f"Memory of the first, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
+    print(f"Memory of row {options.row}, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
 
 
 def _seconds(time: StepTime) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from nxd_memopt.architectures.model_spec import moe_layers
@@ -12,8 +13,18 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.hardware import Device
 from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import Setting
+from nxd_memopt.training.config.combinations import value_of
 from nxd_memopt.training.config.moe import MoEOptions, completed_options
 
+SEARCHED = {
+    "data.micro_batch_size": "micro_batch_size",
+    "data_parallel.sharding": "sharding",
+    "optimizer.optimizer_offload_fraction": "optimizer_offload_fraction",
+    "optimizer.optimizer_update_in_forward": "optimizer_update_in_forward",
+    "optimizer.store_param_remainders": "store_param_remainders",
+    "trainer.enable_cuda_graph": "cuda_graph",
+}
+"""Option that the search chooses, unless the command line states it -> field of ``Setting``."""
 STATIC_BLOCK = 128
 """Rows of a block of an expert that are planned for Trainium where no static form is given."""
 
@@ -52,7 +63,26 @@ def fixed_options(run: Run) -> FixedOptions:
         expert_model_parallel_size=stated_size(run, "expert_model_parallel_size"),
         optimizer_instances=sharding.num_distributed_optimizer_instances,
         compiles_layers=config.trainer.compile is not None,
+        stated=_stated(run),
+        stated_memory=_stated_memory(run),
     )
+
+
+def _stated(run: Run) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of ``Setting`` that options of the command line fix, with their values."""
+    found: list[tuple[str, Any]] = []
+    for option, name in SEARCHED.items():
+        value = value_of(run.config, option)
+        # CUDA graphs may be "auto", which leaves the choice to the search.
+        if option in run.overridden and value != "auto":
+            found.append((name, value))
+    return tuple(found)
+
+
+def _stated_memory(run: Run) -> tuple[tuple[str, Any], ...]:
+    """Return the options of the ``memory`` section that the command line states, with their values."""
+    names = [field.name for field in fields(MemoryConfig) if f"memory.{field.name}" in run.overridden]
+    return tuple((name, getattr(run.config.memory, name)) for name in names)
 
 
 def planned_moe(run: Run, config: Mapping[str, Any], device: Device) -> MoEConfig | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.architectures.model_spec import require_positions
 from nxd_memopt.command_line import Run
 from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
@@ -52,16 +53,9 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, content: Mapping[str, A
     notes: list[str] = []
     if not problem.isolate_documents:
         notes.append("documents of a row attend to each other, as planned; isolate_documents: true separates them")
-    positions = problem.model.max_positions
-    if positions is not None and problem.sequence_length > positions:
-        notes.append(
-            f"training refuses {problem.sequence_length} tokens: set model.config_overrides.max_position_embeddings, "
-            f"which is {positions}"
-        )
-    if _lacks_tokenizer(content["model"]):
-        notes.append("add --model.tokenizer DIRECTORY, or set model.tokenizer")
-    if not {"dataset", "mixture"} & content["data"].keys():
-        notes.append("add --data.dataset DATASET, or set data.dataset: what is trained")
+    missing = missing_options(content)
+    if missing:
+        notes.append(f"training needs {' and '.join(map(' '.join, missing))}, or the same in this file")
     lines += [f"# {note[0].upper()}{note[1:]}." for note in notes]
     write_text(path, "\n".join([*lines, yaml.safe_dump(dict(content), sort_keys=False)]))
     return notes
@@ -94,32 +88,40 @@ def configuration(problem: Problem, setting: Setting, run: Run) -> dict[str, Any
     return content
 
 
-def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, name: str) -> None:
+def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Setting, run: Run) -> None:
     """Raise ``ValueError`` if the training program would refuse a configuration.
 
     Args:
         content: ``configuration`` of the setting.
         problem: what the setting was chosen for.
         setting: the setting.
-        name: the run's, for the message.
+        run: the run.
     """
     from nxd_memopt.training.config.parsing import config_from_mapping
 
     # The program's own parser and its checks: the planner has no second set of rules.
     model = content["model"]
     # The user adds it to the written file.
-    if _lacks_tokenizer(model):
+    if not {"pretrained", "tokenizer"} & set(model):
         model = {**model, "tokenizer": "DIRECTORY"}
     try:
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
+        require_positions(run.model_config(), problem.sequence_length)
     except ValueError as error:
-        raise ValueError(f"{name}, with {setting.describe()}: {error}") from error
+        raise ValueError(f"{run.name}, with {setting.describe()}: {error}") from error
 
 
-def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
-    return "pretrained" not in model and "tokenizer" not in model
+def missing_options(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the options that training needs beyond the written sections, with a placeholder for each value."""
+    missing: list[tuple[str, str]] = []
+    # A directory of weights may have a tokenizer.
+    if not {"pretrained", "tokenizer"} & set(content["model"]):
+        missing.append(("--model.tokenizer", "DIRECTORY"))
+    if not {"dataset", "mixture"} & set(content["data"]):
+        missing.append(("--data.dataset", "DATA"))
+    return missing
 
 
 def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:

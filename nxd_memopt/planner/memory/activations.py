@@ -11,6 +11,7 @@ from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
 from nxd_memopt.planner.memory.layer_tensors import (
+    KEEPABLE_ATTENTION,
     SINGLE_KERNELS,
     Kernels,
     Tensors,
@@ -192,13 +193,18 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
 
 
 def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> None:
-    """Raise ``ValueError`` if full recompute is to keep the results of attention that is not one operator."""
-    for index in memory.layers_keeping_attention(sizes.num_layers):
+    """Raise ``ValueError`` if full recompute is to keep results of attention that is no operator, or has dropout."""
+    keeping = memory.layers_keeping_attention(sizes.num_layers)
+    if keeping and sizes.attention_dropout:
+        raise ValueError(
+            "recompute_keep_core_attn needs attention without dropout: leave it out, or set attention_dropout to 0"
+        )
+    for index in keeping:
         name = layer_kernels(sizes, kernels, index).attention
-        if name not in SINGLE_KERNELS:
+        if name not in KEEPABLE_ATTENTION:
             raise ValueError(
-                f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
-                f"{name!r} in layer {index}: leave it out, or choose another attention_backend"
+                f"recompute_keep_core_attn needs attention by one operator, one of {list(KEEPABLE_ATTENTION)}, and it "
+                f"is {name!r} in layer {index}: leave it out, or choose another attention_backend"
             )
 
 

@@ -27,7 +27,9 @@ ROUTER_STATISTICS = "router statistics"
 """Name of the storage with the statistics of the routers of all layers before."""
 WINDOWED_KERNELS = ("tiled", "math")
 """Implementations of attention with a sliding window that save no mask (``ops/attention.py``)."""
-SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
+KEEPABLE_ATTENTION = ("sdpa", "flash4", "cudnn", "flash", "efficient")
+"""Attention as one operator of torch, which a policy of recompute can name."""
+SINGLE_KERNELS = (*KEEPABLE_ATTENTION, "nki")
 """Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
 
 

@@ -36,7 +36,8 @@ def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[
         replicas = problem.devices // size
         experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
         for batch in micro_batches(problem, replicas, fixed):
-            for memory in memories(problem, fixed.setting.memory):
+            tried = memories(problem, fixed.setting.memory)
+            for memory in fixed.with_stated_memory(problem, tried):
                 if not fixed.allows(memory):
                     continue
                 for stage in _stages(problem, replicas, fixed):
@@ -48,7 +49,8 @@ def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[
                         grad_reduce_in_fp32=problem.grad_reduce_in_fp32,
                     )
                     for count in experts:
-                        yield from _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
+                        variants = _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
+                        yield from filter(fixed.has_stated, variants)
 
 
 def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> None:
@@ -63,7 +65,7 @@ def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> N
 
 def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
     """Return the ZeRO stages that are tried with D data-parallel ranks."""
-    tried = problem.stages
+    tried = fixed.tried("sharding", problem.stages)
     if replicas == 1:
         tried = ("none",)
     allowed = fixed.stages
@@ -142,7 +144,8 @@ def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING
         if problem.global_batch_size % replicas:
             return []
         return [problem.global_batch_size // replicas]
-    return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
+    sizes = fixed.tried("micro_batch_size", MICRO_BATCHES)
+    return [size for size in sizes if problem.global_batch_size % (size * replicas) == 0]
 
 
 def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterator[Setting]:
@@ -164,8 +167,10 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
         return
     # Masters and moments are fp32 only with mixed precision.
     if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
-        for fraction in (0.5, 1.0):
-            offloaded = replace(setting, optimizer_offload_fraction=fraction, store_param_remainders=True)
+        # The stated fraction may be 0, which the setting above has.
+        (remainders,) = fixed.tried("store_param_remainders", (True,))
+        for fraction in filter(None, fixed.tried("optimizer_offload_fraction", (0.5, 1.0))):
+            offloaded = replace(setting, optimizer_offload_fraction=fraction, store_param_remainders=remainders)
             yield offloaded
             # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
             if setting.sharding == "none":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.techniques.gpu_attention import implementations, limit_refusal
+from nxd_memopt.planner.techniques.recomputation import Recomputation
 
 _EXCLUDING = {
     "parallel.sequence_parallel_enabled": ("sequence_parallel_enabled", "T that divides the sequence length"),
@@ -37,12 +39,46 @@ class FixedOptions:
         expert_model_parallel_size: EP; None tries every size.
         optimizer_instances: ``data_parallel.num_distributed_optimizer_instances``.
         compiles_layers: ``trainer.compile``.
+        stated: fields of ``Setting`` that the search would choose, with the values that all settings have.
+        stated_memory: the same of its ``memory``.
     """
 
     setting: Setting = field(default_factory=Setting)
     expert_model_parallel_size: int | None = None
     optimizer_instances: int | Literal["hosts"] = 1
     compiles_layers: bool = False
+    stated: tuple[tuple[str, Any], ...] = ()
+    stated_memory: tuple[tuple[str, Any], ...] = ()
+
+    def tried(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values of a field of ``Setting`` that are tried: the stated one instead of ``values``."""
+        stated = dict(self.stated)
+        if name in stated:
+            return (stated[name],)
+        return values
+
+    def has_stated(self, setting: Setting) -> bool:
+        """Return whether ``setting`` has the stated values."""
+        return all(getattr(setting, name) == value for name, value in self.stated)
+
+    def with_stated_memory(self, problem: Problem, tried: Iterable[MemoryConfig]) -> Iterator[MemoryConfig]:
+        """Yield each of ``tried`` with the stated techniques, once, without those that exclude them.
+
+        Args:
+            problem: its device, of which only a GPU offloads, and its model, which may have too few layers.
+            tried: memory techniques of the search.
+        """
+        found: set[MemoryConfig] = set()
+        for memory in tried:
+            try:
+                changed = replace(memory, **dict(self.stated_memory))
+                Recomputation.of(changed, problem.model.num_layers)
+            except ValueError:
+                continue
+            offloads = changed.cpu_offloading_num_layers > 0 or changed.cpu_offloading_activations
+            if changed not in found and (problem.device.kind == "cuda" or not offloads):
+                found.add(changed)
+                yield changed
 
     @property
     def stages(self) -> set[str]:
@@ -119,7 +155,7 @@ class FixedOptions:
             value = getattr(owner, field_name)
             if value != getattr(type(owner), field_name):
                 found.append(f"{name} {value} needs {need}")
-        return found
+        return [*found, *(f"{name} {value} is stated" for name, value in (*self.stated, *self.stated_memory))]
 
 
 def require_possible(problem: Problem, fixed: FixedOptions) -> None:
@@ -127,7 +163,7 @@ def require_possible(problem: Problem, fixed: FixedOptions) -> None:
     name = fixed.setting.memory.attention_backend
     if name != "auto":
         _require_attention(problem, name)
-    if fixed.compiles_layers and problem.device.name.startswith("trn1"):
+    if fixed.compiles_layers and problem.device.backend == "xla":
         raise ValueError(
             f"trainer.compile is not supported on {problem.device.name}, which compiles full steps: set it to null"
         )
@@ -142,7 +178,7 @@ def _require_attention(problem: Problem, name: str) -> None:
     """Raise ``ValueError`` if the device has no attention ``name``, or none for the model and the precision."""
     device = problem.device
     if device.kind != "cuda":
-        kernel = "nki" if device.name.startswith("trn1") else "sdpa"
+        kernel = "nki" if device.backend == "xla" else "sdpa"
         require_one_of(f"memory.attention_backend on {device.name}", name, ("auto", kernel, "tiled", "math"))
         return
     known = implementations(int(device.compute_capability))

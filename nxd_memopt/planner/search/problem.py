@@ -268,7 +268,7 @@ def _gpu_kernels(problem: Problem) -> list[str]:
 def _neuron_kernel(problem: Problem) -> str:
     """Return the attention implementation of a NeuronCore."""
     name, multiple = "sdpa", SDPA_MULTIPLE
-    if problem.device.name.startswith("trn1"):
+    if problem.device.backend == "xla":
         name, multiple = "nki", NKI_MULTIPLE
     suits = problem.sequence_length % multiple == 0 and problem.model.head_dim <= _LARGEST_FLASH_HEAD
     # The flash kernels take no bounds of documents.
