@@ -182,11 +182,9 @@ def _experts(config: TrainConfig, model: dict[str, Any]) -> MoEConfig | None:
     from nxd_memopt.architectures.model_spec import moe_layers
 
     if not any(moe_layers(model)):
-        size, given = config.parallel.expert_model_parallel_size, config.moe.given()
-        if size > 1 or given:
-            stated = f"moe.{next(iter(given))}" if given else f"parallel.expert_model_parallel_size {size}"
+        for name in config.moe.given():
             raise ValueError(
-                f"{stated} needs a model with experts, and model_type is {model['model_type']}: leave it out"
+                f"moe.{name} needs a model with experts, and model_type is {model['model_type']}: leave it out"
             )
         return None
     # Imports torch, which certificates of dense models do without in this process.

@@ -364,7 +364,7 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
         ("--measure-layers 3 3", ("--measure-layers 3 3",)),
         ("--measure-layers 4 8", ("--measure-layers 4 8", "at most 6, the model's")),
         (
-            "--memory.recompute-granularity selective --memory.recompute-method block --memory.recompute-num-layers 3",
+            "--memory.recompute-granularity full --memory.recompute-method uniform --memory.recompute-num-layers 3",
             ("--measure-layers 2 3", "the first at least 3"),
         ),
         ("--model llama-3-9b", ("'llama-3-9b'", "did you mean 'llama-3-8b'")),

@@ -185,4 +185,4 @@ def test_states_of_experts_are_sharded_over_the_ranks_that_have_them(tmp_path):
     ).terms
     assert terms["optimizer moments"] == 2 * 4 * (-(-(total - experts) // 4) + experts // 2)
     message = error_message(lambda: asked(tmp_path, SIZES | {"model_type": "llama"}, (), **EXPERT_PARALLEL))
-    assert_says(message, "expert_model_parallel_size 2", "llama", "leave it out")
+    assert_says(message, "expert_model_parallel_size 2", "llama", "set it to 1")
