@@ -69,6 +69,7 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         uses(config(LLAMA, True))
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    monkeypatch.setattr(backend, "host_transfers_refusal", lambda: None)
     for model_type in ("llama", "gpt_neox"):  # whose classifier has dropout
         assert uses(config({"model_type": model_type}))
         assert not uses(config({"model_type": model_type}, False))
