@@ -40,7 +40,7 @@ _draws = True
 def zeros_for_weights() -> Iterator[None]:
     """Fill weights that are initialized in the block with zeros, because values are loaded into all of them.
 
-    Drawing takes 7 seconds for each billion parameters, on every rank.
+    Drawing takes 7 to 10 seconds for each billion parameters, on every rank.
     """
     global _draws
     _draws = False
