@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.initialization import zeros_for_weights
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config.moe import MoEOptions, has_experts, resolve_options
 from nxd_memopt.training.config.nemo.model import VOCABULARY_OF_TOKENIZER
@@ -112,7 +114,9 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
 
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
-    """Build this rank's shard of the model, with random weights, on the backend's device or on the host.
+    """Build this rank's shard of the model on the backend's device or on the host.
+
+    The weights are random, or zeros where ``load_initial_weights`` loads all of them.
 
     With ``use_cpu_initialization`` the shard is initialized and loaded on the host in two cases. On
     XLA it is copied afterwards: initializing or loading it on the device, slice by slice, would
@@ -122,14 +126,22 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     device = backend.device
     if config.parallel.use_cpu_initialization and (backend.name == "xla" or _is_sharded_later(config)):
         device = torch.device("cpu")
-    return model_class(hf_config.model_type)(
-        hf_config,
-        parallel=config.parallel,
-        memory=config.memory,
-        dtype=getattr(torch, config.dtype),
-        device=device,
-        **expert_options(config, hf_config),
-    )
+    with zeros_for_weights() if _loads_all_weights(config, hf_config) else nullcontext():
+        return model_class(hf_config.model_type)(
+            hf_config,
+            parallel=config.parallel,
+            memory=config.memory,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            **expert_options(config, hf_config),
+        )
+
+
+def _loads_all_weights(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
+    """Return whether no weight keeps its initial value: new rows and experts do, and those that no file has."""
+    model = config.model
+    is_loaded = model.pretrained is not None and not model.random_init
+    return is_loaded and not model.resize_embedding and not is_upcycled(config, hf_config)
 
 
 def _is_sharded_later(config: TrainConfig) -> bool:

@@ -18,10 +18,11 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.device_support import require_executable, uses_cuda_graph
 from nxd_memopt.training.loop import gc_frozen
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary
+from nxd_memopt.training.model import build_model, load_hf_config, load_initial_weights, load_vocabulary
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.schedule import learning_rate
+from tests.reference_models import full_parameters, hugging_face, mixtral_config
 from tests.training.runs import END, LLAMA, byte_tokenizer
 
 
@@ -31,6 +32,25 @@ def test_config_from_overrides_alone_and_over_a_directory(tmp_path: Path) -> Non
     alone.save_pretrained(tmp_path)
     over = load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"num_hidden_layers": 1}))
     assert (over.hidden_size, over.num_hidden_layers) == (24, 1)
+
+
+def test_weights_that_are_loaded_are_not_drawn(tmp_path: Path) -> None:
+    theirs = hugging_face(mixtral_config())
+    theirs.save_pretrained(tmp_path)
+    options = {"pretrained": str(tmp_path), "tokenizer": "t"}
+    config = TrainConfig(model=ModelConfig(**options))
+    hf_config = load_hf_config(config.model)
+    before = torch.random.get_rng_state()
+    model = build_model(config, hf_config)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    load_initial_weights(model, config, hf_config)
+    ours = full_parameters(model)
+    assert all(torch.equal(ours[name], weight) for name, weight in full_parameters(theirs).items())
+    # What no file has is drawn.
+    random = TrainConfig(model=ModelConfig(**options, random_init=True))
+    for config in (random, TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=LLAMA))):
+        drawn = build_model(config, load_hf_config(config.model))
+        assert all(weight.any() for name, weight in drawn.named_parameters() if "bias" not in name)
 
 
 def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
