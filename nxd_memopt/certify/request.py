@@ -119,7 +119,7 @@ def request_of(
     if is_isolated and backend != "xla" and device in TRAINIUM_GIB:
         planned.append("data.isolate_documents true")
     # A certificate of another step than the one that runs would be worse than none. An eager step on the CPU has the
-    # CPU's attention and temporaries, which are those of no other device.
+    # CPU's attention and temporaries; other devices have their own.
     unmeasured = list(planned)
     if backend != "xla" and device != "cpu":
         unmeasured.append(f"the memory of {device}")

@@ -40,7 +40,7 @@ _draws = True
 def zeros_for_weights() -> Iterator[None]:
     """Fill weights that are initialized in the block with zeros, because values are loaded into all of them.
 
-    Drawing takes 7 to 10 seconds for each billion parameters, on every rank.
+    Drawing takes 7 to 9 seconds of a core for each billion parameters, on every rank.
     """
     global _draws
     _draws = False
@@ -116,11 +116,11 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
     dtype = torch.promote_types(param.dtype, torch.float32)
     full: Tensor | None = None
     chunks: Iterable[tuple[int, Tensor]]
-    if not _draws and not keep_full:
-        chunks = []
-    elif keep_full:
+    if keep_full:
         full = _drawn(init_method, torch.empty(description.full_shape, dtype=dtype))
         chunks = [(0, full)]
+    elif not _draws:
+        chunks = []
     else:
         chunks = _chunks(description.full_shape, dtype, init_method)
     with torch.no_grad():

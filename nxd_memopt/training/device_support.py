@@ -36,8 +36,8 @@ def require_executable(
         config: configuration of the run.
         hf_config: the model's configuration.
         device: backend of the device, by default the one that runs here.
-        ranks: number of ranks, by default those of this run.
-        host_ranks: number of ranks of a host, by default those of this one.
+        ranks: number of ranks, by default the ranks of this run.
+        host_ranks: number of ranks of a host, by default the ranks of this host.
     """
     ranks, host_ranks = ranks or world_size(), host_ranks or ranks_per_host()
     _require_sharding(config, device, ranks, host_ranks)
