@@ -55,12 +55,11 @@ class BlockLinear(torch.autograd.Function):
         return torch.cat(parts), weight_grad.to(weight.dtype), None
 
 
-def _blocks(rows: Tensor, block_experts: Tensor) -> list[Tensor]:
+def _blocks(rows: Tensor, block_experts: Tensor) -> tuple[Tensor, ...]:
     """Return the blocks of ``rows``."""
-    size = rows.size(0) // block_experts.numel()
-    return [rows.narrow(0, start, size) for start in range(0, rows.size(0), size)]
+    return rows.unflatten(0, (block_experts.numel(), -1)).unbind()
 
 
-def _numbers(block_experts: Tensor) -> list[Tensor]:
+def _numbers(block_experts: Tensor) -> tuple[Tensor, ...]:
     """Return the expert of each block, ``[1]``."""
-    return [block_experts.narrow(0, block, 1) for block in range(block_experts.numel())]
+    return block_experts.unsqueeze(1).unbind()
