@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
@@ -21,6 +22,9 @@ def block_linear(rows: Tensor, weight: Tensor, block_experts: Tensor) -> Tensor:
     Returns:
         ``[blocks * B, out]``.
     """
+    # A single expert (EP = E) has all blocks, which are one matmul.
+    if weight.size(0) == 1:
+        return F.linear(rows, weight.squeeze(0))
     output: Tensor = BlockLinear.apply(rows, weight, block_experts)  # pyright: ignore[reportAssignmentType]
     return output
 
