@@ -13,10 +13,9 @@ from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
-from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.model_spec import model_spec, require_positions
 from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
-from nxd_memopt.architectures.model_spec import require_positions
 from nxd_memopt.commands.plan.yaml_writer import configuration, missing_options, require_trainable, write_yaml
 from nxd_memopt.files import require_new
 from nxd_memopt.planner.hardware import DEVICES, GIB, NOT_MODELLED

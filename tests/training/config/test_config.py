@@ -267,7 +267,7 @@ def test_what_names_of_other_tools_stand_for_are_options() -> None:
 
 def test_a_batch_that_the_ranks_do_not_divide_says_what_to_change() -> None:
     config = build(data={"global_batch_size": 2})
-    with pytest.raises(ValueError, match="size 3 = 3: use a multiple of 3 for data.global_batch_size, .* fewer ranks"):
+    with pytest.raises(ValueError, match=r"size 3 = 3: use a multiple of 3 for data.global_batch_size, .* fewer ranks"):
         config.accumulation_steps(3)
 
 
