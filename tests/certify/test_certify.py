@@ -173,8 +173,9 @@ def test_collectives_equal_the_formulas(config, memory, sequence):
     """T=4 on 2 KV heads: LLaMA's KV gradients are summed over pairs."""
     overrides = {"num_key_value_heads": 2} if config == "llama" else {}
     options = {"parallel": parallel(4, sequence=sequence), "overrides": overrides, **SHALLOW}
-    if memory.get("recompute_method") == "uniform":
-        options["layer_counts"] = (2, 4)  # whole chunks of 2 layers
+    # Measured models have the layers that are recomputed together.
+    number = memory.get("recompute_num_layers", 1)
+    options["layer_counts"] = (number, 2 * number)
     asked = request("cpu", CONFIGS[config], memory, **options)
     certified = certificate(asked)
     by_name = {check.name: check for check in certified.checks}
