@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 # safetensors writes by way of numpy and does not require it.
 CORE = ["torch>=2.9", "safetensors>=0.5", "numpy", "packaging"]
 MODELS = ["transformers>=5.0"]  # as nxd_memopt/_optional.py checks
-CLI = ["tyro", "rich"]
+CLI = ["rich"]
 GGUF = [*MODELS, "gguf", "accelerate"]
 TRAIN = [*MODELS, *CLI, "datasets", "filelock>=3.30", "pyyaml", "tensorboard", "matplotlib"]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"]

@@ -240,7 +240,7 @@ def _require_model(name: str) -> None:
     recipe = spelled(name, recipes())
     if recipe is not None:
         raise ValueError(f"--model {name} is a recipe: pass it as --recipe {recipe}")
-    if len(path.parts) > 1 or path.suffix:
+    if len(path.parts) > 1 or path.suffix == ".json":
         raise ValueError(
             f"--model {name} does not exist: of a model of the Hugging Face Hub the config.json "
             "is enough: hf download ORGANIZATION/MODEL config.json --local-dir DIRECTORY, then --model DIRECTORY"

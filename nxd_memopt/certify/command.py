@@ -307,7 +307,7 @@ def run_worker(request: Request) -> Answer:
         # the exception with its message.
         if done.returncode != 0 or not answer.is_file():
             lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            message = lines[-1] if lines else "no message"
+            message = lines[-1] if lines else f"exit status {done.returncode} without a message"
             raise ValueError(f"measuring on backend {request.backend} failed: {message}")
         return Answer.from_json(json.loads(answer.read_text(encoding="utf-8")))
 

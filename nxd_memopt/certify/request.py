@@ -228,12 +228,18 @@ def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> 
     # peak may be in the embedding or in the loss. Every measured model has the layers that are
     # recomputed together or alone (block): with chunks of n layers, models of n and of 2n layers.
     number = memory.recompute_num_layers or 1
+    chunk = number if memory.recompute_method == "uniform" else 1
     if given is not None:
         few, many = given
         if not max(2, number) <= few < many <= depth:
             raise ValueError(
                 f"--measure-layers {few} {many} must be two depths, the first at least {max(2, number)} (2, or "
                 f"memory.recompute_num_layers) and the second at most {depth}, the model's: change them"
+            )
+        if few % chunk or many % chunk:
+            raise ValueError(
+                f"--measure-layers {few} {many} must be multiples of memory.recompute_num_layers {chunk}, as "
+                "recompute_method uniform recomputes whole chunks: change them"
             )
         return few, many
     few, many = max(2, number), 4

@@ -35,18 +35,18 @@ from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 
 def measure(request: Request) -> Answer:
-    """Measure rank 0 at every depth, and take every rank's fingerprint at the smallest depth."""
+    """Measure rank 0 at every depth, and take every rank's fingerprint at the smallest depth of such a run."""
     survivals = {}
     for layers in request.layer_counts:
         recompute = measure_variant(request, layers)
         with without_recompute():
             survivals[layers] = Survival(recompute, measure_variant(request, layers))
-    # One rank's fingerprint is measured already. With more ranks each costs a trace,
-    # at the smallest depth: further layers repeat the same operations.
+    # One rank's fingerprint is measured already. With more ranks each costs a trace, of one layer
+    # or of the layers that are recomputed together: further layers repeat the same operations.
     size = num_ranks(request)
-    few = min(request.layer_counts)
+    few = request.memory.recompute_num_layers or 1
     if size == 1:
-        fingerprints = [survivals[few].recompute.fingerprint]
+        fingerprints = [survivals[min(request.layer_counts)].recompute.fingerprint]
     else:
         # Traced for every rank, rank 0 included: a measured module has a marker in its graph
         # on XLA, so its fingerprint cannot be compared.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import inspect
 import math
+import typing
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from nxd_memopt._optional import require_installed
-
-# Only tyro reads the annotations below that name it, so the class can be imported without tyro.
-with suppress(ImportError):
-    import tyro
+from nxd_memopt.command_line import FlagParser
+from nxd_memopt.options import alternatives, field_types
+from nxd_memopt.training.config.help import descriptions
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ _TO_HF = ("max_shard_size_gib",)
 _FROM_NXD = ("config", "accept_drift")
 _FROM_CHECKPOINT = ("base",)
 _OF_NXD = ("tensor_model_parallel_size", "kv_order", "query_key_value_stride")
+# The names of two fields, as flags.
+_FLAGS = {"source_format": "from", "target_format": "to"}
 _EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "seed")
 _COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier", *_EXPERTS[:3])
 # Layout of query, key and value: whether GQAQKVColumnParallelLinear has them, and whether as one
@@ -47,58 +49,62 @@ class Convert:
 
     A Hugging Face target gets the tokenizer, chat template and generation config of SOURCE (--from nxd: of the
     directory of --config). Files of neuronx-distributed are of LLaMA and GPT-NeoX. SOURCE stays as it is.
+
+    Args:
+        source: hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's
+            directory of nxd.save_checkpoint, or the directory with the rank files. checkpoint: a directory
+            step_XXXXXXXX of nxd-memopt train, or a run's output directory, of which the newest checkpoint is read.
+        target: directory to write; an export or checkpoint of weights of this program there is replaced.
+        source_format: format of SOURCE: Hugging Face, neuronx-distributed, or a training checkpoint.
+        target_format: format of TARGET. From checkpoint, hf has the adapters (LoRA) merged into the weights, and peft
+            has the adapters alone.
+        base: from checkpoint, with adapters: the base that they were trained on; default: the directory that the
+            checkpoint names.
+        max_shard_size_gib: to hf: upper size of one file, in units of 2^30 bytes.
+        config: from nxd: the model's config.json, which neuronx-distributed's files do not contain.
+        tensor_model_parallel_size: to nxd: T of the files. From nxd: T that the files must have; default: any.
+        pipeline_model_parallel_size: to nxd: pipeline stages. From nxd all stages are merged.
+        qkv_linear: to nxd, LLaMA: for GQAQKVColumnParallelLinear (the sample's --qkv_linear): weight_q, weight_k,
+            weight_v.
+        fused_qkv: to nxd, LLaMA: one parameter for query, key and value (the sample's --fuse_qkv): weight_qkv with
+            --qkv-linear.
+        kv_size_multiplier: to nxd, LLaMA: ranks with the same KV heads (the sample's --kv_replicator); above 1 implies
+            --qkv-linear.
+        kv_order: order of the ranks with the same KV heads: strided on trn1, consecutive on trn2. To nxd it is required
+            if ranks share KV heads; from nxd the default finds it by comparing the files.
+        query_key_value_stride: GPT-NeoX: order of query_key_value's rows. 1: as the sample's attention reads them. 3:
+            the files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False)) at T above
+            1.
+        accept_drift: from nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
+            sample, which does not sum their gradients; without it a difference is an error.
+        num_moe_experts: from hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP.
+        moe_router_topk: with --num-moe-experts: experts of a token, default 2.
+        moe_shared_expert_intermediate_size: with --num-moe-experts: width of a gated shared expert, whose down
+            projection is zero; writes a Qwen2-MoE.
+        seed: with --num-moe-experts: seed of the weights of routers and shared experts, which are drawn at random.
+        xser: to nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is detected.
     """
 
     source: Path
-    """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
-    nxd.save_checkpoint, or the directory with the rank files. checkpoint: a directory step_XXXXXXXX of nxd-memopt
-    train, or a run's output directory, of which the newest checkpoint is read."""
     target: Path
-    """Directory to write; an export or checkpoint of weights of this program there is replaced."""
-    source_format: Annotated[SourceFormat, tyro.conf.arg(name="from")] = "hf"
-    """Format of SOURCE: Hugging Face, neuronx-distributed, or a training checkpoint."""
-    target_format: Annotated[TargetFormat, tyro.conf.arg(name="to")] = "hf"
-    """Format of TARGET. From checkpoint, hf has the adapters (LoRA) merged into the weights, and peft has the adapters
-    alone."""
+    source_format: SourceFormat = "hf"
+    target_format: TargetFormat = "hf"
     base: Path | None = None
-    """From checkpoint, with adapters: the base that they were trained on; default: the directory that the checkpoint
-    names."""
     max_shard_size_gib: float = 5.0
-    """To hf: upper size of one file, in units of 2^30 bytes."""
     config: Path | None = None
-    """From nxd: the model's config.json, which neuronx-distributed's files do not contain."""
     tensor_model_parallel_size: int | None = None
-    """To nxd: T of the files. From nxd: T that the files must have; default: any."""
     pipeline_model_parallel_size: int = 1
-    """To nxd: pipeline stages. From nxd all stages are merged."""
     qkv_linear: bool = False
-    """To nxd, LLaMA: for GQAQKVColumnParallelLinear (the sample's --qkv_linear): weight_q, weight_k, weight_v."""
     fused_qkv: bool = False
-    """To nxd, LLaMA: one parameter for query, key and value (the sample's --fuse_qkv): weight_qkv with --qkv-linear."""
     kv_size_multiplier: int = 1
-    """To nxd, LLaMA: ranks with the same KV heads (the sample's --kv_replicator); above 1 implies
-    --qkv-linear."""
     kv_order: Literal["strided", "consecutive"] | None = None
-    """Order of the ranks with the same KV heads: strided on trn1, consecutive on trn2. To nxd it is
-    required if ranks share KV heads; from nxd the default finds it by comparing the files."""
     query_key_value_stride: Literal[1, 3] = 1
-    """GPT-NeoX: order of query_key_value's rows. 1: as the sample's attention reads them. 3: the
-    files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False))
-    at T above 1."""
     accept_drift: bool = False
-    """From nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
-    sample, which does not sum their gradients; without it a difference is an error."""
     num_moe_experts: int | None = None
-    """From hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP."""
     moe_router_topk: int | None = None
-    """With --num-moe-experts: experts of a token, default 2."""
     moe_shared_expert_intermediate_size: int | None = None
-    """With --num-moe-experts: width of a gated shared expert, whose down projection is zero; writes a Qwen2-MoE."""
     seed: int = 1234
-    """With --num-moe-experts: seed of the weights of routers and shared experts, which are drawn at random."""
     xser: bool = False
-    """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is
-    detected."""
 
     def __call__(self) -> None:
         """Check the options, and convert."""
@@ -276,9 +282,28 @@ class Convert:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; tyro builds its options from the fields of ``Convert``."""
-    require_installed("nxd-memopt convert", "tyro", "rich", extra="cli")
-    import tyro
-
-    tyro.cli(Convert, prog="nxd-memopt convert", args=list(arguments))()
+    """Run the command; its flags are the fields of ``Convert``."""
+    Convert(**vars(_parser().parse_args(list(arguments))))()
     return 0
+
+
+def _parser() -> FlagParser:
+    """Return the parser of the fields of ``Convert``."""
+    summary, _, _ = inspect.cleandoc(Convert.__doc__ or "").partition("\n\nArgs:")
+    parser = FlagParser("convert", summary)
+    texts, hints = descriptions(Convert), field_types(Convert)
+    for field in dataclasses.fields(Convert):
+        flag = f"--{_FLAGS.get(field.name, field.name)}".replace("_", "-")
+        kind = alternatives(hints[field.name])[0]
+        options: dict[str, Any] = {"type": kind}
+        choices = typing.get_args(kind)
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif choices:
+            options = {"type": type(choices[0]), "choices": choices}
+        if field.default is dataclasses.MISSING:
+            options["required"] = True
+        else:
+            options["default"] = field.default
+        parser.add_argument(flag, dest=field.name, help=texts[field.name].replace("%", "%%"), **options)
+    return parser

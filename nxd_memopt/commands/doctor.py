@@ -110,6 +110,10 @@ def _describe_fused_paths() -> list[str]:
             num_attention_heads=8,
             num_key_value_heads=8,
             vocab_size=256,
+            # The defaults are ids of a real vocabulary.
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
         )
         lines.append(f"fused paths of {model_type}:")
         # On trn1, where graphs have fixed shapes, a model with experts refuses the default options.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
@@ -21,6 +22,9 @@ def block_linear(rows: Tensor, weight: Tensor, block_experts: Tensor) -> Tensor:
     Returns:
         ``[blocks * B, out]``.
     """
+    # A single expert (EP = E) has all blocks, which are one matmul.
+    if weight.size(0) == 1:
+        return F.linear(rows, weight.squeeze(0))
     output: Tensor = BlockLinear.apply(rows, weight, block_experts)  # pyright: ignore[reportAssignmentType]
     return output
 
@@ -55,12 +59,11 @@ class BlockLinear(torch.autograd.Function):
         return torch.cat(parts), weight_grad.to(weight.dtype), None
 
 
-def _blocks(rows: Tensor, block_experts: Tensor) -> list[Tensor]:
+def _blocks(rows: Tensor, block_experts: Tensor) -> tuple[Tensor, ...]:
     """Return the blocks of ``rows``."""
-    size = rows.size(0) // block_experts.numel()
-    return [rows.narrow(0, start, size) for start in range(0, rows.size(0), size)]
+    return rows.unflatten(0, (block_experts.numel(), -1)).unbind()
 
 
-def _numbers(block_experts: Tensor) -> list[Tensor]:
+def _numbers(block_experts: Tensor) -> tuple[Tensor, ...]:
     """Return the expert of each block, ``[1]``."""
-    return [block_experts.narrow(0, block, 1) for block in range(block_experts.numel())]
+    return block_experts.unsqueeze(1).unbind()

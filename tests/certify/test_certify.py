@@ -173,6 +173,9 @@ def test_collectives_equal_the_formulas(config, memory, sequence):
     """T=4 on 2 KV heads: LLaMA's KV gradients are summed over pairs."""
     overrides = {"num_key_value_heads": 2} if config == "llama" else {}
     options = {"parallel": parallel(4, sequence=sequence), "overrides": overrides, **SHALLOW}
+    # Measured models have the layers that are recomputed together.
+    number = memory.get("recompute_num_layers", 1)
+    options["layer_counts"] = (number, 2 * number)
     asked = request("cpu", CONFIGS[config], memory, **options)
     certified = certificate(asked)
     by_name = {check.name: check for check in certified.checks}
@@ -366,6 +369,10 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
         (
             "--memory.recompute-granularity full --memory.recompute-method uniform --memory.recompute-num-layers 3",
             ("--measure-layers 2 3", "the first at least 3"),
+        ),
+        (
+            "--memory.recompute-granularity full --memory.recompute-method uniform --memory.recompute-num-layers 2",
+            ("--measure-layers 2 3", "multiples of memory.recompute_num_layers 2"),
         ),
         ("--model llama-3-9b", ("'llama-3-9b'", "did you mean 'llama-3-8b'")),
         ("--parallel.sequence-parallel-enabled", ("tensor_model_parallel_size",)),

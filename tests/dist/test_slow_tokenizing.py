@@ -101,6 +101,6 @@ def test_ranks_wait_longer_than_the_timeout_for_a_slow_tokenizer(tmp_path: Path)
     errors = [process.communicate(timeout=500)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], errors
     assert time.monotonic() - begin_s > 90, "the ranks waited less than the timeout: use more text"
-    line = "tokenizing train text: 0 of 8 sequences of 0 documents"
+    line = "tokenizing train text: 0 of 8 sequences are complete"
     assert all(error.count(f"waiting for tokens: {line}") >= 2 for error in errors)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]

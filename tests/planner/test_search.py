@@ -45,6 +45,8 @@ def test_a_model_with_windows_keeps_no_attention():
     assert not any(setting.memory.recompute_keep_core_attn for setting in settings(asked))
     refused = Setting(memory=MemoryConfig(attention_backend="sdpa"))
     assert_says(error_message(lambda: evaluate(asked, refused)), "sdpa", "window")
+    kept = Setting(memory=MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True))
+    assert_says(error_message(lambda: evaluate(asked, kept)), "recompute_keep_core_attn", "whatever the length")
 
 
 def test_groups_that_a_ranks_heads_do_not_have_are_no_plan():

@@ -84,3 +84,10 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
     config = parse_config(["--config", str(written)])
     assert config.optimizer.lr == 1e-3 and config.data.dataset == "d.jsonl"
     assert "data.dataset" not in written.read_text()
+
+
+def test_a_sequence_beyond_the_positions_is_refused_before_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "plans", lambda *_: [][0])
+    arguments = ["--model", "llama-3-8b", "--device", "h100", "--seq-length", "20000"]
+    message = error_message(lambda: plan_command.main([*arguments, "--write", str(tmp_path / "a.yaml")]))
+    assert_says(message, "data.seq_length 20000", "max_position_embeddings 8192", "config_overrides")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -94,7 +93,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         # Register the arguments first: an unknown storage among them existed before the step, while
         # an unknown storage among the results is new.
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors((*args, *kwargs.values())):
             self._serial(tensor)
         if func.overloadpacket.__name__ in _READS and isinstance(args[0], FakeTensor):
             # A fake tensor has no value. The fake batch stands for zeros: all ids are in range and
@@ -176,9 +175,13 @@ class _Recorder(TorchDispatchMode):
         return peak
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested lists, tuples and dictionaries."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors among the arguments or results of an operation, which may be in lists."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
 
 
 @contextmanager

@@ -160,7 +160,9 @@ def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_size
     if squares:
         parts.append(f"S x S alive: {_named(squares)}")
     if logits:
-        parts.append(f"logits of all tokens alive: {_named(logits)}")
+        # With as many tokens as H, gradients of the embedding and of the head have this shape too.
+        others = " or gradients of vocabulary weights" if shape.tokens == shape.sizes.hidden else ""
+        parts.append(f"logits of all tokens{others} alive: {_named(logits)}")
     if not parts:
         parts.append("no S x S, no logits of all tokens")
     parts.append(f"largest: {_named(measured.largest)}")

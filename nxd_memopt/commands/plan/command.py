@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.experts import BALANCED_ROUTING
-from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.model_spec import model_spec, require_positions
 from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration, missing_options, require_trainable, write_yaml
@@ -50,6 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = _parse(arguments)
     run = read_run(options, overrides)
     problem = _problem(options, run)
+    # A bare model has no configuration to check unless one is written.
+    is_checked = not run.is_bare or options.write is not None
+    if is_checked:
+        require_positions(run.model_config(), problem.sequence_length)
     fixed = fixed_options(run)
     found = plans(problem, fixed)
     changes: list[str] = []
@@ -62,9 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         best = closest_to_fitting(problem, fixed)
         changes = remedies(problem, fixed)
     # A setting that fits and that the training program refuses would be found out on the hardware.
-    # A bare model has no configuration to check unless one is written.
     content = configuration(problem, best.setting, run)
-    if not run.is_bare or options.write is not None:
+    if is_checked:
         require_trainable(content, problem, best.setting, run)
     if options.json:
         print(json.dumps(_document(problem, found[: options.show], changes), indent=1))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.architectures.model_spec import require_positions
 from nxd_memopt.command_line import Run
 from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
@@ -108,7 +107,6 @@ def require_trainable(content: Mapping[str, Any], problem: Problem, setting: Set
         config = config_from_mapping({**content, "model": model})
         config.accumulation_steps(problem.devices)
         config.require_expert_ranks(problem.devices)
-        require_positions(run.model_config(), problem.sequence_length)
     except ValueError as error:
         raise ValueError(f"{run.name}, with {setting.describe()}: {error}") from error
 

@@ -148,7 +148,8 @@ def _rows(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
         tensors["which rows are tokens"] = rows * element
         if moe.has_biases:
             tensors["which weights are of tokens"] = rows * moe.number_bytes
-    if block is not None:
+    # A single expert has all blocks, and their numbers are not read.
+    if block is not None and moe.local_experts > 1:
         tensors["experts of the blocks"] = rows // block * _INT32_BYTES
     if moe.sends_rows and not is_padded:
         # At the rank of the expert each row is a token of its own, with a weight of 1.

@@ -60,8 +60,8 @@ def mlp_moments(
     if sizes.moe is not None:
         # The gradients of the weighted rows and of the experts' outputs.
         down |= {"gradients of the rows": 2 * b.rows}
-        if sizes.moe.options.moe_expert_block_size is not None:
-            # Blocks add up in fp32, which is rounded once.
+        if sizes.moe.options.moe_expert_block_size is not None and sizes.moe.local_experts > 1:
+            # The blocks of an expert add up in fp32, which is rounded once.
             down |= {"dW in fp32": b.width_weight // sizes.element_bytes * FP32_BYTES}
     up = {
         "gradients of the stream": b.stream + b.reduced,

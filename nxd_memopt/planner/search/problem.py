@@ -244,6 +244,13 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
         name = "sdpa"
     else:
         name = _neuron_kernel(problem)
+    # A layer with a window is built with tiles, also if the sequence fits the window, or with the CPU's named sdpa.
+    keeping = memory.layers_keeping_attention(len(problem.model.windows))
+    if not masks_windows and any(problem.model.windows[layer] is not None for layer in keeping):
+        raise ValueError(
+            "recompute_keep_core_attn needs attention by one operator, and layers with attention windows are built "
+            "with tiles, whatever the length: leave it out, or set sliding_window to null"
+        )
     # Tiles have windows and no dropout, kernels dropout and no windows.
     if kind == "cuda" and name != "math" and has_windows(problem) and problem.model.attention_dropout > 0:
         raise ValueError(

@@ -158,7 +158,9 @@ class DataConfig:
         """
         # The divisor's name shows how it was computed: "... B x data-parallel size D = B * D".
         by = f"data.micro_batch_size {self.micro_batch_size} x data-parallel size {replicas} ="
-        return require_divisible("data.global_batch_size", self.global_batch_size, by, self.micro_batch_size * replicas)
+        unit = self.micro_batch_size * replicas
+        remedy = f"use a multiple of {unit} for data.global_batch_size, a smaller data.micro_batch_size, or fewer ranks"
+        return require_divisible("data.global_batch_size", self.global_batch_size, by, unit, remedy)
 
     @property
     def has_conversations(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_memopt.modules.moe.assignment import assign_blocks, most_blocks
-from nxd_memopt.ops.block_linear import block_linear
+from nxd_memopt.ops.block_linear import BlockLinear, block_linear
 from tests.reference import tensors
 
 # Experts, choices of a token, tokens, rows of a block
@@ -59,6 +59,15 @@ def test_linear_layer_of_blocks() -> None:
 def test_gradients_of_16_bits_are_summed_over_blocks_in_fp32() -> None:
     """256 blocks of 1.0: a sum in bf16, which has 8 bits, would stay at 256 after 1.0 was added 256 times."""
     rows = torch.ones(512, 1, dtype=torch.bfloat16)
-    weight = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     block_linear(rows, weight, torch.zeros(512, dtype=torch.int64)).sum().backward()
-    assert weight.grad is not None and weight.grad.item() == 512
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [512, 0]
+
+
+def test_the_blocks_of_a_single_expert_are_one_matmul() -> None:
+    rows, weight = tensors(10, 3, seed=1).requires_grad_(), tensors(1, 5, 3, seed=2).requires_grad_()
+    numbers = torch.zeros(5, dtype=torch.int64)
+    whole, blocks = block_linear(rows, weight, numbers), BlockLinear.apply(rows, weight, numbers)
+    assert torch.allclose(whole, blocks, rtol=1e-13)
+    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (rows, weight)) for y in (whole, blocks)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-13)

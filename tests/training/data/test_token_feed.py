@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +146,8 @@ def test_the_process_opens_no_device_of_its_run(tmp_path: Path, monkeypatch: pyt
 
 def single(directory: Path) -> TokenFeed:
     directory.mkdir()
-    job = TokenJob(directory, "f", "test", CONFIG, vocabulary(), 0, {"train": 10**6, "held_out": 4})
+    config = replace(CONFIG, dataset="stdlib")
+    job = TokenJob(directory, "f", "test", config, vocabulary(), 0, {"train": 10**6, "held_out": 4})
     return TokenFeed(job, corpus_of(documents(LINES)))
 
 

@@ -54,7 +54,10 @@ def local_files(name: str) -> list[Path]:
     # stands for itself and is named in the message.
     kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
     if len(kinds) > 1 or (kinds and kinds[0] not in BUILDERS.values()):
-        raise ValueError(f"{wrong}its files are of kind {kinds}, and not of one of {', '.join(BUILDERS)}")
+        raise ValueError(
+            f"{wrong}its files are of kind {kinds}, and not of one of {', '.join(BUILDERS)}: unpack them, or write "
+            "their rows as JSON lines"
+        )
     return files
 
 
