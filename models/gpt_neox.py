@@ -22,6 +22,7 @@ from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import Activation
 from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
@@ -182,19 +183,25 @@ def _is_recomputed_norm(module: nn.Module) -> bool:
 class GPTNeoXModel(nn.Module):
     """Embedding, dropout, decoder layers and final norm."""
 
-    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+    def __init__(self, config: GPTNeoXConfig, builder: StageBuilder, memory: MemoryConfig) -> None:
         super().__init__()
-        self.embed_in = factory.embedding("embed_in", config.vocab_size, config.hidden_size, None)
-        sharded = factory.parallel.sequence_parallel_enabled
+        self.embed_in = builder.embedding("embed_in", None)
+        sharded = builder.factory.parallel.sequence_parallel_enabled
         self.emb_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
-        self.layers = nn.ModuleList(GPTNeoXLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
-        self.final_layer_norm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
+        self.layers = builder.layers(lambda factory, number: GPTNeoXLayer(config, factory, memory))
+        self.final_layer_norm = builder.final_norm(
+            lambda factory: factory.layer_norm(config.hidden_size, config.layer_norm_eps)
+        )
 
-    def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
-        for layer in self.layers:
+    def forward(
+        self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, stage: StageInput = WHOLE_MODEL
+    ) -> Tensor:
+        hidden = stage.hidden
+        if hidden is None:
+            hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
+        for layer in self.layers.of_chunk(stage.chunk):
             hidden = layer(hidden, rope, mask)
-        return self.final_layer_norm(hidden)
+        return self.final_layer_norm(hidden) if self.layers.is_last(stage.chunk) else hidden
 
 
 class GPTNeoXForCausalLM(ParallelCausalLM):
@@ -212,9 +219,9 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(config, parallel=parallel, memory=memory)
-        factory = self.factory(dtype, device)
-        self.gpt_neox = GPTNeoXModel(config, factory, self.memory)
-        self.add_head(factory)
+        builder = self.builder(dtype, device)
+        self.gpt_neox = GPTNeoXModel(config, builder, self.memory)
+        self.add_head(builder)
         apply_memory(self, self.memory)
 
     @property

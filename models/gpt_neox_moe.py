@@ -17,6 +17,7 @@ from nxd_memopt.modules.moe import MoELayer, empty_rows
 from nxd_memopt.modules.moe.biased_experts import BiasedExperts
 from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM
 from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.moe_config import MoEConfig
 
 
@@ -63,26 +64,33 @@ class GPTNeoXMoELayer(nn.Module):
 class GPTNeoXMoEModel(nn.Module):
     """Embedding, dropout, decoder layers and final norm."""
 
-    def __init__(self, config: GPTNeoXMoEConfig, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig) -> None:
+    def __init__(self, config: GPTNeoXMoEConfig, builder: StageBuilder, memory: MemoryConfig, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
-        self.embed_in = factory.embedding("embed_in", config.vocab_size, config.hidden_size, None)
-        sharded = factory.parallel.sequence_parallel_enabled
+        self.embed_in = builder.embedding("embed_in", None)
+        sharded = builder.factory.parallel.sequence_parallel_enabled
         self.emb_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
-        self.layers = nn.ModuleList(
-            GPTNeoXMoELayer(config, factory, memory, moe) for _ in range(config.num_hidden_layers)
+        self.layers = builder.layers(lambda factory, number: GPTNeoXMoELayer(config, factory, memory, moe))
+        self.final_layer_norm = builder.final_norm(
+            lambda factory: factory.layer_norm(config.hidden_size, config.layer_norm_eps)
         )
-        self.final_layer_norm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, token_mask: Tensor | None
+        self,
+        input_ids: Tensor,
+        rope: RopeTables,
+        mask: AttentionMask,
+        token_mask: Tensor | None,
+        stage: StageInput = WHOLE_MODEL,
     ) -> LayerState:
-        hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
+        hidden = stage.hidden
+        if hidden is None:
+            hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
         state = (hidden, empty_rows(self.moe.num_moe_experts, hidden.device))
-        for layer in self.layers:
+        for layer in self.layers.of_chunk(stage.chunk):
             state = layer(state, rope, mask, token_mask)
         hidden, rows = state
-        return self.final_layer_norm(hidden), rows
+        return (self.final_layer_norm(hidden) if self.layers.is_last(stage.chunk) else hidden), rows
 
 
 class GPTNeoXMoEForCausalLM(MoECausalLM):
@@ -101,9 +109,9 @@ class GPTNeoXMoEForCausalLM(MoECausalLM):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
-        factory = self.factory(dtype, device)
-        self.gpt_neox = GPTNeoXMoEModel(config, factory, self.memory, self.moe)
-        self.add_head(factory)
+        builder = self.builder(dtype, device)
+        self.gpt_neox = GPTNeoXMoEModel(config, builder, self.memory, self.moe)
+        self.add_head(builder)
         apply_memory(self, self.memory)
 
     @property

@@ -27,6 +27,7 @@ from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.ops.residual import scaled
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
@@ -143,19 +144,26 @@ class LlamaDecoderLayer(FusibleModule):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: LlamaConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig) -> None:
+    def __init__(self, config: LlamaConfig, spec: ModelSpec, builder: StageBuilder, memory: MemoryConfig) -> None:
         super().__init__()
-        vocab_size = config.vocab_size
         self.embedding_multiplier = spec.embedding_multiplier
-        self.embed_tokens = factory.embedding("embed_tokens", vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, spec, factory, memory, window) for window in spec.windows)
-        self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = builder.embedding("embed_tokens", config.pad_token_id)
 
-    def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        hidden = scaled(self.embed_tokens(input_ids), self.embedding_multiplier)  # [B, S, H] or [s, B, H]
-        for layer in self.layers:
+        def make(factory: LayerFactory, number: int) -> LlamaDecoderLayer:
+            return LlamaDecoderLayer(config, spec, factory, memory, spec.windows[number])
+
+        self.layers = builder.layers(make)
+        self.norm = builder.final_norm(lambda factory: factory.rms_norm(config.hidden_size, config.rms_norm_eps))
+
+    def forward(
+        self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, stage: StageInput = WHOLE_MODEL
+    ) -> Tensor:
+        hidden = stage.hidden
+        if hidden is None:
+            hidden = scaled(self.embed_tokens(input_ids), self.embedding_multiplier)  # [B, S, H] or [s, B, H]
+        for layer in self.layers.of_chunk(stage.chunk):
             hidden = layer(hidden, rope, mask)
-        return self.norm(hidden)
+        return self.norm(hidden) if self.layers.is_last(stage.chunk) else hidden
 
 
 class LlamaForCausalLM(ParallelCausalLM):
@@ -187,9 +195,9 @@ class LlamaForCausalLM(ParallelCausalLM):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(config, parallel=parallel, memory=memory)
-        factory = self.factory(dtype, device)
-        self.model = LlamaModel(config, self.spec, factory, self.memory)
-        self.add_head(factory)
+        builder = self.builder(dtype, device)
+        self.model = LlamaModel(config, self.spec, builder, self.memory)
+        self.add_head(builder)
         apply_memory(self, self.memory)
 
     @property

@@ -21,6 +21,7 @@ from nxd_memopt.modules.moe import MoELayer, empty_rows
 from nxd_memopt.modules.moe.causal_lm import LayerState, MoECausalLM
 from nxd_memopt.modules.moe.shared_expert import shared_gated_mlp
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.fusion import FusibleModule
 
@@ -75,27 +76,36 @@ class MixtralModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
     def __init__(
-        self, config: MixtralConfig, spec: ModelSpec, factory: LayerFactory, memory: MemoryConfig, moe: MoEConfig
+        self, config: MixtralConfig, spec: ModelSpec, builder: StageBuilder, memory: MemoryConfig, moe: MoEConfig
     ) -> None:
         super().__init__()
         self.moe = moe
-        vocab_size = config.vocab_size
-        self.embed_tokens = factory.embedding("embed_tokens", vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(
-            MixtralDecoderLayer(config, spec, factory, memory, moe, is_moe=is_moe, window=window)
-            for is_moe, window in zip(spec.moe_layers, spec.windows, strict=True)
-        )
-        self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = builder.embedding("embed_tokens", config.pad_token_id)
+
+        def make(factory: LayerFactory, number: int) -> MixtralDecoderLayer:
+            is_moe, window = spec.moe_layers[number], spec.windows[number]
+            return MixtralDecoderLayer(config, spec, factory, memory, moe, is_moe=is_moe, window=window)
+
+        self.layers = builder.layers(make)
+        self.norm = builder.final_norm(lambda factory: factory.rms_norm(config.hidden_size, config.rms_norm_eps))
 
     def forward(
-        self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask, token_mask: Tensor | None
+        self,
+        input_ids: Tensor,
+        rope: RopeTables,
+        mask: AttentionMask,
+        token_mask: Tensor | None,
+        stage: StageInput = WHOLE_MODEL,
     ) -> LayerState:
-        hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
+        hidden = stage.hidden
+        if hidden is None:
+            hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
+        # Each stage counts for its own layers: nothing but hidden states travels between ranks.
         state = (hidden, empty_rows(self.moe.num_moe_experts, hidden.device))
-        for layer in self.layers:
+        for layer in self.layers.of_chunk(stage.chunk):
             state = layer(state, rope, mask, token_mask)
         hidden, rows = state
-        return self.norm(hidden), rows
+        return (self.norm(hidden) if self.layers.is_last(stage.chunk) else hidden), rows
 
 
 class MixtralForCausalLM(MoECausalLM):
@@ -129,9 +139,9 @@ class MixtralForCausalLM(MoECausalLM):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(config, parallel=parallel, memory=memory, moe=moe)
-        factory = self.factory(dtype, device)
-        self.model = MixtralModel(config, self.spec, factory, self.memory, self.moe)
-        self.add_head(factory)
+        builder = self.builder(dtype, device)
+        self.model = MixtralModel(config, self.spec, builder, self.memory, self.moe)
+        self.add_head(builder)
         apply_memory(self, self.memory)
 
     @property

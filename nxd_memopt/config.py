@@ -74,6 +74,12 @@ class ParallelConfig:
             gives different weights for each T.
         expert_model_parallel_size: EP, the number of ranks that share the experts of a MoE layer:
             data-parallel ranks, which have all other parameters in common. 1 for dense models.
+        pipeline_model_parallel_size: P, the number of ranks that share the stack of layers, one stage of consecutive
+            layers each. Micro-batches pass through the stages one after the other (arXiv:1811.06965).
+        virtual_pipeline_model_parallel_size: V, the number of stages of each rank, which shortens the time in which
+            ranks wait at the start and the end of a step (arXiv:2104.04473, interleaved schedule). ``None`` is 1.
+        pipeline_model_parallel_layout: decoder layers of each of the P * V stages. ``None`` balances the stages by
+            the weights of layers and head.
     """
 
     tensor_model_parallel_size: int = option(1, resume=Resume.REPORTED, minimum=1)
@@ -81,6 +87,9 @@ class ParallelConfig:
     reduce_dtype: Literal["float32"] | None = option(None, resume=Resume.WHEN_ASKED)
     use_cpu_initialization: bool = option(True, resume=Resume.NOT_COMPARED)
     expert_model_parallel_size: int = option(1, resume=Resume.REPORTED, minimum=1)
+    pipeline_model_parallel_size: int = option(1, resume=Resume.REPORTED, minimum=1)
+    virtual_pipeline_model_parallel_size: int | None = option(None, resume=Resume.REPORTED, minimum=1)
+    pipeline_model_parallel_layout: tuple[int, ...] | None = option(None, resume=Resume.REPORTED, minimum=1)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -91,6 +100,21 @@ class ParallelConfig:
                 "sequence_parallel_enabled=True needs tensor_model_parallel_size above 1, got 1: "
                 "raise tensor_model_parallel_size or turn sequence_parallel_enabled off"
             )
+        if self.pipeline_model_parallel_size == 1 and self.num_chunks > 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size {self.num_chunks} needs pipeline_model_parallel_size above 1: "
+                "raise that, or leave it out"
+            )
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """T * P, the ranks that have one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def num_chunks(self) -> int:
+        """V, the stages of each rank of a pipeline."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
 
 @dataclass(frozen=True)

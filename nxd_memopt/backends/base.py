@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.collectives import Collectives
+from nxd_memopt.backends.exchange import Message, PendingExchange
 from nxd_memopt.backends.host_transfers import HostTransfers
 
 Result = TypeVar("Result", covariant=True)
@@ -170,6 +171,23 @@ class Backend(Collectives):
         """
         del tensor_model_parallel_size, replicas
         return 1
+
+    # Messages between two ranks
+
+    @abstractmethod
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None
+    ) -> PendingExchange:
+        """Start to send and to receive tensors, as one operation.
+
+        Two ranks pair their messages by order: the first tensor that one sends to the other is the first one that the
+        other receives from it.
+
+        Args:
+            sends: contiguous tensors, which must not change before ``wait``.
+            receives: tensors of the shapes and dtypes to receive, whose memory may be used.
+            group: process group of the ranks.
+        """
 
     # Collectives of many tensors, for sharded optimizers
 
@@ -393,6 +411,10 @@ class Backend(Collectives):
         for the forward pass and one for the recomputation. The other options are the options of
         ``torch.utils.checkpoint.checkpoint``.
         """
+
+    def interleaving_refusal(self) -> str | None:
+        """Return why a rank cannot have several stages of a pipeline on this device, or ``None`` if it can."""
+        return None
 
     def gradient_sharding_refusal(self) -> str | None:
         """Return why gradients cannot be sharded in backward (ZeRO stages 2 and 3), or ``None``.

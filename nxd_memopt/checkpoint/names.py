@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_memopt.modules.lora import is_adapter
+from nxd_memopt.modules.lora import is_adapter, whole_model
+from nxd_memopt.modules.staged_model import is_staged
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -25,6 +26,11 @@ _SHOWN = 5
 def is_computed_buffer(name: str) -> bool:
     """Return whether ``name`` is a buffer that older files contain and models compute."""
     return bool(_COMPUTED_BUFFERS.search(name))
+
+
+def is_vocabulary_table(name: str) -> bool:
+    """Return whether ``name`` is of the embedding or the head, which have a row for each token."""
+    return name in OUTPUT_HEADS or name.endswith((".embed_tokens.weight", ".embed_in.weight"))
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,9 @@ def match_names(
             matched[found[0]] = entry.tensor
         else:
             missing.append(entry.names[0])
+    # What other stages of a pipeline read.
+    if is_staged(model):
+        known.update(name for entry in named_tensors(whole_model(model)) for name in _aliases(entry.names))
     # With tied embeddings a stored output head is redundant: neither required nor unexpected.
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         known.update(OUTPUT_HEADS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.architectures.model_spec import model_spec, rope_options
-from nxd_memopt.architectures.parameters import require_shardable, shardings
+from nxd_memopt.architectures.parameters import require_shardable
+from nxd_memopt.architectures.stages import rank_stages
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.modules.factory import LayerFactory, resolve_memory, resolve_parallel
+from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.modules.factory import resolve_memory, resolve_parallel
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.ops.rope import RotaryEmbedding
@@ -35,16 +38,18 @@ class CausalLMOutput:
             ``num_items_in_batch``), fp32, the same on every tensor-parallel rank; None without
             labels.
         logits: ``[B, S, V]``; None if labels are given and logits are not requested.
+        hidden: ``[B, S, H]`` or ``[s, B, H]``, of a pipeline stage that is not the last, which has nothing else.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 class ParallelCausalLM(FusibleModule, ABC):
     """Backbone (embedding, decoder layers, final norm) and a vocabulary-parallel head.
 
-    A model's class builds its backbone with the layers of ``factory``, then calls ``add_head`` and ``apply_memory``:
+    A model's class builds its backbone with ``builder``, then calls ``add_head`` and ``apply_memory``:
 
     - Modules are built in one order on all ranks, because with CPU initialization they draw from one random stream.
     - Recompute and offload come last, because they replace the forward of finished modules.
@@ -52,7 +57,8 @@ class ParallelCausalLM(FusibleModule, ABC):
     Args:
         config: Hugging Face config.
         parallel: default T and EP of the process groups, with sequence parallelism as in
-            ``config.sequence_parallel_enabled``.
+            ``config.sequence_parallel_enabled``. With a pipeline-parallel size above 1 the model has only the layers
+            of this rank's stages, under the names of the full model.
         memory: memory techniques to apply; default NxD's switch in ``config``.
 
     Raises:
@@ -63,6 +69,9 @@ class ParallelCausalLM(FusibleModule, ABC):
     attention_name: ClassVar[str]
     """Hugging Face's name of the attention module of a decoder layer."""
     lm_head: ColumnParallelLinear
+    """The head; missing (None) on ranks of a pipeline without the last stage."""
+    lora_config: LoraConfig | None = None
+    """The adapters that ``add_adapters`` has added; None without."""
     fusions: Fusions
     """The fused paths of the model; ``describe()`` lists which are on."""
 
@@ -75,6 +84,7 @@ class ParallelCausalLM(FusibleModule, ABC):
         require_shardable(self.spec, parallel.tensor_model_parallel_size)
         self.parallel = parallel
         self.memory = resolve_memory(memory, config)
+        self.stages = rank_stages(self.spec, parallel, parallel_state.get_pipeline_model_parallel_rank())
         self.rope = RotaryEmbedding(self.spec.rotary_dim, rope_options(config), config.max_position_embeddings)
 
     @property
@@ -90,37 +100,27 @@ class ParallelCausalLM(FusibleModule, ABC):
     def embedding_weight(self) -> nn.Parameter:
         """Return the input embedding's table ``[V/T, H]``, which a tied head shares."""
 
-    def factory(self, dtype: torch.dtype | None, device: torch.device | str | None) -> LayerFactory:
-        """Return the builder of the model's layers; None is torch's default dtype or device."""
-        # With T above g, each KV head is on T/g ranks. Each of them has different query heads of its group, and a
-        # copy of the KV head whose gradients are summed over the ranks.
-        return LayerFactory(
-            shardings(self.config.model_type),
-            self.parallel,
-            self.config.initializer_range,
-            dtype or torch.get_default_dtype(),
-            device,
-            self.spec.kv_replicas(self.parallel.tensor_model_parallel_size),
-        )
+    def any_weight(self) -> nn.Parameter:
+        """Return a weight with the dtype of the activations: the embedding's, or one of the first layer of a stage."""
+        if self.stages.has_embedding:
+            return self.embedding_weight()
+        return next(self.decoder_layers()[0].parameters())
 
-    def add_head(self, factory: LayerFactory) -> None:
+    def builder(self, dtype: torch.dtype | None, device: torch.device | str | None) -> StageBuilder:
+        """Return the builder of the model's modules; None is torch's default dtype or device."""
+        return StageBuilder.of(self.config, self.spec, self.stages, self.parallel, dtype, device)
+
+    def add_head(self, builder: StageBuilder) -> None:
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
-        # A tied head is built on meta: its weight is replaced, and no random numbers are drawn.
-        if self.config.tie_word_embeddings:
-            factory = replace(factory, device="meta")
-        self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embedding_weight()
-        unavailable = None
-        if not self.memory.fused_linear_cross_entropy:
-            unavailable = "fused_linear_cross_entropy is False"
-        self.fused_loss = FusedPath(
-            self,
-            "head with loss",
-            {"lm_head": ColumnParallelLinear},
-            cost="the logits are stored for backward",
-            unavailable=unavailable,
-        )
+        self.lm_head = builder.head(self.embedding_weight)
+        if self.stages.has_head:
+            self.fused_loss = FusedPath(
+                self,
+                "head with loss",
+                {"lm_head": ColumnParallelLinear},
+                cost="the logits are stored for backward",
+                unavailable=None if self.memory.fused_linear_cross_entropy else "fused_linear_cross_entropy is False",
+            )
         # Last: it lists the fused paths of all modules that exist now.
         self.fusions = Fusions(self)
 
@@ -134,8 +134,7 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def modules_after_layers(self) -> list[nn.Module]:
         """Return the modules whose parameters are used after the last decoder layer only: a head that is not tied."""
-        is_tied = self.lm_head.weight is self.embedding_weight()
-        return [] if is_tied else [self.lm_head]
+        return [] if self.config.tie_word_embeddings else [self.lm_head]
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
         """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules of all layers."""
@@ -161,6 +160,7 @@ class ParallelCausalLM(FusibleModule, ABC):
         return_logits: bool = False,
         cu_seqlens: Tensor | PackedDocuments | None = None,
         num_items_in_batch: Tensor | None = None,
+        stage: StageInput = WHOLE_MODEL,
     ) -> CausalLMOutput:
         """Compute the loss, the logits, or both.
 
@@ -180,6 +180,7 @@ class ParallelCausalLM(FusibleModule, ABC):
             num_items_in_batch: divisor of the loss, on the device, 0-dim or ``[1]``; default the
                 number of labels that are not ignored. The losses of several batches with one
                 divisor add up to the mean over all their tokens, in any split into batches.
+            stage: what a rank of a pipeline computes; all other arguments are those of the full model.
 
         Raises:
             ValueError: T does not divide S under sequence parallelism, shapes differ, or
@@ -205,14 +206,16 @@ class ParallelCausalLM(FusibleModule, ABC):
             )
         # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
         # the dtype of the activations: wider tables would promote queries and keys.
-        rope = self.rope.tables(position_ids, length, self.embedding_weight().dtype)
+        rope = self.rope.tables(position_ids, length, self.any_weight().dtype)
         mask = documents
         if attention_mask is not None:
             mask = padding_and_causal_mask(attention_mask)
         # Each document's first token would be predicted from the document before it.
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
-        hidden = self.run_backbone(input_ids, rope, mask, attention_mask)
+        hidden = self.run_backbone(input_ids, rope, mask, attention_mask, stage)
+        if not self.stages.is_last(stage.chunk):
+            return CausalLMOutput(hidden=hidden)
         # logits / c = (hidden / c) W^t: the division before the head is in every loss and its gradients, and reads
         # H numbers of a token, not V. Granite's c is a power of two, by which the division is exact.
         if self.spec.logits_scaling is not None:
@@ -229,9 +232,11 @@ class ParallelCausalLM(FusibleModule, ABC):
             output.logits = self._gather_logits(logits)
         return output
 
-    def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
+    def run_backbone(
+        self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None, stage: StageInput
+    ) -> Tensor:
         """Return the backbone's hidden states; ``mask`` has ``attention_mask`` already."""
-        return self.backbone(input_ids, rope, mask)
+        return self.backbone(input_ids, rope, mask, stage)
 
     def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
         """Raise if shapes differ, T differs from the process groups, or T does not divide S."""

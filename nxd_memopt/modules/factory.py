@@ -76,6 +76,12 @@ class LayerFactory:
         return nn.init.normal_(weight, std=self.initializer_range)
 
     @property
+    def draws_full_weights(self) -> bool:
+        """Whether every rank draws the numbers of full weights, from one stream."""
+        device = torch.get_default_device() if self.device is None else torch.device(self.device)
+        return self.parallel.use_cpu_initialization and device.type != "meta"
+
+    @property
     def _layer_device(self) -> torch.device | str | None:
         # Without CPU initialization the layer is built on meta, then allocated and drawn once.
         if not self.parallel.use_cpu_initialization:
@@ -88,9 +94,7 @@ class LayerFactory:
         No-op with ``use_cpu_initialization``, where the layer has its slice of the full weight, and
         for meta parameters.
         """
-        device = torch.get_default_device()
-        if self.device is not None:
-            device = torch.device(self.device)
+        device = torch.get_default_device() if self.device is None else torch.device(self.device)
         if self.parallel.use_cpu_initialization or device.type == "meta":
             return
         move_model_to_device(layer, device)
@@ -206,6 +210,9 @@ def resolve_parallel(
             f"expert_model_parallel_size {parallel.expert_model_parallel_size} of the model: a dense model has no "
             "experts to share; leave it out"
         )
+    # A model of the full stack of layers may be on a rank of a pipeline: another library may divide it.
+    if parallel.pipeline_model_parallel_size > 1:
+        sizes["pipeline_model_parallel_size"] = parallel_state.get_pipeline_model_parallel_size()
     for name, size in sizes.items():
         given = getattr(parallel, name)
         if given != size:

@@ -55,7 +55,12 @@ class StatesInRankFiles:
             output_dir: created if needed.
             num_workers_per_step: ranks of one host that copy their state to the host at the same
                 time.
+
+        Raises:
+            ValueError: a pipeline has several stages, which the names of the files do not tell apart.
         """
+        if parallel_state.get_pipeline_model_parallel_size() > 1:
+            raise ValueError(f"{output_dir}: files of several stages would have one name: use save_checkpoint")
         # torch_xla may return wrong values when pending results are read one by one
         with backend.outside_step():
             state = self.nxd_state_dict()
@@ -101,7 +106,9 @@ class StatesInRankFiles:
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    files = OptimizerFiles(find_rank_files(directory, "optim"))
+                    stage = parallel_state.get_pipeline_model_parallel_rank()
+                    num_stages = parallel_state.get_pipeline_model_parallel_size()
+                    files = OptimizerFiles(find_rank_files(directory, "optim").of_stage(stage, num_stages))
                     state = read_state(files, target)
         # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)

@@ -193,6 +193,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         shard.tensor_model_parallel = is_sharded(param)
         shard.replicas = getattr(param, "replicas", 1)
         shard.expert_model_parallel = is_expert_parallel(param)
+        shard.shared = getattr(param, "shared", False)
         shard.blocks = cut_blocks(param, group)
         return Sharded(param, shard, param._version)
 

@@ -222,11 +222,11 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[lis
 def get_grad_norm(
     source: ParameterSource, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Compute the norm of the full model's gradient; the result is the same on every TP rank.
+    """Compute the norm of the full model's gradient; the result is the same on every rank of a replica.
 
-    Norms of shards are summed over the ranks. A shard with m replicas counts 1/m on each of them,
-    and replicated parameters count once. Call this function after the reductions over sequence and
-    data.
+    Norms of shards, and of the stages of a pipeline, are summed over the ranks. A shard with m
+    replicas counts 1/m on each of them, and replicated parameters count once. Call this function
+    after the reductions over sequence and data.
 
     Args:
         source: a module, an optimizer or parameters; parameters without a gradient are skipped.
@@ -244,7 +244,8 @@ def get_grad_norm(
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
-    params = [param for param in parameters_of(source) if gradient_of(param) is not None]
+    # The copy of a tied weight on a later stage of a pipeline is counted on the first one.
+    params = [p for p in parameters_of(source) if gradient_of(p) is not None and not getattr(p, "shared", False)]
     if sharding_group is None:
         # Under zero3 experts have a smaller group than all other parameters.
         sharding_group = common_shard_group(p for p in params if not is_expert_parallel(p))
@@ -292,6 +293,8 @@ def total_norm(norms: Tensor, norm_type: float = 2.0, *, sharding_group: Process
     # the tensor-parallel group. All values stay on the device: no host read here.
     sharded, replicated, experts = reduce(torch.stack([sharded, replicated, experts]), sharding_group).unbind()
     total = add(reduce(add(sharded, experts), group), replicated)
+    # Stages of a pipeline have different parameters.
+    total = reduce(total, parallel_state.get_pipeline_model_parallel_group())
     return total if norm_type == torch.inf else total ** (1 / norm_type)
 
 

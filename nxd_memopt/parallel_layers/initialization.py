@@ -34,6 +34,21 @@ _ELEMENTWISE = {
 
 
 _draws = True
+_draws_meta = False
+
+
+@contextmanager
+def numbers_of_meta_weights() -> Iterator[None]:
+    """Draw the numbers of weights on the meta device too, and drop them.
+
+    A rank of a pipeline skips so the layers that other ranks have: its own weights are those of the full model.
+    """
+    global _draws_meta
+    _draws_meta = True
+    try:
+        yield
+    finally:
+        _draws_meta = False
 
 
 @contextmanager
@@ -48,6 +63,11 @@ def zeros_for_weights() -> Iterator[None]:
         yield
     finally:
         _draws = True
+
+
+def is_skipped(weight: Tensor) -> bool:
+    """Return whether initialization leaves ``weight`` out, and draws no numbers for it."""
+    return weight.is_meta and not _draws_meta
 
 
 class _Recorder(TorchDispatchMode):
@@ -108,7 +128,7 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
     Returns:
         The full tensor if ``keep_full``, else None.
     """
-    if param.is_meta:
+    if is_skipped(param):
         return None
     description: Any = param
     # The draw does not depend on the dtype of the parameter, unless that is fp64: a bf16 model
@@ -123,6 +143,10 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
         chunks = []
     else:
         chunks = _chunks(description.full_shape, dtype, init_method)
+    if param.is_meta:
+        for _ in chunks:
+            pass
+        return None
     with torch.no_grad():
         # Padding is outside the full tensor, and no chunk covers it: it keeps these zeros.
         param.zero_()

@@ -47,6 +47,7 @@ class _State:
     kv_groups: dict[int, _Axis] = field(default_factory=dict)
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
+    host_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
     functional_mappings: bool = False
     default_group: ProcessGroup | None = None  # torch.distributed's, when the first of the groups was created
@@ -174,6 +175,7 @@ def destroy_model_parallel() -> None:
     axes = _all_axes()
     _STATE.axes = {}
     _STATE.other_groups = []
+    _STATE.host_groups = []
     _STATE.rng_states = {}
     _STATE.kv_groups = {}
     _STATE.kv_rank_strides = {}
@@ -182,7 +184,7 @@ def destroy_model_parallel() -> None:
 
 
 def _all_axes() -> list[_Axis]:
-    return [*_STATE.axes.values(), *_STATE.kv_groups.values(), *_STATE.other_groups]
+    return [*_STATE.axes.values(), *_STATE.kv_groups.values(), *_STATE.other_groups, *_STATE.host_groups]
 
 
 def _destroy_groups(axes: Iterable[_Axis]) -> None:
@@ -229,6 +231,22 @@ def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
     if axis not in _STATE.other_groups:
         _STATE.other_groups.append(axis)
     return axis.group
+
+
+def host_group_of(rank_groups: RankGroups) -> ProcessGroup | None:
+    """Return this rank's group of a partition of the world for tensors on the host (gloo), created if needed.
+
+    Every rank calls.
+    """
+    for axis in _STATE.host_groups:
+        if axis.rank_groups == rank_groups:
+            return axis.group
+    own_ranks = next(ranks for ranks in rank_groups if get_global_rank() in ranks)
+    group: Any = None
+    if dist.is_initialized():
+        group, _ = dist.new_subgroups_by_enumeration(rank_groups, backend="gloo")
+    _STATE.host_groups.append(_Axis(rank_groups, own_ranks, group))
+    return group
 
 
 def rng_states() -> dict[str, Tensor]:
@@ -402,6 +420,37 @@ def get_pipeline_model_parallel_size() -> int:
 
 def get_pipeline_model_parallel_rank() -> int:
     return _axis("pipeline").rank
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the global rank of the next stage; of the last stage it is the first one."""
+    axis = _axis("pipeline")
+    return axis.ranks[(axis.rank + 1) % axis.size]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the global rank of the stage before; of the first stage it is the last one."""
+    axis = _axis("pipeline")
+    return axis.ranks[axis.rank - 1]
+
+
+def stages_group(stages: Iterable[int]) -> ProcessGroup | None:
+    """Return this rank's group of some stages of its pipeline, or of itself alone on other stages. Every rank calls.
+
+    Args:
+        stages: positions of ranks in each pipeline.
+    """
+    chosen = sorted(set(stages))
+    rank_groups: RankGroups = []
+    for ranks in get_pipeline_model_parallel_replica_groups():
+        rank_groups.append(sorted(ranks[stage] for stage in chosen))
+        rank_groups += [[rank] for stage, rank in enumerate(ranks) if stage not in chosen]
+    return group_of(rank_groups)
+
+
+def get_tied_stages_group() -> ProcessGroup | None:
+    """Return this rank's group of the first and the last stage of its pipeline. Every rank calls."""
+    return stages_group([0, get_pipeline_model_parallel_size() - 1])
 
 
 def get_context_model_parallel_group(as_list: bool = False) -> Group:

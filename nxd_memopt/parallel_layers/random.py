@@ -20,6 +20,7 @@ from nxd_memopt.parallel_layers import parallel_state
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 _TENSOR_PARALLEL_OFFSET = 2718  # as in Megatron-LM and neuronx-distributed
+_STAGE_OFFSET = 100
 
 
 class RNGStatesTracker:
@@ -67,12 +68,19 @@ def get_rng_tracker() -> RNGStatesTracker:
     return RNGStatesTracker()
 
 
-def model_parallel_manual_seed(seed: int) -> None:
+def model_parallel_manual_seed(seed: int, *, per_stage: bool = False) -> None:
     """Seed all random streams of this rank.
 
     The replicated stream, on host and device, gets ``seed``. This rank's own stream gets
     ``seed + 2718 + tensor-parallel rank``.
+
+    Args:
+        seed: the same on every rank.
+        per_stage: add 100 for each stage before this rank's (Megatron's numbers), so that layers of different stages
+            have different dropout masks. Without it initial weights do not depend on the stages.
     """
+    if per_stage:
+        seed += _STAGE_OFFSET * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     backend.manual_seed(seed)
     rank = parallel_state.get_tensor_model_parallel_rank()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +64,26 @@ class RankFiles:
                 f"{self.directory} has no file of {_format_ranks(ranks)}: it was written with {self.sizes()}"
             )
         return self.files[ranks]
+
+    def of_stage(self, rank: int, size: int) -> RankFiles:
+        """Return the files of one pipeline stage, as those of a run without stages; all files in a run of one stage.
+
+        Args:
+            rank: the stage.
+            size: number of stages of this run.
+
+        Raises:
+            ValueError: the files are of another number of stages.
+        """
+        if size == 1:
+            return self
+        if self.pipeline_model_parallel_size != size:
+            raise ValueError(
+                f"{self.directory} was written with {self.sizes()}, this run has pipeline_model_parallel_size {size}: "
+                "use the checkpoint's size"
+            )
+        own = {(data, tensor, 0): path for (data, tensor, stage), path in self.files.items() if stage == rank}
+        return replace(self, files=own, pipeline_model_parallel_size=1)
 
     def sizes(self) -> str:
         """Return the sizes as text for messages."""

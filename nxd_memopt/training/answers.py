@@ -179,6 +179,8 @@ def _longest(model: Any) -> int:
 
 def _refusal(config: TrainConfig) -> str | None:
     """Return why a run on conversations generates no answers, or None."""
+    if config.parallel.pipeline_model_parallel_size > 1:
+        return "no rank of a pipeline has the complete model (parallel.pipeline_model_parallel_size)"
     if backend.shapes_are_static:
         return "the device would compile a graph for each length"
     if config.trainer.compile:

@@ -14,6 +14,7 @@ from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
 from nxd_memopt.architectures.model_spec import model_spec, require_positions, rope_options
 from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
+from nxd_memopt.architectures.stages import layers_of_stages
 from nxd_memopt.backends import BACKENDS
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
@@ -25,6 +26,7 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.apply import require_weight_offload
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.lora import whole_model
 from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -34,7 +36,7 @@ from nxd_memopt.training.data.isolation import require_attention
 from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
-from nxd_memopt.training.parameter_groups import parameter_groups, trained_parameters
+from nxd_memopt.training.parameter_groups import require_matches, trained_parameters
 from nxd_memopt.training.reporting.reporter import require_readable_records
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
@@ -91,6 +93,7 @@ def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     _require_sizes(hf_config)
     require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
     require_supported_values(hf_config, OVERRIDES)
+    layers_of_stages(model_spec(hf_config), config.parallel)  # called for its checks
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
 
@@ -121,7 +124,7 @@ def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) 
     require_attention(model, config)
     # With LoRA the trained parameters are the adapters', which this model does not have.
     if config.lora.lora_rank is None:
-        parameter_groups(trained_parameters(model), config.optimizer)
+        require_matches(trained_parameters(whole_model(model)), config.optimizer)
 
 
 def require_usable_output(config: TrainConfig) -> None:

@@ -20,9 +20,10 @@ from nxd_memopt.training.config.moe import has_experts
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
-from nxd_memopt.training.reporting.metrics import sum_over_data_parallel_ranks
+from nxd_memopt.training.pipeline import PipelinedForwardBackward
 from nxd_memopt.training.reporting.step_metrics import HeldOut
 from nxd_memopt.training.runtime.distributed import is_extracting_graphs
+from nxd_memopt.training.runtime.reductions import sum_over_replicas_and_stages
 from nxd_memopt.training.state import Training
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ def held_out_loss(
     rank = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_size()
     batches = _batches(rows, config, rank, replicas, backend.device)
-    total = _total_loss(lambda batch: batch.loss(model), batches, before_batch)
-    total = sum_over_data_parallel_ranks(total)
+    if isinstance(training.forward_backward, PipelinedForwardBackward):
+        total = training.forward_backward.evaluate(batches, before_batch)
+    else:
+        total = _total_loss(lambda batch: batch.loss(model), batches, before_batch)
+    total = sum_over_replicas_and_stages(total)
     backend.mark_step()
     if not batches or is_extracting_graphs():
         return None

@@ -19,7 +19,9 @@ from transformers import PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
+from nxd_memopt.modules.lora import whole_model
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.training.answers import SampledAnswers
 from nxd_memopt.training.checks import (
     require_applicable_memory,
@@ -160,9 +162,13 @@ def run_prepared(
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
     phases.end("weights")
-    line_of_model, lines_of_training = model_line(model, config), training_lines(model, config)
+    whole = whole_model(model)
+    line_of_model, lines_of_training = model_line(whole, config), training_lines(whole, config)
     optimizer, forward_backward = parallelize(model, config)
     phases.end("optimizer")
+    if not model.stages.is_whole:
+        # Weights are drawn; from here on stages draw other numbers, for dropout.
+        model_parallel_manual_seed(config.trainer.seed, per_stage=True)
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
@@ -449,7 +455,9 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     tokens = training.tokens.training_sequences()
     for step in range(steps):
         batches = micro_batches(config.data, tokens, training.plan.position(step))
-        run_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
+        # Stages need more for every kind of exchange: those of the steady state begin after P - 1.
+        stages = config.parallel.pipeline_model_parallel_size
+        run_step(training, config, batches[: EXTRACTED_MICRO_BATCHES * stages])
     # Again after training: the parameters are now outputs of the update's graph, so the
     # evaluation may have a different graph than before.
     held_out_loss(training, config)

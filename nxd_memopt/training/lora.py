@@ -33,7 +33,7 @@ LEAST_RATE = 5e-5
 
 def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Add the adapters of the configuration; return the start report's lines about them. Every rank calls."""
-    from nxd_memopt.modules.lora import add_adapters
+    from nxd_memopt.modules.lora import add_adapters, whole_model
     from nxd_memopt.parallel_layers.resharding import full_shape
 
     lora = config.lora.config()
@@ -41,7 +41,7 @@ def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         return []
     layers = add_adapters(model, lora)
     sizes = {True: 0, False: 0}
-    for parameter in model.parameters():
+    for parameter in whole_model(model).parameters():
         sizes[parameter.requires_grad] += math.prod(full_shape(parameter))
     total = sum(sizes.values())
     lines = [

@@ -169,7 +169,7 @@ def load_initial_weights(
             load_upcycled(model, config.model.pretrained, seed=config.trainer.seed, resize_embedding=resizes)
         else:
             load_pretrained(model, config.model.pretrained, resize_embedding=resizes)
-    if not _is_sharded_later(config) and model.embedding_weight().device.type != backend.device.type:
+    if not _is_sharded_later(config) and model.any_weight().device.type != backend.device.type:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the
     # first micro-batch's graph.
@@ -195,7 +195,7 @@ def is_upcycled(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
 
 def require_fp16_range(model: ParallelCausalLM) -> None:
     """Raise ``ValueError`` on every rank if a weight of an fp16 model has become infinite or NaN."""
-    if model.embedding_weight().dtype != torch.float16:
+    if model.any_weight().dtype != torch.float16:
         return
     # Only the rank with the weight sees it; the other ranks would wait for it in the first step.
     with raise_together("loading the weights"):

@@ -24,6 +24,7 @@ from nxd_memopt.training.device_support import cuda_graph_conflict, shard_ranks,
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.optimizer import MasterWeightOptimizer, reduction_dtype
 from nxd_memopt.training.parameter_groups import trained_parameters
+from nxd_memopt.training.pipeline import PipelinedForwardBackward, describe_pipeline
 from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.runtime.distributed import world_size
 
@@ -44,7 +45,7 @@ Returns the micro-batch's share of the step's loss, 0-dim, and accumulates gradi
 
 def parallelize(
     model: ParallelCausalLM, config: TrainConfig, *, pool: HostPool | None = None
-) -> tuple[MasterWeightOptimizer, ForwardBackward]:
+) -> tuple[MasterWeightOptimizer, ForwardBackward | PipelinedForwardBackward]:
     """Apply memory techniques, data parallelism and CUDA graphs to ``model``.
 
     The model is already built with tensor and sequence parallelism. The order of the rest:
@@ -130,13 +131,20 @@ def _loss_of(model: ParallelCausalLM, scaler: LossScaler | None, micro_batch: Mi
     return loss
 
 
-def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None) -> ForwardBackward:
+def _forward_backward(
+    model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None
+) -> ForwardBackward | PipelinedForwardBackward:
     """Return the forward and backward of a micro-batch, eager or as a CUDA graph.
 
     A graph reads the scale of ``scaler`` from the device in each replay.
     """
+    experts = None
     if isinstance(model, MoECausalLM):
-        return ExpertForwardBackward(model, config.accumulation_steps(world_size()), scaler)
+        experts = ExpertForwardBackward(model, config.accumulation_steps(world_size()), scaler)
+    if not model.stages.is_whole:
+        return PipelinedForwardBackward(model, scaler, experts)
+    if experts is not None:
+        return experts
     if not uses_cuda_graph(config, model.config):
         return eager_forward_backward(model, scaler)
 
@@ -176,6 +184,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     if config.trainer.allow_tf32:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
     return [
+        *describe_pipeline(model, config.accumulation_steps(world_size())),
         *describe_sharding(config),
         *describe_experts(model),
         *describe_optimizer(config),

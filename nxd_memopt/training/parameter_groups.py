@@ -9,9 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.resharding import full_shape
-from nxd_memopt.parallel_layers.utils import is_expert_parallel
 from nxd_memopt.training.config.optimizer import OptimizerConfig
 
 _SHOWN = 5
@@ -36,17 +34,7 @@ def parameter_groups(named: Sequence[tuple[str, Tensor]], config: OptimizerConfi
     Args:
         named: names and parameters, in the model's order.
         config: patterns and decay.
-
-    Raises:
-        ValueError: a pattern matches no name.
     """
-    names = [name for name, _ in named]
-    for pattern in config.no_decay:
-        if not any(_matches(pattern, name) for name in names):
-            raise ValueError(
-                f"optimizer.no_decay {pattern!r} matches none of the {len(names)} trained parameters: names are "
-                f"like {', '.join(_kinds(names))}"
-            )
     decayed: list[Tensor] = []
     others: list[Tensor] = []
     for name, param in named:
@@ -61,14 +49,27 @@ def parameter_groups(named: Sequence[tuple[str, Tensor]], config: OptimizerConfi
     return [group for group in groups if group.parameters]
 
 
+def require_matches(named: Sequence[tuple[str, Tensor]], config: OptimizerConfig) -> None:
+    """Raise ``ValueError`` if a pattern of ``config`` matches none of the trained parameters of the complete model."""
+    names = [name for name, _ in named]
+    for pattern in config.no_decay:
+        if not any(_matches(pattern, name) for name in names):
+            raise ValueError(
+                f"optimizer.no_decay {pattern!r} matches none of the {len(names)} trained parameters: names are "
+                f"like {', '.join(_kinds(names))}"
+            )
+
+
 def describe_groups(model: nn.Module, config: OptimizerConfig) -> list[str]:
     """Return one line for each group of a model that is not sharded over data-parallel ranks.
 
     Raises:
-        ValueError: see ``parameter_groups``.
+        ValueError: see ``require_matches``.
     """
+    named = trained_parameters(model)
+    require_matches(named, config)
     lines: list[str] = []
-    for group in parameter_groups(trained_parameters(model), config):
+    for group in parameter_groups(named, config):
         size = sum(count_elements(param) for param in group.parameters)
         number = len(group.parameters)
         lines.append(f"weight decay {group.weight_decay:g}: {size:,} parameters in {number} tensor{'s' * (number > 1)}")
@@ -82,9 +83,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def count_elements(param: Tensor) -> int:
     """Return the elements of the full parameter over tensor-parallel and expert-parallel ranks."""
-    # Expert-parallel ranks have different experts, as many each.
-    ranks = parallel_state.get_expert_model_parallel_size() if is_expert_parallel(param) else 1
-    return math.prod(full_shape(param)) * ranks
+    return math.prod(full_shape(param))
 
 
 def _matches(pattern: str, name: str) -> bool:

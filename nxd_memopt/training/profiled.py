@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.cuda_graph import WARM_UP_CALLS
@@ -93,7 +93,7 @@ class ProfiledSteps:
         """Let the next steps run without the graph; return a line for the report if it will not be timed."""
         training = self._training
         model: Any = training.model
-        self._graph = training.forward_backward
+        self._graph = cast("Callable[..., Any]", training.forward_backward)
         training.forward_backward = eager_forward_backward(model, training.optimizer.loss_scaler)
         left = config.trainer.max_steps - training.step - request.total_steps
         needed = UNTIMED_GRAPH_STEPS + request.steps
@@ -185,6 +185,9 @@ def _planned(training: Training, config: TrainConfig) -> dict[str, Any]:
 
 def _refusal(request: ProfileRequest, training: Training, config: TrainConfig) -> str | None:
     """Return why this run is not profiled, equal on every rank, or None."""
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        return f"stages of a pipeline are not profiled: set parallel.pipeline_model_parallel_size {stages} to 1"
     left = config.trainer.max_steps - training.step
     if left < request.total_steps:
         return (

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from nxd_memopt.architectures.experts import expert_capacity
-from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics, move_expert_bias
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.data.micro_batches import MicroBatch
+from nxd_memopt.training.runtime.reductions import sum_over_replicas_and_stages
 
 _HEAD = 3  # sums before those of the layers
 
@@ -101,20 +101,22 @@ class ExpertForwardBackward:
 
     def __call__(self, micro_batch: MicroBatch) -> Tensor:
         """Accumulate gradients; return the share of the step's cross entropy, without the routers' losses."""
-        output = self._model(**self._inputs(micro_batch))
+        output = self._model(**self.inputs(micro_batch))
         loss = output.loss if self._scaler is None else self._scaler.scale_gradients_of(output.loss)
         loss.backward()
-        self._add(output.router, micro_batch)
+        self.add(output.router, micro_batch)
         return output.cross_entropy.detach()
 
-    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Return the arguments of a forward of the model in training."""
         return {
             **micro_batch.inputs(),
             "token_mask": micro_batch.token_mask,
             "router_loss_weight": 1 / self._micro_batches,
         }
 
-    def _add(self, statistics: RouterStatistics, micro_batch: MicroBatch) -> None:
+    def add(self, statistics: RouterStatistics, micro_batch: MicroBatch, chunk: int = 0) -> None:
+        """Add what the routers of a chunk of layers did with a micro-batch."""
         moe = self._model.moe
         loss = statistics.balancing_losses.sum()
         if moe.has_aux_loss and moe.moe_router_load_balancing_type == "hf_aux_loss":
@@ -126,9 +128,14 @@ class ExpertForwardBackward:
             dropped = (statistics.tokens_per_expert - capacity).clamp(min=0).sum()
         padded = torch.full_like(loss, float(micro_batch.token_mask is not None))
         head = torch.stack([loss, dropped, padded])
-        values = torch.cat([head, statistics.rows.reshape(-1)]).detach()
+        # Rows of all layers of the model: zeros for those of other stages.
+        numbers = self._model.moe_layer_numbers(chunk)
+        before, count = numbers.start, sum(self._model.spec.moe_layers)
+        rows = F.pad(statistics.rows, (0, 0, before, count - before - len(numbers)))
+        values = torch.cat([head, rows.reshape(-1)]).detach()
         self._sums = values if self._sums is None else self._sums + values
-        self._forwards += 1
+        # Every rank of a pipeline has each micro-batch once per chunk.
+        self._forwards += chunk == 0
 
     @contextmanager
     def balanced_over(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -139,29 +146,30 @@ class ExpertForwardBackward:
             return
         # Counted with the same jitter as in the step.
         self._model.train()
-        with self._model.balanced_over_step([self._inputs(each) for each in micro_batches]):
+        with self._model.balanced_over_step([self.inputs(each) for each in micro_batches]):
             yield
 
     def take(self) -> RouterSums:
-        """Return the sums of a step over all data-parallel ranks, and start again. Every rank calls.
+        """Return the sums of a step over all data-parallel ranks and stages, and start again. Every rank calls.
 
         The routers' biases follow the load of the step.
         """
         assert self._sums is not None, "a step has at least one micro-batch"
         # Tensor-parallel ranks of one replica have equal statistics.
-        group = cast("ProcessGroup | None", parallel_state.get_data_parallel_group())
-        sums = backend.all_reduce(self._sums, group)
+        sums = sum_over_replicas_and_stages(self._sums)
         forwards = self._forwards * parallel_state.get_data_parallel_size()
         self._sums = None
         self._forwards = 0
         result = RouterSums(sums, forwards, self._model.moe)
         if self._model.moe.has_expert_bias:
-            move_expert_bias([layer.gate for layer in self._model.moe_layers()], result.tokens_per_expert)
+            gates = [layer.gate for layer in self._model.moe_layers()]
+            chunks = range(len(self._model.stages.chunks))
+            own = [number for chunk in chunks for number in self._model.moe_layer_numbers(chunk)]
+            move_expert_bias(gates, result.tokens_per_expert[own])
         return result
 
 
 def take_router_sums(forward_backward: object) -> RouterSums | None:
     """Return ``ExpertForwardBackward.take``; None of a model without experts."""
-    if isinstance(forward_backward, ExpertForwardBackward):
-        return forward_backward.take()
-    return None
+    experts = getattr(forward_backward, "experts", forward_backward)
+    return experts.take() if isinstance(experts, ExpertForwardBackward) else None

@@ -28,6 +28,7 @@ from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.pipeline import PipelinedForwardBackward
 from nxd_memopt.training.reporting.step_metrics import Trained
 from nxd_memopt.training.resume.plan import ResumePlan
 
@@ -40,7 +41,7 @@ class Training:
         model: this rank's shard of the model.
         optimizer: optimizer of the model's trainable parameters.
         forward_backward: maps a micro-batch to its share of the step's loss, and accumulates its
-            gradients.
+            gradients; of a pipeline, the same for all micro-batches together.
         plan: how the run has started.
         tokens: packed tokens of the run.
         step: optimizer steps done, skipped ones included. The data position follows from it and
@@ -54,7 +55,7 @@ class Training:
 
     model: nn.Module
     optimizer: MasterWeightOptimizer
-    forward_backward: Callable[[MicroBatch], Tensor]
+    forward_backward: Callable[[MicroBatch], Tensor] | PipelinedForwardBackward
     plan: ResumePlan
     tokens: RunTokens
     step: int = 0
@@ -198,7 +199,7 @@ def resume(training: Training) -> list[str]:
     training.step = restored.step
     if training.optimizer.loss_scaler is not None:
         training.optimizer.loss_scaler.load_state_dict(restored.shared.get("loss_scaler", {}))
-    changed = "the tensor-parallel or data-parallel size has changed"
+    changed = "the number of tensor-parallel, pipeline-parallel or data-parallel ranks has changed"
     if restored.per_rank is not None:
         random = restored.per_rank["random"]
         # Generators of another kind of device have other states. Earlier versions recorded no backend.
@@ -208,7 +209,7 @@ def resume(training: Training) -> list[str]:
             return restored.notes
         changed = f"the backend has changed from {before} to {backend.name}"
     seed = plan.config.trainer.seed
-    model_parallel_manual_seed(seed + restored.step)
+    model_parallel_manual_seed(seed + restored.step, per_stage=True)
     return [
         *restored.notes,
         f"{changed}: random streams are seeded with trainer.seed + {restored.step}, so dropout draws other numbers "

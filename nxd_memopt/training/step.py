@@ -13,8 +13,10 @@ from nxd_memopt.profiling.operations import OPTIMIZER
 from nxd_memopt.profiling.ranges import part_of_step
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
-from nxd_memopt.training.reporting.metrics import StepResult, sum_over_data_parallel_ranks
+from nxd_memopt.training.pipeline import PipelinedForwardBackward
+from nxd_memopt.training.reporting.metrics import StepResult
 from nxd_memopt.training.routers import take_router_sums
+from nxd_memopt.training.runtime.reductions import sum_over_replicas_and_stages
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.state import Training
 
@@ -38,19 +40,22 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     # Gradients accumulate over the micro-batches. On XLA mark_step ends the graph of a
     # micro-batch, so all micro-batches run the same graph, and the gradient reduction may overlap
     # with the last backward only: earlier ones have partial sums.
-    loss = torch.zeros((), device=backend.device)
-    for index, micro_batch in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        with optimizer.last_backward() if is_last else nullcontext():
-            loss += training.forward_backward(micro_batch)
-        backend.mark_step()
+    if isinstance(training.forward_backward, PipelinedForwardBackward):
+        loss = training.forward_backward.run(micro_batches, optimizer.last_backward)
+    else:
+        loss = torch.zeros((), device=backend.device)
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with optimizer.last_backward() if is_last else nullcontext():
+                loss += training.forward_backward(micro_batch)
+            backend.mark_step()
 
     # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients
     # are averaged over data-parallel ranks (the divisor of the losses is the step's trained
     # tokens / D), and clipping uses the norm of the full model's gradients.
     with part_of_step("gradient reduction and clipping"):
         grad_norm = optimizer.reduce_gradients()
-    loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
+    loss = sum_over_replicas_and_stages(loss) / parallel_state.get_data_parallel_size()
 
     with part_of_step(OPTIMIZER):
         optimizer.step(lr)

@@ -20,7 +20,6 @@ def test_masters_follow_zero1():
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size 2", "use 1")),
         ({"context_parallel_size": 2}, ("context_parallel_size 2", "use 1")),
         ({"lnc_size": 2}, ("lnc_size 2", "use 1")),
         ({"optimizer_config": {"zero_one_enable": True}}, ("zero_one_enable", "did you mean 'zero_one_enabled'")),
@@ -30,6 +29,12 @@ def test_masters_follow_zero1():
 )
 def test_what_is_not_offered_is_refused(options, facts):
     assert_says(error_message(lambda: trainer.neuronx_distributed_config(**options)), *facts)
+
+
+def test_stages_need_the_alias():
+    config = trainer.neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config={"num_microbatches": 2})
+    message = error_message(lambda: trainer.initialize_parallel_model(config, lambda: nn.Linear(1, 1)))
+    assert_says(message, "pipeline_parallel_size 2", "initialize_parallel_model of nxd_memopt.compat")
 
 
 def test_a_model_is_its_only_pipeline_stage():

@@ -188,7 +188,9 @@ def _run_rank(config: str, options: tuple[str, ...]) -> str:
     parsed = parse_config(["--config", config, *options])
     parallel = parsed.parallel
     parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size, expert_model_parallel_size=parallel.expert_model_parallel_size
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
     random.model_parallel_manual_seed(parsed.trainer.seed)
     with without_extras(), redirect_stdout(io.StringIO()) as stdout:

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxd_memopt.training.config.train_config import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
-from nxd_memopt.training.parameter_groups import parameter_groups
+from nxd_memopt.training.parameter_groups import parameter_groups, require_matches
 from tests.reference import assert_says, error_message
 from tests.training.runs import losses, run_here, write_config
 
@@ -57,7 +57,7 @@ def test_patterns_match_parts_of_names() -> None:
     ],
 )
 def test_what_a_wrong_pattern_says(options: dict[str, Any], says: tuple[str, ...]) -> None:
-    assert_says(error_message(lambda: group_of(**options)), *says)
+    assert_says(error_message(lambda: require_matches(named(), OptimizerConfig(**options))), *says)
 
 
 def test_the_update_decays_the_groups_with_decay() -> None:

@@ -18,8 +18,10 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
+from nxd_memopt.backends.exchange import Exchanged, Message, PendingExchange
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
+from nxd_memopt.backends.neuron.stage_links import ordered_transfers, pairs_of_link
 from nxd_memopt.backends.neuron.trainium import TrainiumBackend
 
 _SEED_BITS = 64
@@ -250,6 +252,39 @@ class XlaBackend(TrainiumBackend):
         if self._through_host:
             return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
+
+    def interleaving_refusal(self) -> str | None:
+        return "needs messages from the last rank to the first one, and the backend xla pairs neighbors only"
+
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None
+    ) -> PendingExchange:
+        """Exchange by all-gathers over pairs of ranks, outside the graphs of the computations around it.
+
+        Neuron's runtime has no sends and receives: the receiver contributes zeros, and takes the other half.
+        """
+        if self._through_host:
+            on_host = [(self._on_host(tensor), peer) for tensor, peer in sends]
+            buffers = [(torch.empty_like(tensor, device="cpu"), peer) for tensor, peer in receives]
+            received = super().start_exchange(on_host, buffers, group).wait()
+            return Exchanged([tensor.to(self.device) for tensor in received])
+        results = [tensor for tensor, _ in receives]
+        sent: list[Tensor] = []
+        rank = self.group_rank(group)
+        with self.outside_step():
+            for index, is_sent, low in ordered_transfers(sends, receives, rank):
+                tensor = (sends if is_sent else receives)[index][0]
+                own = tensor if is_sent else torch.zeros_like(tensor)
+                pairs = pairs_of_link(self._groups(group), low)
+                halves = self._xm.all_gather(own.unsqueeze(0), dim=0, groups=pairs, pin_layout=False)
+                # The sender keeps the result alive until the graph runs: torch_xla drops dead tensors.
+                sender = rank if is_sent else 2 * low + 1 - rank
+                kept = halves[sender - low]
+                if is_sent:
+                    sent.append(kept)
+                else:
+                    results[index] = kept
+        return Exchanged(results)
 
     # A graph has no asynchronous handles to wait for: use the complete results of Collectives, not
     # the handles of C10dCollectives.

@@ -13,16 +13,15 @@ import torch
 from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.checkpoint.directories import new_version, restore_interrupted
 from nxd_memopt.checkpoint.files import write_safetensors
+from nxd_memopt.checkpoint.full_tensors import FullTensors, is_writer
 from nxd_memopt.checkpoint.huggingface.companions import copy_companions
 from nxd_memopt.checkpoint.huggingface.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import ADAPTER_CONFIG, LoraConfig, is_target
 from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.parallel_layers.data_shards import gather_rows
-from nxd_memopt.parallel_layers.resharding import gather_full_tensor
+from nxd_memopt.parallel_layers.data_shards import model_dtype
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # PEFT wraps a causal language model twice.
@@ -57,8 +56,9 @@ def save_adapters(
     """
     target = Path(directory).resolve()
     task = f"writing the adapters to {target}"
-    writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
-    layers = adapted_layers(model)
+    writes = is_writer()
+    full = FullTensors(model)
+    layers = adapted_layers(full.model)
     with raise_together(task):
         if not layers:
             raise ValueError("the model has no adapters: call add_adapters first")
@@ -72,12 +72,12 @@ def save_adapters(
         if writes:
             restore_interrupted(target)
             require_replaceable_adapters(target)
-    tensors = _gather(model, read)
+    tensors = _gather(full, read)
     with raise_together(task):
         if writes:
             with new_version(target) as incomplete:
                 write_safetensors(incomplete / ADAPTER_WEIGHTS, tensors)
-                content = _peft_config(target_modules(model), config, base_model)
+                content = _peft_config(target_modules(full.model), config, base_model)
                 text = json.dumps(content, indent=2) + "\n"
                 (incomplete / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
                 has_own = companions is not None and copy_companions(Path(companions), incomplete)
@@ -97,26 +97,23 @@ def require_replaceable_adapters(target: Path) -> None:
     require_replaceable(target, re.compile(re.escape(ADAPTER_WEIGHTS)))
 
 
-def _gather(model: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return the full adapters by PEFT's names, on tensor-parallel rank 0 of the first replica."""
+def _gather(full: FullTensors, read: Callable[[torch.Tensor], torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Return the full adapters by PEFT's names, on the writer."""
+    model = full.model
     # Of a fused layer there is one A, and B has the rows of its parts one below the other, in the model's order.
     parts: dict[str, list[torch.Tensor]] = {}
     for entry in named_tensors(model):
         if not is_adapter(entry.names[0]):
             continue
-        full = read(entry.tensor) if read is not None else _gathered(entry.tensor)
-        if full is not None:
+        if read is not None:
+            tensor = read(entry.tensor)
+        else:
+            tensor = full.gather(entry.names[0], entry.tensor, model_dtype(entry.tensor))
+        if tensor is not None:
             layer, factor, kind = entry.names[0].rsplit(".", 2)
             name = f"{PEFT_PREFIX}{fused_name(model_type_of(model), layer)}.{factor}.{kind}"
-            parts.setdefault(name, []).append(full)
+            parts.setdefault(name, []).append(tensor)
     return {name: torch.cat(each) for name, each in parts.items()}
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the full tensor on tensor-parallel rank 0 of the first replica, None elsewhere. Every rank calls."""
-    # Rows that are sharded over data-parallel ranks (zero3) need the ranks of all replicas.
-    rows = gather_rows(tensor)
-    return gather_full_tensor(rows) if is_model_replica_zero() else None
 
 
 def target_modules(model: torch.nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from nxd_memopt.architectures.model_spec import num_kv_heads
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import copy_entry, incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import group_by_size, is_own, write_index, write_safetensors
+from nxd_memopt.checkpoint.full_tensors import FullTensors, is_writer
 from nxd_memopt.checkpoint.huggingface.companions import TEMPLATES, copy_companions, is_companion
 from nxd_memopt.checkpoint.huggingface.experts import split_experts, stored_names
 from nxd_memopt.checkpoint.huggingface.fused_layers import fuse_layers, fused_parameter
@@ -26,11 +27,9 @@ from nxd_memopt.checkpoint.layout import require_groups_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
 from nxd_memopt.modules.moe.hf_options import require_exportable
-from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.parallel_layers.data_shards import gather_rows, model_dtype
-from nxd_memopt.parallel_layers.resharding import full_shape, gather_experts, gather_full_tensor
+from nxd_memopt.parallel_layers.data_shards import model_dtype
+from nxd_memopt.parallel_layers.resharding import full_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,7 +57,8 @@ def save_pretrained(
     Every rank calls.
 
     The first data-parallel replica gathers the parameters of one file at a time on its first
-    rank, which writes them. The host of this rank needs ``max_shard_size_bytes`` of memory; each device of
+    rank, which writes them, whichever stage of a pipeline has them. The host of this rank needs
+    ``max_shard_size_bytes`` of memory; each device of
     the replica needs one full parameter. The files are written next to ``directory`` and renamed
     when complete. An earlier export in ``directory`` is replaced at this point; other files in it
     (a tokenizer) stay. Adapters (LoRA) are merged into the weights of the files.
@@ -84,12 +84,11 @@ def save_pretrained(
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     target = Path(directory).resolve()
     task = f"exporting to {target}"
-    # One rank writes: the first tensor-parallel rank of the first replica, to which
-    # ``gather_full_tensor`` returns the full tensors.
-    writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
+    writes = is_writer()
+    full = FullTensors(model)
     with raise_together(task):
-        require_exportable(model)
-        shards = plan_shards(model, max_shard_size_bytes, dtype)
+        require_exportable(full.model)
+        shards = plan_shards(full.model, max_shard_size_bytes, dtype)
         if writes:
             require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written
             _prepare(target, _total_bytes(shards, dtype))
@@ -99,13 +98,13 @@ def save_pretrained(
         # waiting in a collective.
         with merged_adapters(model) if merges_adapters and read is None else nullcontext():
             for file_name, params in shards.items():
-                tensors = _gather(model, params, dtype, read)
+                tensors = _gather(full, params, dtype, read)
                 with raise_together(task):
                     if writes:
                         write_safetensors(incomplete_path(target) / file_name, tensors)
         with raise_together(task):
             if writes:
-                _write_remaining(model, target, shards, dtype)
+                _write_remaining(full.model, target, shards, dtype)
                 _replace(target, companions)
     finally:
         if writes:
@@ -165,29 +164,23 @@ def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
 
 
 def _gather(
-    model: torch.nn.Module,
+    full: FullTensors,
     params: dict[str, Tensor],
     dtype: torch.dtype | None,
     read: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Return the full tensors, as files have them, on tensor-parallel rank 0 of the first replica, and nothing on all
-    other ranks.
-    """
-    # Every rank of the first replica takes part in the all-gathers over tensor-parallel ranks; only
-    # its first rank receives a tensor. Rows that are sharded over data-parallel ranks (zero3), and
-    # the experts of expert-parallel ranks, need the ranks of all replicas.
+    """Return the full tensors, as files have them, on the writer, and nothing on all other ranks."""
+    names = {id(entry.tensor): entry.names[0] for entry in named_tensors(full.model)}
     full_tensors: dict[str, Tensor] = {}
     for name, param in params.items():
+        stored_dtype = _stored_dtype(param, dtype)
         if read is not None:
-            full_tensors |= split_experts(model, name, read(param).to(_stored_dtype(param, dtype)))
-            continue
-        gathered = gather_experts(gather_rows(param))
-        if not is_model_replica_zero():
-            continue
-        tensor = gather_full_tensor(gathered, dtype=_stored_dtype(param, dtype))
+            tensor = read(param).to(stored_dtype)
+        else:
+            tensor = full.gather(names[id(param)], param, stored_dtype)
         if tensor is not None:
-            full_tensors |= split_experts(model, name, tensor)
-    return fuse_layers(model, full_tensors)
+            full_tensors |= split_experts(full.model, name, tensor)
+    return fuse_layers(full.model, full_tensors)
 
 
 def _prepare(target: Path, total_bytes: int) -> None:

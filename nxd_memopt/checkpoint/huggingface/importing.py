@@ -15,7 +15,8 @@ from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.huggingface.experts import stack_experts, with_zero_biases
 from nxd_memopt.checkpoint.huggingface.fused_layers import split_layers
 from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
-from nxd_memopt.checkpoint.names import match_names, stored_copies, with_backbone_prefix
+from nxd_memopt.checkpoint.names import is_vocabulary_table, match_names, stored_copies, with_backbone_prefix
+from nxd_memopt.modules.lora import whole_model
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
@@ -93,10 +94,10 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, r
     # A ValueError below names tensors; the directory is added here.
     try:
         # Names and shapes are checked for all tensors before the first parameter changes.
-        sources = model_sources(model, sources)
+        sources = model_sources(whole_model(model), sources)
         targets = match_names(model, sources.keys())
         if resize_embedding:
-            sources = _with_rows_of_tokens(model, sources, targets)
+            sources = _with_rows_of_tokens(sources, targets)
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)
             _require_unquantized(name, sources[name], param)
@@ -123,7 +124,7 @@ def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:
     """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     with opened_weights(directory, f"comparing with {directory}") as sources:
-        sources = model_sources(model, sources)
+        sources = model_sources(whole_model(model), sources)
         for name, param in match_names(model, sources.keys(), without=lambda entry: entry.is_adapter).items():
             require_full_shape(name, sources[name], param)
             stored = _own_rows(local_slice(sources[name], param, dtype=model_dtype(param)), param)
@@ -164,12 +165,11 @@ class _MeanRows:
         return torch.cat([read, mean.to(read.dtype).expand(stop - max(start, stored), -1)])
 
 
-def _with_rows_of_tokens(model: Any, sources: Sources, targets: Mapping[str, Tensor]) -> Sources:
-    """Return ``sources`` with as many rows of the embedding and the head as ``model`` has, if they are fewer."""
+def _with_rows_of_tokens(sources: Sources, targets: Mapping[str, Tensor]) -> Sources:
+    """Return ``sources`` with as many rows of the embedding and the head as the model has, if they are fewer."""
     resized: Sources = {}
     for name, param in targets.items():
-        is_table = param is model.embedding_weight() or param is model.lm_head.weight
-        if is_table and stored_shape(sources[name])[0] < (rows := full_shape(param)[0]):
+        if is_vocabulary_table(name) and stored_shape(sources[name])[0] < (rows := full_shape(param)[0]):
             resized[name] = _MeanRows(sources[name], rows)
     return {**sources, **resized}
 

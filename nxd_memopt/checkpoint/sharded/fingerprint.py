@@ -14,8 +14,10 @@ from nxd_memopt.parallel_layers import parallel_state
 
 
 def parallel_sizes() -> dict[str, int]:
-    """Return the sizes that a checkpoint records: world size, T and D."""
-    return {
+    """Return the sizes that a checkpoint records: world size, T and D, and with several stages P."""
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    pipeline = {"pipeline_model_parallel_size": stages} if stages > 1 else {}
+    return pipeline | {
         "world_size": parallel_state.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size(),
         "data_parallel_size": parallel_state.get_data_parallel_size(),

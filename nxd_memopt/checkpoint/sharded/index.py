@@ -83,6 +83,25 @@ def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def merge_optimizers(stages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Merge the groups and numbers of the optimizers of a pipeline's stages; None without an optimizer.
+
+    Groups with the same options are one group.
+    """
+    if not stages:
+        return None
+    groups: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, Any] = {}
+    for stage in stages:
+        for position, group in enumerate(stage["groups"]):
+            # A model without stages may have two groups with the same options.
+            key = json.dumps([group["options"], position if len(stages) == 1 else None], sort_keys=True)
+            known = groups.setdefault(key, {**group, "parameters": []})
+            known["parameters"] += [name for name in group["parameters"] if name not in known["parameters"]]
+        numbers |= stage["numbers"]
+    return {"groups": list(groups.values()), "numbers": numbers}
+
+
 def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the boxes cover the full tensor exactly once.
 

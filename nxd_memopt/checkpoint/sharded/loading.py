@@ -15,8 +15,9 @@ from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.sharded.stored_optimizer import MASTER, StoredOptimizer
-from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of
+from nxd_memopt.modules.lora import adapted_layers, is_adapter, model_type_of, whole_model
 from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.modules.staged_model import is_staged
 from nxd_memopt.ops.param_remainders import REMAINDER, join, remainder_of
 from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
@@ -163,7 +164,8 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     content = decode(content, index.plain_tensor)
     stored = StoredOptimizer(optimizer)
     notes: list[str] = []
-    _load_groups(content["groups"], stored, names)
+    elsewhere = _trained_elsewhere(model)
+    _load_groups(_own_groups(content["groups"], elsewhere), stored, names)
     states = _states_by_parameter(index)
     # Masters are read below. Without this, ``stored.parameters`` would first cut them from the
     # loaded parameters, because these were written to after the optimizer was built.
@@ -195,8 +197,24 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     # The masters were written to just now. They belong to the loaded parameters and must not be
     # cut from them, or the low bits of every master would be lost.
     stored.mark_masters_synced()
-    _require_all_used(index, {name_of(each.param, names) for each in stored.parameters})
+    _require_all_used(index, {name_of(each.param, names) for each in stored.parameters} | elsewhere)
     return notes
+
+
+def _trained_elsewhere(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that other stages of a pipeline train; empty of a complete model."""
+    if not is_staged(model):
+        return set()
+    own = {entry.names[0] for entry in named_tensors(model)}
+    return {entry.names[0] for entry in named_tensors(whole_model(model)) if not entry.is_frozen} - own
+
+
+def _own_groups(saved: list[dict[str, Any]], elsewhere: set[str]) -> list[dict[str, Any]]:
+    """Return the groups without the parameters of other stages."""
+    if not elsewhere:
+        return saved
+    groups = [{**group, "parameters": [n for n in group["parameters"] if n not in elsewhere]} for group in saved]
+    return [group for group in groups if group["parameters"]]
 
 
 def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names: Mapping[int, str]) -> None:

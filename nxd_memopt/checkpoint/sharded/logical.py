@@ -71,6 +71,7 @@ class FullTensorShard:
         parts: the boxes that ``stored`` consists of.
         holders: data-parallel ranks that store the same elements.
         is_updated_by_optimizer: whether ``stored`` changes only in ``optimizer.step()``.
+        is_copy: whether the first stage of a pipeline has the same tensor and writes it.
         written_with: name of the tensor whose boxes the same ranks write; empty for any. A remainder belongs
             to the bits of its parameter, and replicas of both may differ.
     """
@@ -81,6 +82,7 @@ class FullTensorShard:
     parts: list[Part]
     holders: tuple[int, ...]
     is_updated_by_optimizer: bool = True
+    is_copy: bool = False
     written_with: str = ""
 
     @property
@@ -107,7 +109,13 @@ def model_tensors(model: nn.Module, *, frozen: bool = True) -> Iterator[FullTens
             parts_of(entry.tensor),
             replica_ranks(entry.tensor, parallel_state.get_data_parallel_size()),
             isinstance(entry.tensor, nn.Parameter),
+            is_stage_copy(entry.tensor),
         )
+
+
+def is_stage_copy(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is the copy of a tied weight on a later stage of a pipeline."""
+    return getattr(tensor, "shared", False)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -193,12 +201,16 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
         )
     full_name = f"optimizer.{key}.{name}"
     data_ranks = tuple(range(parallel_state.get_data_parallel_size()))
-    return FullTensorShard(full_name, tuple(value.shape), value, parts_of(value), data_ranks)
+    is_copy = is_stage_copy(each.param)
+    return FullTensorShard(full_name, tuple(value.shape), value, parts_of(value), data_ranks, is_copy=is_copy)
 
 
 def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
     """Return a shard that is sharded like its parameter."""
-    return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
+    is_copy = is_stage_copy(each.param)
+    return FullTensorShard(
+        f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders, is_copy=is_copy
+    )
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -228,11 +240,11 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, list[Part]]]:
     """Return the boxes that this rank writes.
 
-    Each box of a full tensor is written by exactly one rank.
+    Each box of a full tensor is written by exactly one rank. Stages of a pipeline have different tensors.
 
     Tensor-parallel ranks that store the same box take turns. Of the data-parallel ranks the one
     with the fewest bytes so far writes. Every rank computes the same answer, because all ranks
-    list the same tensors in the same order.
+    of a stage list the same tensors in the same order.
     """
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     data_rank = parallel_state.get_data_parallel_rank()
@@ -261,7 +273,7 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
             if writer is None or writer not in logical.holders:
                 writer = choose_data_rank(load_bytes, logical.holders, size_bytes, turn)
             writers[logical.name, *box] = writer
-            if writer == data_rank:
+            if writer == data_rank and not logical.is_copy:
                 own_parts += split_part(part, max(1, MAX_BOX_BYTES // element_size))
         owned.append((logical, own_parts))
     return owned

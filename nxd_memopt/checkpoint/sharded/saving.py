@@ -23,6 +23,7 @@ from nxd_memopt.checkpoint.sharded.index import (
     FORMAT,
     INDEX,
     VERSION,
+    merge_optimizers,
     merge_tensors,
     read_checked_json,
     versions,
@@ -143,15 +144,17 @@ class RankSave:
             return key
 
         plain: dict[str, Any] = {"per_rank": dict(state.per_rank)}
-        # Values that are equal on all ranks are stored once, by rank 0.
+        # Values that are equal on all ranks are stored once, by rank 0; what the optimizer has of a stage's parameters
+        # by the first rank of the stage.
         if parallel_state.is_global_rank_zero():
             plain["shared"] = dict(state.shared)
-            if state.optimizer is not None:
-                names = parameter_names(state.model)
-                plain["optimizer"] = {
-                    "groups": optimizer_groups(state.optimizer, names),
-                    "numbers": optimizer_numbers(state.optimizer, names),
-                }
+        ranks = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+        if ranks == (0, 0) and state.optimizer is not None:
+            names = parameter_names(state.model)
+            plain["optimizer"] = {
+                "groups": optimizer_groups(state.optimizer, names),
+                "numbers": optimizer_numbers(state.optimizer, names),
+            }
         for name, values in plain.items():
             require_plain(values, name)
             self._fragment[name] = encode(values, put)
@@ -209,8 +212,8 @@ class RankSave:
             "files": {fragment["file"]: fragment["bytes"] for fragment in fragments},
             "tensors": merge_tensors(fragments),
             "plain_tensors": plain_tensors,
+            "optimizer": merge_optimizers([fragment["optimizer"] for fragment in fragments if "optimizer" in fragment]),
             # Of the values that are equal on all ranks only rank 0 stores a copy.
-            "optimizer": fragments[0].get("optimizer"),
             "shared": fragments[0]["shared"],
             "per_rank": [fragment["per_rank"] for fragment in fragments],
         }

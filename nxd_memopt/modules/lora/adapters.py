@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.lora_config import LoraConfig, default_targets, is_target
 from nxd_memopt.modules.lora.layers import AdaptedLinear, adapt
+from nxd_memopt.modules.staged_model import whole_without_adapters
 from nxd_memopt.parallel_layers.data_shards import is_data_sharded, local_rows
 from nxd_memopt.parallel_layers.fusion import Fusions
+from nxd_memopt.parallel_layers.initialization import numbers_of_meta_weights
 from nxd_memopt.parallel_layers.layers import SharedInput
 
 FACTORS = ("lora_A", "lora_B")
@@ -42,8 +44,10 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
             adapters; its parameters are sharded over data-parallel ranks; or a memory technique
             computes layers without calling them.
     """
+    # On stages of a pipeline the factors of all layers are drawn, as in the full model.
+    whole = whole_without_adapters(model)
     targets = config.target_modules or default_targets(model_type_of(model))
-    named = dict(model.named_modules())
+    own, named = dict(model.named_modules()), dict(whole.named_modules())
     parts: dict[str, list[str]] = {}
     for name in named:
         parts.setdefault(fused_name(model_type_of(model), name), []).append(name)
@@ -61,7 +65,9 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
         warnings.simplefilter("ignore")
         for name in chosen:
             # An adapter of a fused layer: its parts have the rows of B that are theirs, and one A.
-            first, *others = (adapt(part, named[part], config) for part in parts[name])
+            is_here = parts[name][0] in own
+            with nullcontext() if is_here or is_on_meta(model) else numbers_of_meta_weights():
+                first, *others = (adapt(part, (own if is_here else named)[part], config) for part in parts[name])
             for other in others:
                 other.lora_A = first.lora_A
     # One all-gather of the input of query, key and value remains, whichever of them have adapters.
@@ -70,7 +76,25 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
             module.share_input()
     if hasattr(model, "fusions"):
         cast(Any, model).fusions = Fusions(model)
+    cast(Any, model).lora_config = config
     return chosen
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """Return the complete model on the meta device, with the same adapters, of a rank's stages of a pipeline.
+
+    It has the names, shapes and shard attributes of all parameters. A complete model is returned as it is.
+    """
+    whole = whole_without_adapters(model)
+    config: LoraConfig | None = getattr(model, "lora_config", None)
+    if whole is not model and config is not None:
+        add_adapters(whole, config)
+    return whole
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether the parameters of ``model`` have no memory."""
+    return next(model.parameters()).is_meta
 
 
 def model_type_of(model: nn.Module) -> str:

@@ -19,6 +19,7 @@ from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics, means_of_totals
 from nxd_memopt.modules.moe.moe_layer import MoELayer
 from nxd_memopt.modules.moe.router import Routing
+from nxd_memopt.modules.stages import WHOLE_MODEL, StageInput
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
@@ -26,6 +27,10 @@ from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 LayerState = tuple[Tensor, Tensor]
 """What decoder layers pass on: hidden states, and the rows of ``RouterStatistics`` so far."""
+
+
+OVER_ALL_LAYERS = ("hf_aux_loss", "global_aux_loss")
+"""Balancing losses that a stage of a pipeline cannot compute from its own layers and one micro-batch."""
 
 
 @dataclass
@@ -81,6 +86,12 @@ class MoECausalLM(ParallelCausalLM):
         super().__init__(config, parallel=parallel, memory=memory)
         require_moe_memory(self.memory)
         self.moe = moe
+        if not self.stages.is_whole and moe.has_aux_loss and moe.moe_router_load_balancing_type in OVER_ALL_LAYERS:
+            raise ValueError(
+                f"moe_router_load_balancing_type {moe.moe_router_load_balancing_type} needs the routers of all layers, "
+                "or of all micro-batches, at once, and pipeline_model_parallel_size is "
+                f"{self.parallel.pipeline_model_parallel_size}: set it to aux_loss, which balances each layer"
+            )
         self._rows: Tensor | None = None
         self._token_mask: Tensor | None = None
         self._counts_only = False
@@ -95,6 +106,12 @@ class MoECausalLM(ParallelCausalLM):
         """Return the MoE layers, in the order of the rows of ``RouterStatistics``."""
         return [layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, MoELayer)]
 
+    def moe_layer_numbers(self, chunk: int = 0) -> range:
+        """Return which MoE layers of the full model, counted from 0, a chunk of this rank's layers has."""
+        numbers, is_moe = self.stages.chunks[chunk], self.spec.moe_layers
+        start = sum(is_moe[: numbers.start])
+        return range(start, start + sum(is_moe[numbers.start : numbers.stop]))
+
     def dense_mlps(self) -> list[Any]:
         return [mlp for mlp in super().dense_mlps() if not isinstance(mlp, MoELayer)]
 
@@ -104,12 +121,14 @@ class MoECausalLM(ParallelCausalLM):
         modules["moe"] = [*self.moe_layers()]
         return modules
 
-    def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
+    def run_backbone(
+        self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None, stage: StageInput
+    ) -> Tensor:
         token_mask = self._token_mask
         if token_mask is not None and self.parallel.sequence_parallel_enabled:
             token_mask = mappings.split_along_dim(token_mask.t(), 0, mappings.resolve_group(None))
         # ``forward`` reads the rows as soon as the base class returns.
-        hidden, self._rows = self.backbone(input_ids, rope, mask, token_mask)
+        hidden, self._rows = self.backbone(input_ids, rope, mask, token_mask, stage)
         return hidden
 
     def forward(
@@ -124,6 +143,7 @@ class MoECausalLM(ParallelCausalLM):
         token_mask: Tensor | None = None,
         router_loss_weight: float | None = None,
         output_router_logits: bool = False,
+        stage: StageInput = WHOLE_MODEL,
     ) -> MoECausalLMOutput:
         """Compute the loss, the logits, or both, as ``ParallelCausalLM.forward``.
 
@@ -151,23 +171,25 @@ class MoECausalLM(ParallelCausalLM):
         self._token_mask = attention_mask if token_mask is None else token_mask
         with self._recorded_logits() if output_router_logits else nullcontext() as router_logits:
             output = super().forward(
-                input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch
+                input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch, stage
             )
         assert self._rows is not None
         statistics = RouterStatistics(self._rows)
         self._rows = self._token_mask = None
         router_loss = None
         loss = output.loss
-        if loss is not None and self.training:
-            assert labels is not None
+        # A stage has the losses of its own routers, whether or not it has the head.
+        if labels is not None and self.training:
             weight = router_loss_weight
             if weight is None:
                 weight = self._share(labels, cu_seqlens, num_items_in_batch)
-            router_loss = (statistics.loss(self.moe) * weight).to(loss.dtype)
+            router_loss = (statistics.loss(self.moe) * weight).float()
             self._require_backward_within_step(router_loss)
-            loss = loss + router_loss
+            if loss is not None:
+                router_loss = router_loss.to(loss.dtype)
+                loss = loss + router_loss
         kept = None if router_logits is None else tuple(router_logits)
-        return MoECausalLMOutput(loss, output.logits, output.loss, router_loss, statistics, kept)
+        return MoECausalLMOutput(loss, output.logits, output.hidden, output.loss, router_loss, statistics, kept)
 
     @contextmanager
     def _recorded_logits(self) -> Iterator[list[Tensor]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_, is_skipped
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import set_expert_model_parallel_attributes, set_tensor_model_parallel_attributes
 
@@ -41,7 +41,7 @@ def expert_weight(
     weight = nn.Parameter(torch.empty(per_rank, *shape, dtype=dtype, device=device))
     set_tensor_model_parallel_attributes(weight, True, dim + 1, stride, full_shape=full_shape)
     set_expert_model_parallel_attributes(weight)
-    if not weight.is_meta:
+    if not is_skipped(weight):
         _initialize(weight, full_shape, dim, stride, init_method, on_cpu=on_cpu)
     return weight
 

@@ -15,7 +15,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.parallel_layers import mappings
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_, is_skipped
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel, set_tensor_model_parallel_attributes
 
@@ -128,7 +128,7 @@ def jittered(hidden: Tensor, eps: float | None, *, is_shard: bool) -> Tensor:
 @torch.no_grad()
 def initialize_replicated_(weight: nn.Parameter, init_method: InitMethod, *, on_cpu: bool) -> None:
     """Draw a weight that is equal on all ranks, on the CPU in fp32 or on its device; meta parameters are skipped."""
-    if weight.is_meta:
+    if is_skipped(weight):
         return
     # From the stream that the tensor-parallel ranks share.
     if on_cpu:

@@ -147,6 +147,35 @@ EXCLUDED = (
     ),
 )
 
+PIPELINE = "parallel.pipeline_model_parallel_size"
+# Excluded with more than one stage: option, values and reason.
+_EXCLUDED_BY_STAGES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
+        SHARDING,
+        ("zero2", "zero3"),
+        "the stage reduces gradients in each backward",
+    ),
+    (OFFLOAD, NOT_DEFAULT, "states on the host are not supported with stages"),
+    (IN_BACKWARD, (True,), "backward would update weights that micro-batches in flight still need"),
+    (IN_FORWARD, (True,), "the update would wait for forwards that other ranks begin"),
+    ("memory.cpu_offloading_num_layers", NOT_DEFAULT, "offload of several micro-batches in flight is not supported"),
+    ("memory.cpu_offloading_activations", (True,), "offload of several micro-batches in flight is not supported"),
+    (OFFLOADED_WEIGHTS, (True,), "offload of several micro-batches in flight is not supported"),
+    ("trainer.compile", NOT_DEFAULT, "compiled layers are not supported with stages"),
+)
+EXCLUDED += tuple(Excluded(PIPELINE, NOT_DEFAULT, *each) for each in _EXCLUDED_BY_STAGES)
+VIRTUAL = "parallel.virtual_pipeline_model_parallel_size"
+EXCLUDED += (
+    Excluded(VIRTUAL, NOT_DEFAULT, "optimizer.overlap_grad_reduce", (True,), "each chunk has a last backward"),
+    Excluded(
+        VIRTUAL,
+        NOT_DEFAULT,
+        "memory.recompute_method",
+        ("uniform", "nested"),
+        "chunks of recompute would cross the chunks of a rank",
+    ),
+)
+
 # A graph replays forward and backward as one launch, without Python in between: what runs Python
 # code between kernels (hooks, copies to the host) cannot be combined with it.
 EXCLUDED_BY_GRAPHS = (
@@ -157,6 +186,7 @@ EXCLUDED_BY_GRAPHS = (
     ("memory.cpu_offloading_activations", (True,), "the host starts copies between kernels"),
     ("memory.cpu_offloading_num_layers", NOT_DEFAULT, "the host starts copies between kernels"),
     (RANK, NOT_DEFAULT, "graphs of adapters are not supported"),
+    (PIPELINE, NOT_DEFAULT, "forwards and backwards of different micro-batches alternate"),
     ("trainer.compile", NOT_DEFAULT, "graphs of compiled layers are not supported"),
 )
 

@@ -53,8 +53,6 @@ ALIASES = _aliases()
 # NeMo's options for what is not supported, with the only accepted value. Micro-batches per step follow from
 # data.global_batch_size.
 NEUTRAL = {
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
     "accumulate_grad_batches": 1,
     "native_amp_growth_interval": 1000,

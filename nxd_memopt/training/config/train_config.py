@@ -217,6 +217,11 @@ class TrainConfig:
         # Each section has checked its own options.
         if self.auto_memory:
             _require_free_memory_section(self.memory)
+            if self.parallel.pipeline_model_parallel_size > 1:
+                raise ValueError(
+                    "memory: auto plans complete models, and parallel.pipeline_model_parallel_size is "
+                    f"{self.parallel.pipeline_model_parallel_size}: choose the techniques in the memory section"
+                )
         require_compatible(self)
         conflict = conflict_with_graphs(self)
         if self.trainer.enable_cuda_graph is True and conflict is not None:
@@ -284,19 +289,22 @@ class TrainConfig:
         return self.optimizer.decay_steps
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return D = world size / T, the number of model replicas that share a step's sequences.
+        """Return D = world size / (T * P), the number of model replicas that share a step's sequences.
 
         Raises:
-            ValueError: when the tensor-parallel size does not divide the world size.
+            ValueError: when the ranks of a replica do not divide the world size.
         """
-        size = self.parallel.tensor_model_parallel_size
+        size = self.parallel.ranks_of_replica
+        name = "tensor_model_parallel_size"
+        if self.parallel.pipeline_model_parallel_size > 1:
+            name += " x pipeline_model_parallel_size"
         remedy = f"start a multiple of {size} ranks, such as nxd-memopt train --nproc {size}"
-        return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
+        return require_divisible("world size", world_size, name, size, remedy)
 
     def require_expert_ranks(self, world_size: int) -> None:
         """Raise ``ValueError`` unless the data-parallel ranks are groups of EP ranks."""
         size = self.parallel.expert_model_parallel_size
-        remedy = f"start a multiple of {size * self.parallel.tensor_model_parallel_size} ranks, or lower it"
+        remedy = f"start a multiple of {size * self.parallel.ranks_of_replica} ranks, or lower it"
         replicas = self.data_parallel_size(world_size)
         require_divisible("data-parallel size", replicas, "parallel.expert_model_parallel_size", size, remedy)
 
@@ -316,6 +324,11 @@ class TrainConfig:
                 f"{self.data.global_batch_size} is {steps} micro-batches of {size} sequences: set global_batch_size "
                 f"to {size}, a larger micro_batch_size, or in_backward to false"
             )
+        if self.parallel.num_chunks > 1:
+            stages = self.parallel.pipeline_model_parallel_size
+            name = "micro-batches of a step (data.global_batch_size / micro_batch_size / data-parallel ranks)"
+            remedy = "change data.global_batch_size, or leave virtual_pipeline_model_parallel_size out"
+            require_divisible(name, steps, "parallel.pipeline_model_parallel_size", stages, remedy)
         return steps
 
 

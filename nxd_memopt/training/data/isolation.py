@@ -47,7 +47,7 @@ def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: boo
     return attention_implementation(
         (config.data.micro_batch_size, spec.num_heads // size, config.data.seq_length, spec.head_dim),
         max(spec.num_kv_heads // size, 1),
-        dtype=model.embedding_weight().dtype,
+        dtype=model.any_weight().dtype,
         packed=packed,
         dropout_p=core.dropout,
         attention_backend=core.attention_backend,

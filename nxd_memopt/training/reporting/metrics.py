@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import cast
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.reporting.reporter import Reporter
 from nxd_memopt.training.reporting.step_metrics import StepMetrics, Trained
 from nxd_memopt.training.routers import RouterSums
@@ -142,11 +139,6 @@ class DeferredMetrics:
             self._reporter.step(row)
         self._steps.clear()
         self._started = time.perf_counter()
-
-
-def sum_over_data_parallel_ranks(value: Tensor) -> Tensor:
-    """Sum ``value`` over the data-parallel group. Tensor-parallel ranks have equal values."""
-    return backend.all_reduce(value, cast("ProcessGroup | None", parallel_state.get_data_parallel_group()))
 
 
 def _require_finite(step: int, **values: float) -> None:

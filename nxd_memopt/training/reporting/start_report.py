@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from nxd_memopt.backends import BACKEND_REASON, backend
-from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config.data import DataConfig
@@ -17,7 +18,7 @@ from nxd_memopt.training.reporting.step_metrics import HeldOut
 from nxd_memopt.training.runtime.distributed import world_size
 
 
-def model_line(model: ParallelCausalLM, config: TrainConfig) -> str:
+def model_line(model: nn.Module, config: TrainConfig) -> str:
     """Return the line about a model that is not sharded over data-parallel ranks; each parameter is counted once."""
     names = config.model
     weights = "random weights"
@@ -28,7 +29,8 @@ def model_line(model: ParallelCausalLM, config: TrainConfig) -> str:
     elif names.pretrained is not None:
         weights += f", configuration of {names.pretrained}"
     total = sum(count_elements(param) for param in model.parameters())
-    return f"model: {model.config.model_type}, {total:,} parameters, {weights}"
+    config_of_model: Any = model.config
+    return f"model: {config_of_model.model_type}, {total:,} parameters, {weights}"
 
 
 def run_lines(config: TrainConfig) -> list[str]:

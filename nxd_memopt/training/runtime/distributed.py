@@ -183,6 +183,7 @@ def init_distributed(config: TrainConfig) -> None:
     backend.init_process_group(timeout=timedelta(minutes=config.trainer.distributed_timeout_minutes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
     )
     random.model_parallel_manual_seed(config.trainer.seed)

@@ -26,6 +26,8 @@ VALUES: dict[str, Any] = {
     "trainer.max_epochs": 2.0,
     "model.warm_start": "runs/b",
     "data.mixture": {"a.txt": 1.0},
+    "parallel.pipeline_model_parallel_size": 2,
+    "parallel.virtual_pipeline_model_parallel_size": 2,
 }
 # What an option needs in its section.
 NEEDS: dict[str, dict[str, Any]] = {
@@ -34,6 +36,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 0.5},
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 0.5},
     "optimizer.in_backward": {"clip_grad": 0.0},
+    "parallel.virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "memory.recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
 }
 
 

@@ -195,7 +195,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
         ({"model": {"config_overrides": {"hidden_size": 8}}}, "config_overrides has no model_type"),
         ({"model": {"config_overrides": {"model_type": "llama"}}}, "model.tokenizer is needed"),
-        ({"model": MODEL | {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size 2 is not supported"),
+        ({"model": MODEL | {"context_parallel_size": 2}}, "context_parallel_size 2 is not supported"),
         (
             {"model": MODEL | {"sequence_parallel": True}, "parallel": {"sequence_parallel_enabled": False}},
             "sets parallel.sequence_parallel_enabled a second time",

@@ -1,0 +1,39 @@
+"""Tests that an optimizer with separate masters has the norm of the complete model on every stage."""
+
+from __future__ import annotations
+
+import torch
+
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.parallel_layers import parallel_state, random
+from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
+from nxd_memopt.training.config.optimizer import OptimizerConfig
+from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.parameter_groups import trained_parameters
+from tests.dist.pool import distributed
+from tests.pipeline.test_causal_lm import batches, train_whole
+from tests.reference_models import llama_config
+
+
+@distributed(world_size=2)
+def test_norm_of_a_tied_model_with_masters() -> None:
+    """The masters of bf16 weights are other tensors; the copy of the tied weight's counts once."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = llama_config(num_hidden_layers=2, tie_word_embeddings=True)
+    norms: list[float] = []
+    for stages in (1, 2):
+        random.model_parallel_manual_seed(3)
+        parallel = ParallelConfig(pipeline_model_parallel_size=stages)
+        model = LlamaForCausalLM(config, parallel=parallel, dtype=torch.bfloat16)
+        optimizer = MasterWeightOptimizer(trained_parameters(model), OptimizerConfig())
+        if stages == 1:
+            train_whole(model, batches(2))
+            # Not by the optimizer, which would add up the norms of the complete models of both ranks.
+            squares = [parameter.main_grad.double().square().sum() for _, parameter in trained_parameters(model)]
+            norms.append(torch.stack(squares).sum().sqrt().item())
+        else:
+            PipelinedCausalLM(model).train(batches(2))
+            norms.append(optimizer.reduce_gradients().item())
+    # bf16: the gradients of the tied weight are rounded before they are added by one rank, and after by two.
+    assert abs(norms[1] / norms[0] - 1) < 2**-9
