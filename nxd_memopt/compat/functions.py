@@ -8,9 +8,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.compat.layers import refuse
+from nxd_memopt.compat.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, refuse
 from nxd_memopt.parallel_layers import grads, mappings, parallel_state
+from nxd_memopt.parallel_layers.loss_functions import parallel_cross_entropy
 
+PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
+"""Layers that a trace of a model does not enter."""
+PARALLEL_FUNCTIONS = [
+    parallel_cross_entropy,
+    mappings.copy_to_tensor_model_parallel_region,
+    mappings.gather_from_tensor_model_parallel_region,
+    mappings.reduce_from_tensor_model_parallel_region,
+    mappings.scatter_to_tensor_model_parallel_region,
+]
+"""Functions that a trace of a model does not enter."""
 Parameters = Tensor | Iterable[Tensor]
 
 

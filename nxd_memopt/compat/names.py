@@ -20,6 +20,7 @@ _PARALLEL_STATE = """
     get_data_parallel_size get_data_parallel_src_rank
     get_pipeline_model_parallel_group get_pipeline_model_parallel_replica_groups
     get_pipeline_model_parallel_size
+    get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank
     get_context_model_parallel_group get_context_model_parallel_replica_groups
     get_context_model_parallel_size get_context_model_parallel_rank
     get_context_model_parallel_src_tgt_pairs
@@ -35,6 +36,10 @@ _PARALLEL_STATE = """
 _PARALLEL_STATE_ADAPTED = """
     initialize_model_parallel get_pipeline_model_parallel_rank get_data_parallel_rank
     get_kv_shared_group get_kv_shared_replica_groups get_kv_shared_group_size
+    get_pipeline_model_parallel_sr_group get_next_rank_group get_next_rank_replica_groups
+    get_prev_rank_group get_prev_rank_replica_groups create_pg_with_ranks
+    initialize_pp_gloo_groups get_pp_gloo_group is_tcp_store_available get_tcp_store
+    gather_python_object get_rank_info_str
     _PIPELINE_MODEL_PARALLEL_GROUP_SPMD _DATA_PARALLEL_GROUP_SPMD _REPLICA_LOGIC"""
 _RANK_GROUPS = """
     ParallelGroups PG_Group_Logic get_logic_chosen arrange_kv_groups
@@ -60,20 +65,38 @@ _UTILS = """
     move_all_tensor_to_cpu"""
 _LAYERS = "ColumnParallelLinear RowParallelLinear ParallelEmbedding"
 _GRAD_NORMS = "clip_grad_norm get_grad_norm"
-_TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
+_OPTIMIZER = "initialize_parallel_optimizer"
 # Our ZeRO-1 knows the data-parallel group of each parameter: expert parallelism needs no other class.
 _ZERO1 = "NeuronZero1Optimizer NeuronEPZero1Optimizer=NeuronZero1Optimizer"
-_CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
+_CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config initialize_parallel_model")
 _SAVE = (f"{_COMPAT}.trainer", "save_checkpoint")
 _CHECKPOINT = "load_checkpoint has_checkpoint finalize_checkpoint"
-# pipeline.model imports the module parallel_state, which programs reach through it. It resolves
-# to the alias module, so that they get the adapters too.
-_STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
+_PIPELINE = f"{_COMPAT}.pipeline"
+_SCHEDULER = """
+    PipelineTask ForwardPreprocessTask ForwardStepTask ForwardPostprocessTask
+    BackwardPreprocessTask BackwardStepTask BackwardPostprocessTask PostProcessTask ReduceGradsTask
+    PipeSchedule InferenceSchedule Train1F1BSchedule TrainSchedule TrainInterleavedSchedule"""
+_PARTITION = """
+    PipelineIO partition_traced_model analyze_pipeline_module analyze_shared_weights_across_stages
+    create_partitions stage_to_pipeline_parallel_rank iterate_graph_model_outputs
+    adding_live_obj_for_previous_stages
+    get_pipeline_model_parallel_rank get_pipeline_model_parallel_size"""
+_TRACE = """
+    NxDTracer TorchTracerWrapper HFTracerWrapper get_concrete_args get_tracer_class
+    patch_obj_method trace_model"""
+_COMM = "send recv_from send_python_object recv_python_object rmsg"
+_SERIALIZATION = """
+    TensorMeta SerializationManager find_loss_from_output_and_spec
+    compress_to_string uncompress_from_string"""
+_MODEL_UTILS = """
+    get_delay_tracing check_delay_tracing get_model_sequential reinit_model init_on_device
+    maybe_materalize_model preserve_shared_weights preserve_parallel_attributes"""
+_HOOKS = (f"{_PIPELINE}.hooks", "PostPartitionHooks hooks")
 
 # NxD's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
 # Modules without names are packages that exist for their submodules only.
 _TABLE: dict[str, Sources] = {
-    "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG, _SAVE],
+    "": [("nxd_memopt.trainer", f"{_OPTIMIZER} {_CHECKPOINT}"), _CONFIG, _SAVE],
     "kernels": [],
     "kernels.flash_attn": [(f"{_COMPAT}.modules", "nki_flash_attn_func")],
     "kernels.ring_attention_kernel": [(f"{_COMPAT}.modules", "nki_ring_attn_func")],
@@ -99,7 +122,7 @@ _TABLE: dict[str, Sources] = {
     "overrides.transformer_overrides": [(f"{_COMPAT}.modules", "apply_rotary_pos_emb")],
     "parallel_layers": [
         (f"{_OURS}.checkpointing", "save load"),
-        (f"{_COMPAT}.functions", "clip_grad_norm"),
+        (f"{_COMPAT}.functions", "clip_grad_norm PARALLEL_FUNCTIONS PARALLEL_MODULES"),
         (f"{_COMPAT}.layers", _LAYERS),
         (f"{_COMPAT}.parallel_state", "initialize_model_parallel"),
         (
@@ -150,20 +173,30 @@ _TABLE: dict[str, Sources] = {
         (f"{_COMPAT}.utils", _UTILS),
         (f"{_COMPAT}.xla.runtime", "get_local_world_size=local_process_count"),
     ],
-    "pipeline": [(f"{_COMPAT}.pipeline", "NxDPPModel")],
-    "pipeline.model": [_STATE_MODULE, (f"{_COMPAT}.pipeline", "NxDPPModel trace_model")],
-    "pipeline.partition": [(f"{_COMPAT}.pipeline", "analyze_shared_weights_across_stages")],
-    "pipeline.trace": [(f"{_COMPAT}.pipeline", "HFTracerWrapper NxDTracer trace_model")],
+    "pipeline": [(f"{_PIPELINE}.model", "NxDPPModel")],
+    "pipeline.comm": [(f"{_PIPELINE}.comm", _COMM)],
+    "pipeline.manual_pipe_stage": [(f"{_PIPELINE}.manual_pipe_stage", "PipelineStageModule")],
+    "pipeline.model": [
+        (
+            f"{_PIPELINE}.model",
+            "NxDPPModel parallel_state trace_model mark_timeline INPUTS_ARG_NAME LABLES_ARG_NAME",
+        )
+    ],
+    "pipeline.partition": [(f"{_PIPELINE}.partition", _PARTITION)],
+    "pipeline.scheduler": [(f"{_PIPELINE}.scheduler", _SCHEDULER)],
+    "pipeline.timeline": [(f"{_PIPELINE}.timeline", "PPTimeline")],
+    "pipeline.trace": [(f"{_PIPELINE}.trace", _TRACE)],
     "scripts": [],
     "scripts.checkpoint_converter": [(f"{_COMPAT}.checkpoint_converter", "CheckpointConverterBase")],
-    "trainer": [("nxd_memopt.trainer", f"{_TRAINER} load_checkpoint"), _CONFIG, _SAVE],
+    "trainer": [("nxd_memopt.trainer", f"{_OPTIMIZER} load_checkpoint"), _CONFIG, _SAVE, _HOOKS],
     "trainer.checkpoint": [
         ("nxd_memopt.trainer", _CHECKPOINT),
         (f"{_COMPAT}.trainer", "save_checkpoint CheckpointIOState g_iostate"),
     ],
     "trainer.model": [("nxd_memopt.trainer", "NxDModel")],
     "trainer.optimizer": [("nxd_memopt.trainer", "NxDOptimizer")],
-    "trainer.trainer": [("nxd_memopt.trainer", _TRAINER), _CONFIG],
+    "trainer.post_partition_hooks": [(f"{_PIPELINE}.hooks", "PostPartitionHooks")],
+    "trainer.trainer": [("nxd_memopt.trainer", _OPTIMIZER), _CONFIG],
     "utils": [
         (f"{_COMPAT}.utils", "cpu_mode"),
         (f"{_COMPAT}.xla.model", "mark_step master_print get_device=xla_device"),
@@ -175,8 +208,12 @@ _TABLE: dict[str, Sources] = {
     "utils.logger": [(f"{_COMPAT}.utils", "get_logger")],
     "utils.model_utils": [
         (f"{_OURS}.utils", "move_model_to_device"),
+        (f"{_COMPAT}.model_utils", _MODEL_UTILS),
         (f"{_COMPAT}.utils", "LogicalNCConfig get_platform_lnc"),
+        (f"{_COMPAT}.xla.runtime", "get_local_world_size=local_process_count"),
     ],
+    "utils.serialization": [(f"{_PIPELINE}.serialization", _SERIALIZATION)],
+    "utils.timeline": [(f"{_PIPELINE}.timeline", "Timeline")],
     "utils.utils": [(f"{_COMPAT}.rank_groups", "hardware")],
 }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from nxd_memopt import trainer
 from nxd_memopt.compat.parallel_state import initialize_model_parallel
@@ -23,25 +24,39 @@ def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
     - A given ``model_init_config`` is completed in place and is part of the result, because
       programs change it afterwards.
     - Process groups of other sizes are replaced; see ``compat.parallel_state``.
-    - Before torch.distributed is initialized, a ``pipeline_parallel_size`` above 1 is recorded
-      only; initializing process groups or building a model with it raises ``ValueError``.
     """
     options = inspect.signature(trainer.neuronx_distributed_config).bind(*args, **kwargs).arguments
     precision = options.get("mixed_precision_config") or {}
     options["mixed_precision_config"] = {"use_master_weights_in_ckpt": False, **precision}
-    stages = 1
     if dist.is_initialized():
-        expert = options.get("expert_parallel_size", 1)
-        initialize_model_parallel(options.get("tensor_parallel_size", 1), expert_model_parallel_size=expert)
-    else:
-        # The option is not passed on, so our function does not reject it; the result records it instead.
-        stages = options.pop("pipeline_parallel_size", 1)
+        initialize_model_parallel(
+            options.get("tensor_parallel_size", 1),
+            options.get("pipeline_parallel_size", 1),
+            expert_model_parallel_size=options.get("expert_parallel_size", 1),
+        )
     config = trainer.neuronx_distributed_config(**options)
     model_init = options.get("model_init_config")
     if model_init is not None:
         model_init.update(config["model_init_config"])
         config["model_init_config"] = model_init
-    return {**config, "pipeline_parallel_size": stages}
+    return config
+
+
+def initialize_parallel_model(
+    nxd_config: dict[str, Any],
+    model_fn: Callable[..., nn.Module],
+    include_buffers: bool = False,
+    *model_args: Any,
+    **model_kwargs: Any,
+) -> trainer.NxDModel:
+    """Build a model; see ``trainer.initialize_parallel_model``, and with several stages ``compat.pipeline.trainer``."""
+    build = trainer.initialize_parallel_model
+    if nxd_config["pipeline_parallel_size"] > 1:
+        # Here, because it imports torch.fx and transformers' tracer.
+        from nxd_memopt.compat.pipeline.trainer import initialize_pipeline_model
+
+        build = initialize_pipeline_model
+    return build(nxd_config, model_fn, include_buffers, *model_args, **model_kwargs)
 
 
 class CheckpointIOState:

@@ -34,14 +34,15 @@ def neuronx_distributed_config(
 
     If torch.distributed is initialized, create the model-parallel groups.
 
-    ``pipeline_parallel_size``, ``context_parallel_size`` and ``lnc_size`` must be 1.
+    ``context_parallel_size`` and ``lnc_size`` must be 1.
 
     Args:
         tensor_parallel_size: T, the number of ranks that share one layer.
-        pipeline_parallel_size: must be 1.
+        pipeline_parallel_size: P, the number of ranks that share the stack of layers. Above 1 the model is traced and
+            cut (``nxd_memopt.compat``).
         expert_parallel_size: number of ranks that share the experts of a layer.
         context_parallel_size: must be 1.
-        pipeline_config: options of pipeline stages, which have no effect on a single stage.
+        pipeline_config: options of ``NxDPPModel``; ignored on a single stage.
         optimizer_config: ``zero_one_enabled`` (default False), ``grad_clipping`` (True),
             ``max_grad_norm`` (1.0).
         activation_checkpoint_config: modules to recompute in backward: ``"full"`` for every
@@ -91,7 +92,7 @@ def neuronx_distributed_config(
 
 def _require_supported_sizes(sizes: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a parallel size that is not supported differs from 1."""
-    for name in ("pipeline_parallel_size", "context_parallel_size", "lnc_size"):
+    for name in ("context_parallel_size", "lnc_size"):
         if sizes[name] != 1:
             raise ValueError(
                 f"{name} {sizes[name]} is not offered: use 1, and tensor_parallel_size or data parallelism"
@@ -102,17 +103,19 @@ def initialize_parallel_state(config: Mapping[str, Any]) -> None:
     """Create the process groups of ``config``, unless they exist with the same sizes.
 
     Raises:
-        ValueError: a size is not supported, or the groups exist with another tensor- or
+        ValueError: a size is not supported, or the groups exist with another tensor-, pipeline- or
             expert-parallel size.
     """
     _require_supported_sizes(config)
     tensor = config["tensor_parallel_size"]
+    pipeline = config["pipeline_parallel_size"]
     expert = config["expert_parallel_size"]
     # A script may have created the groups itself.
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
+        parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
     existing = {
         "tensor": (tensor, parallel_state.get_tensor_model_parallel_size()),
+        "pipeline": (pipeline, parallel_state.get_pipeline_model_parallel_size()),
         "expert": (expert, parallel_state.get_expert_model_parallel_size()),
     }
     for name, (asked, size) in existing.items():

@@ -96,13 +96,19 @@ def initialize_parallel_model(
         model_kwargs: keyword arguments of ``model_fn``.
 
     Raises:
-        ValueError: see ``classes_to_recompute`` and ``add_adapters``.
+        ValueError: ``pipeline_parallel_size`` is above 1, or see ``classes_to_recompute`` and ``add_adapters``.
     """
+    stages = nxd_config["pipeline_parallel_size"]
+    if stages != 1:
+        raise ValueError(
+            f"pipeline_parallel_size {stages} needs a model that is traced and cut: use initialize_parallel_model of "
+            "nxd_memopt.compat (import neuronx_distributed), or the training program"
+        )
     initialize_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
     construction = nullcontext()
     if init_config["meta_device_init"]:
-        construction = _on_meta(include_buffers)
+        construction = on_meta(include_buffers)
     with construction:
         model = model_fn(*model_args, **model_kwargs)
     # Not strict here: functions that slice or gather full tensors check strictly.
@@ -141,7 +147,7 @@ def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.dev
 
 
 @contextmanager
-def _on_meta(include_buffers: bool) -> Iterator[None]:
+def on_meta(include_buffers: bool) -> Iterator[None]:
     """Construct modules inside the block on the meta device: parameters, and on request buffers,
     without storage.
     """

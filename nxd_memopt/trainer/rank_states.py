@@ -60,7 +60,7 @@ def load_model(
             # Also in rounds of other ranks, every rank reaches the end of ``raise_together``.
             if not is_my_turn:
                 continue
-            files = find_rank_files(source / "model")
+            files = _model_files(source)
             if isinstance(model, dict):
                 _require_own_sizes(files)
                 model.update(read_tensors(files.file(parallel_state.get_tensor_model_parallel_rank())))
@@ -68,6 +68,22 @@ def load_model(
                 _require_masters(source, model, optimizer)
             else:
                 load_into(model, _local_state(files, model), strict=strict)
+
+
+def _model_files(source: Path) -> RankFiles:
+    """Return the model's files: this rank's stage, or all stages if this run has another number of them."""
+    files = find_rank_files(source / "model")
+    size = parallel_state.get_pipeline_model_parallel_size()
+    if files.pipeline_model_parallel_size != size:
+        return files
+    return files.of_stage(parallel_state.get_pipeline_model_parallel_rank(), size)
+
+
+def _optimizer_files(source: Path) -> RankFiles:
+    """Return the optimizer's files of this rank's stage, whose states have the numbers of its parameters."""
+    size = parallel_state.get_pipeline_model_parallel_size()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return find_rank_files(source / "optim", "optim").of_stage(rank, size)
 
 
 def _require_own_sizes(files: RankFiles) -> None:
@@ -81,11 +97,9 @@ def _require_own_sizes(files: RankFiles) -> None:
 
 
 def _has_own_sizes(files: RankFiles) -> bool:
-    """Return whether the files have this run's tensor- and pipeline-parallel sizes."""
-    if files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
-        return False
-    pipeline_size = parallel_state.get_pipeline_model_parallel_size()
-    return files.pipeline_model_parallel_size == pipeline_size
+    """Return whether the files have this run's tensor-parallel size, and are of this rank's stage."""
+    is_same = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
+    return is_same and files.pipeline_model_parallel_size == 1
 
 
 def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
@@ -192,7 +206,7 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     # Parameters without a master would keep their initial values.
     covered: set[int] = set()
     if isinstance(inner, NeuronZero1Optimizer):
-        files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
+        files = OptimizerFiles(_optimizer_files(source))
         if files.content(0).get("sharded_master_weights"):
             params = [param for group in inner.param_groups for param in group["params"]]
             covered = {id(param) for param in params if param.requires_grad}
@@ -236,7 +250,7 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
 
 def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     """Load an optimizer whose full state every data-parallel rank has, or fill a dict."""
-    files = find_rank_files(source / "optim", "optim")
+    files = _optimizer_files(source)
     rank = parallel_state.get_tensor_model_parallel_rank()
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
@@ -283,7 +297,7 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
 
 def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[frozenset[int]]:
     """Return the positions of each pipeline stage's parameters in the order of the groups; empty for one stage."""
-    if find_rank_files(source / "optim", "optim").pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
+    if _optimizer_files(source).pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
         return []
     files = find_rank_files(source / "model")
     # Parameter groups order the optimizer's files, names tell the stage.

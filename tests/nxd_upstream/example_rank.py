@@ -47,7 +47,10 @@ def main() -> None:
     # Example scripts ask for backend xla. Ours registers that name and replaces it with the
     # machine's own backend; for neuronx-distributed on the CPU it has to be gloo.
     dist.init_process_group({"nxd": "gloo"}.get(options.library, "xla"))
-    losses = train(options, build_model(options))
+    if options.pipeline > 1:
+        losses = train_stages(options)
+    else:
+        losses = train(options, build_model(options))
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(losses))
     dist.barrier()
@@ -62,6 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tensor", type=int, required=True)
+    parser.add_argument("--pipeline", type=int, default=1, help="P; of LLaMA on ours")
+    parser.add_argument("--chunks", type=int, default=1, help="V, stages of each rank")
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--recompute", action="store_true", help="the example's own: selective LLaMA, full GPT-NeoX")
     parser.add_argument("--without-hook", action="store_true", help="nxd: as its GPT-NeoX script, no hook")
@@ -112,7 +118,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     """Return this rank's model with its shards of the weights from ``draw``."""
     from neuronx_distributed.parallel_layers import checkpointing, parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
+    parallel_state.initialize_model_parallel(options.tensor, options.pipeline)
     sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
     build = {"llama": build_llama, "gpt_neox": build_gpt_neox, "mixtral": build_mixtral}[options.example]
     if options.library == "models":
@@ -178,7 +184,9 @@ def build_llama(options: argparse.Namespace) -> nn.Module:
     from neuronx_distributed.utils.activation_checkpoint import apply_activation_checkpointing
     from transformers import LlamaConfig
 
-    config: Any = LlamaConfig(**llama_sizes(), use_cache=False)
+    sizes = {**llama_sizes(), "num_hidden_layers": options.layers}
+    # Stages return tuples, as the example's script of stages has it.
+    config: Any = LlamaConfig(**sizes, use_cache=False, return_dict=options.pipeline == 1)
     config.torch_dtype = torch.float32
     config.sequence_parallel_enabled = options.tensor > 1
     config.selective_checkpoint_enabled = options.recompute
@@ -241,7 +249,8 @@ def build_own(options: argparse.Namespace) -> nn.Module:
     if options.recompute:
         memory = MemoryConfig(recompute_granularity="full")
     if options.example == "llama":
-        return LlamaForCausalLM(LlamaConfig(**llama_sizes()), parallel=parallel, memory=memory)
+        sizes = {**llama_sizes(), "num_hidden_layers": options.layers}
+        return LlamaForCausalLM(LlamaConfig(**sizes), parallel=parallel, memory=memory)
     return GPTNeoXForCausalLM(GPTNeoXConfig(**gpt_neox_sizes()), parallel=parallel, memory=memory)
 
 
@@ -327,6 +336,7 @@ def zero1_of_the_trainer(groups: list[dict[str, Any]], optimizer_class: Any) -> 
     zero1 = {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": MAX_NORM}
     config = nxd.neuronx_distributed_config(
         tensor_parallel_size=size,
+        pipeline_parallel_size=parallel_state.get_pipeline_model_parallel_size(),
         optimizer_config=zero1,
         sequence_parallel=size > 1,
     )
@@ -375,6 +385,51 @@ def train(options: argparse.Namespace, model: nn.Module) -> list[float]:
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=group)
         losses.append(mean.item() / data_size)
+    return losses
+
+
+def train_stages(options: argparse.Namespace) -> list[float]:
+    """Return the losses of LLaMA in stages, with the options of the example's script, one row per micro-batch."""
+    import neuronx_distributed as nxd
+    from neuronx_distributed.parallel_layers import mappings, parallel_state
+
+    sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
+    from modeling_llama_nxd import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+    stages = {
+        "transformer_layer_cls": LlamaDecoderLayer,
+        "num_microbatches": BATCH,
+        "virtual_pipeline_size": options.chunks,
+        "output_loss_value_spec": (True, False),
+        "input_names": ["input_ids", "attention_mask", "labels"],
+        "auto_partition": True,
+        "leaf_module_cls": [LlamaRMSNorm.__name__, LlamaRotaryEmbedding.__name__],
+        "autowrap_modules": [mappings],
+        "use_optimizer_wrapper": True,
+        "deallocate_pipeline_outputs": True,
+        "broadcast_and_average_loss": True,
+    }
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=options.tensor,
+        pipeline_parallel_size=options.pipeline,
+        pipeline_config=stages,
+        activation_checkpoint_config="full" if options.recompute else None,
+    )
+    model = nxd.initialize_parallel_model(config, lambda: build_model(options))
+    optimizer = build_optimizer(options, model)
+    data_size = parallel_state.get_data_parallel_size()
+    losses: list[float] = []
+    for step in range(options.steps):
+        tokens, labels = batches(
+            step,
+            data_size=data_size,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            ignored_labels=options.ignored_labels,
+        )
+        mask = torch.ones_like(tokens)
+        losses.append(model.run_train(input_ids=tokens, attention_mask=mask, labels=labels).item())
+        optimizer.step()
+        optimizer.zero_grad()
     return losses
 
 

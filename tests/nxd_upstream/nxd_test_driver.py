@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -53,7 +54,11 @@ UNUSED_MODULES = (
     "neuronx_distributed.quantization.quantize",
     "neuronx_distributed.quantization.quantization_config",
 )
-UNUSED_NAMES = {"neuronx_distributed.modules.moe.moe_configs": ("MoEFusedTKGConfig",)}
+UNUSED_NAMES = {
+    "neuronx_distributed.modules.moe.moe_configs": ("MoEFusedTKGConfig",),
+    # What the pipeline tests replace, so that NxD's layers have no values.
+    "neuronx_distributed.parallel_layers.layers": ("_initialize_affine_weight_neuron",),
+}
 # Variables of parallel_state that the MoE tests copy, to return to sizes that they had before. The
 # selected tests have one size, so the copies are never written back.
 COPIED_STATE = (
@@ -76,6 +81,8 @@ def main() -> int:
     parser.add_argument("--select", default="", help="unit: pytest's -k expression")
     args = parser.parse_args()
     set_up(args.library, args.source)
+    if args.kind == "integration" and "pipeline" in args.file:
+        os.environ["NXD_CPU_MODE"] = "1"  # these tests compare with one device only then
     file = args.source / "test" / args.file
     # Only rank 0 prints: its lists already combine the outcomes of all ranks.
     if args.kind == "unit":
@@ -99,6 +106,7 @@ def set_up(library: str, source: Path) -> None:
     """Make ``import neuronx_distributed`` import the chosen library."""
     sys.argv = sys.argv[:1]  # the tests parse it too
     torch.set_num_threads(1)  # the ranks share the cores
+    hide_newer_packages()
     # As neuronx-distributed's examples set it.
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     if library == "neuronx_distributed":
@@ -106,6 +114,16 @@ def set_up(library: str, source: Path) -> None:
     else:
         install_stubs(*CLOSED_PACKAGES)
         stub_unused_names()
+
+
+def hide_newer_packages() -> None:
+    """Let old versions of transformers not find packages that need a newer one."""
+    find_spec = importlib.util.find_spec
+
+    def without_peft(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name.partition(".")[0] == "peft" else find_spec(name, package)
+
+    importlib.util.find_spec = without_peft  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stub_unused_names() -> None:
@@ -264,6 +282,50 @@ def qkv_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
         yield f"{test.__name__}[{size}-{fuse_qkv}]", (test, (size, fuse_qkv))
 
 
+def stage_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    """Yield the tests of transfers between as many stages as there are ranks."""
+
+    def on_stages(test: Callable[[], object]) -> None:
+        module.initialize_model_parallel(1, dist.get_world_size())
+        test()
+
+    # The third one sends an object of a class, which NxD pickles: the sender refuses it, and the receivers would wait.
+    for name in ("test_send_and_recv", "test_1f_1b_comm"):
+        yield name, (on_stages, (getattr(module, name),))
+
+
+def manual_stage_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    """Yield the trainings of manual stages, with separate and with shared weights."""
+
+    def train(stages: int, shared: bool) -> None:
+        initialize(1, stages)
+        module.test_training(weight_sharing=shared)
+
+    world_size = dist.get_world_size()
+    for stages in (2, world_size):
+        for shared in (False, True):
+            yield f"test_training[{stages}-{shared}]", (train, (stages, shared))
+
+
+def tensor_parallel_stage_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    """Yield the trainings of manual stages of tensor-parallel layers; uneven stages need four of them."""
+
+    def train(stages: int, uneven: bool) -> None:
+        initialize(2, stages)
+        module.test_tp_pp_train(2, stages, uneven)
+
+    stages = dist.get_world_size() // 2
+    for uneven in (False, True):
+        if stages > 2 or not uneven:
+            yield f"test_tp_pp_train[{stages}-{uneven}]", (train, (stages, uneven))
+
+
+def initialize(tensor: int, pipeline: int) -> None:
+    """Create the process groups."""
+    state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    state.initialize_model_parallel(tensor, pipeline)
+
+
 CALLS: dict[str, Callable[[ModuleType], Iterator[tuple[str, Call]]]] = {
     "test_layers": layer_calls,
     "test_loss_functions": calls_by_size(
@@ -275,6 +337,9 @@ CALLS: dict[str, Callable[[ModuleType], Iterator[tuple[str, Call]]]] = {
         "test_get_tensor_model_parallel_src_rank",
     ),
     "test_qkv_linear": qkv_calls,
+    "test_comm": stage_calls,
+    "test_training_pp": manual_stage_calls,
+    "test_training_tp_pp": tensor_parallel_stage_calls,
 }
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,7 @@ class Case:
             torch 2.9.
         mended: tests that must fail here, because they expect a fault of neuronx-distributed.
         select: pytest's ``-k`` expression.
+        pins: packages that the file needs in other versions; see ``overlay``.
     """
 
     file: str
@@ -48,6 +50,7 @@ class Case:
     passes_on_nxd: int
     mended: tuple[str, ...] = ()
     select: str = ""
+    pins: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -63,7 +66,26 @@ MOE = "unit_test/modules/moe"
 # The names of cases of training have "training" in them. The other cases of the file are inference,
 # and take 15 GB.
 TRAINING = "(fwd and training) or bwd or loss_fn or shared_expert_correctness or group_limited"
+PIPELINE = "unit_test/pipeline"
+STAGES = "integration/parallel_layers/pipeline"
+# transformers 5 has no fx tracer. The names of GPT-2's graph are those of 4.36.
+GPT2_PINS = ("transformers==4.36.2", "tokenizers==0.15.2", "huggingface_hub==0.36.0")
+LLAMA_PINS = ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0")
 CASES = [
+    Case(f"{PIPELINE}/test_auto_partition.py", 0, 2),
+    Case(f"{PIPELINE}/test_input_signature.py", 0, 1),
+    # The others replace private state of NxD's own execution, which the stages here do not have.
+    Case(f"{PIPELINE}/test_manual_pipe.py", 0, 7, select="not stage_io"),
+    Case(f"{PIPELINE}/test_partition.py", 0, 3, pins=GPT2_PINS),
+    Case(f"{PIPELINE}/test_post_partition_hooks.py", 0, 2),
+    Case(f"{PIPELINE}/test_scheduler.py", 0, 10),
+    Case(f"{PIPELINE}/test_shared_weights.py", 0, 1, pins=GPT2_PINS),
+    Case(f"{PIPELINE}/test_trace.py", 0, 8),
+    Case("unit_test/utils/test_serialization.py", 0, 3),
+    Case(f"{STAGES}/test_comm.py", 8, 2),
+    Case(f"{STAGES}/manual_pp/test_training_pp.py", 4, 4),
+    Case(f"{STAGES}/manual_pp/test_training_tp_pp.py", 4, 1, pins=LLAMA_PINS),
+    Case(f"{STAGES}/manual_pp/test_training_tp_pp.py", 8, 2, pins=LLAMA_PINS),
     Case(f"{UNIT}/test_gqa_groups.py", 0, 1),
     Case(f"{UNIT}/test_padding.py", 0, 6),
     Case(f"{UNIT}/test_parallel_state.py", 0, 6),
@@ -175,16 +197,19 @@ def run(case: Case, source: Path, library: str) -> Outcome:
         **os.environ,
         "NXD_MEMOPT_BACKEND": "cpu",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{TOOLS}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TOOLS), *map(str, overlay(case.pins))]),
     }
-    finished = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    # Some tests write files where they run.
+    with tempfile.TemporaryDirectory() as directory:
+        finished = subprocess.run(
+            [sys.executable, *launcher, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=directory,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     # The driver ends with exit code 0 even if tests fail, so a process without a result has
     # crashed: it counts as a failure, with a name that no case expects.
     output = finished.stdout + finished.stderr
@@ -193,6 +218,19 @@ def run(case: Case, source: Path, library: str) -> Outcome:
         return Outcome(case, [], ["no result"], output)
     result = json.loads(results[-1].removeprefix("RESULT "))
     return Outcome(case, result["passed"], result["failed"], output)
+
+
+def overlay(pins: tuple[str, ...]) -> list[Path]:
+    """Return the folder of packages that precede .venv's, without their dependencies; none without pins."""
+    if not pins:
+        return []
+    folder = TOOLS.with_name(f"test-{pins[0].replace('==', '-')}")
+    if not (folder / "complete.txt").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *pins], check=True)
+        (folder / "complete.txt").write_text("")
+    return [folder]
 
 
 def row(outcome: Outcome) -> str:

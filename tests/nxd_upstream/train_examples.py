@@ -40,6 +40,8 @@ class Case:
         world: number of ranks, which have world / T data-parallel replicas.
         options: options of ``example_rank.py``, for every library.
         nxd_options: additional options for neuronx-distributed.
+        stages: P of the example on our library; the others train without stages.
+        chunks: V, stages of each rank.
         fault: fault of neuronx-distributed or of the example if losses must differ; else empty.
         differs: pairs of libraries whose losses must differ.
         libraries: those that are compared.
@@ -50,6 +52,8 @@ class Case:
     world: int = 2
     options: tuple[str, ...] = ()
     nxd_options: tuple[str, ...] = ()
+    stages: int = 1
+    chunks: int = 1
     fault: str = ""
     differs: tuple[tuple[str, str], ...] = ()
     libraries: tuple[str, ...] = ("nxd", "ours", "models")
@@ -63,6 +67,9 @@ CASES = (
     Case("llama", options=("--recompute",)),
     Case("llama", options=("--ignored-labels",)),
     Case("llama", world=4),
+    Case("llama", tensor=1, world=1, stages=2, options=("--layers=4",)),
+    Case("llama", tensor=1, world=1, stages=2, chunks=2, options=("--layers=4",)),
+    Case("llama", stages=2, options=("--layers=4", "--recompute")),
     Case("gpt_neox", tensor=1, world=1),
     Case(
         "gpt_neox",
@@ -136,8 +143,12 @@ def run(case: Case, library: str, source: Path) -> list[float]:
         if library == "nxd":
             program = [rank]
             arguments += case.nxd_options
+        world = case.world
+        if library == "ours":
+            world *= case.stages
+            arguments += [f"--pipeline={case.stages}", f"--chunks={case.chunks}"]
         python = str(folder_of(case, library) / "bin" / "python")
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.world)]
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         finished = subprocess.run(
             [python, *ranks, *program, *arguments],
             env=environment(case, library),
@@ -212,6 +223,7 @@ def row(case: Case, library: str, losses: dict[str, list[float]]) -> dict[str, s
         "tensor_parallel": str(case.tensor),
         "data_parallel": str(case.world // case.tensor),
         "options": " ".join(option.strip("-") for option in (*case.options, *case.nxd_options)),
+        "pipeline_parallel": f"{case.stages} x {case.chunks}" if library == "ours" else "1 x 1",
         "library": names[library],
         **{f"loss_{step}": f"{loss:.6f}" for step, loss in enumerate(losses[library])},
         "max_difference_to_nxd": f"{max_difference(losses[library], losses['nxd']):.1e}",

@@ -1,0 +1,1 @@
+"""neuronx-distributed's pipeline stages: models that are traced and cut, or given as a list of layers."""
