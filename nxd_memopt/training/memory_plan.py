@@ -228,11 +228,7 @@ def setting_of(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
 ) -> Setting:
     """Return the options of the run that memory depends on; ``device`` and ``ranks`` as ``planned``."""
-    if config.parallel.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"parallel.pipeline_model_parallel_size {config.parallel.pipeline_model_parallel_size}: stages of a "
-            "pipeline are not planned"
-        )
+    config.require_complete_model("planned")
     stage = config.data_parallel.sharding
     memory = config.memory
     _require_planned_graphs(config)

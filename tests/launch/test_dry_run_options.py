@@ -97,6 +97,9 @@ def test_every_option_of_layout_and_memory_is_certified_or_refused():
     elsewhere = {
         "parallel.use_cpu_initialization",
         "parallel.expert_model_parallel_size",
+        "parallel.pipeline_model_parallel_size",
+        "parallel.virtual_pipeline_model_parallel_size",
+        "parallel.pipeline_model_parallel_layout",
         "memory.recompute_keep_core_attn",
     }
     assert known <= PASSED.keys() | REFUSED.keys() | elsewhere
@@ -129,6 +132,13 @@ def test_techniques_that_the_device_chooses_are_refused(config):
 def test_options_that_training_refuses_on_the_device_are_refused(option, config):
     message = error_message(lambda: certified(changed(config, option, REFUSED[option])))
     assert_says(message, "the backend", "xla")
+
+
+def test_stages_of_a_pipeline_are_refused(config):
+    staged = changed(config, "parallel", {"pipeline_model_parallel_size": 2})
+    assert_says(
+        error_message(lambda: certified(staged)), "parallel.pipeline_model_parallel_size 2", "are not certified"
+    )
 
 
 def test_kept_results_of_attention_that_is_no_single_operator_are_refused(config):

@@ -71,6 +71,7 @@ PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "memory.attention_head_groups": {"attention_head_groups": "auto"},
     "trainer.compile": {"compile": "layer"},
+    "parallel.pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
 }
 # Sections and options that are no memory of a step on its device, or only its time.
 
@@ -117,7 +118,12 @@ def peaks(plan: Plan) -> tuple[Any, ...]:
 def test_every_option_of_layout_and_memory_is_planned():
     sections = ("parallel", "memory", "data_parallel")
     known = {f"{name}.{field.name}" for name in sections for field in dataclasses.fields(SECTIONS[name])}
-    elsewhere = {"parallel.use_cpu_initialization", "parallel.expert_model_parallel_size"}
+    elsewhere = {
+        "parallel.use_cpu_initialization",
+        "parallel.expert_model_parallel_size",
+        "parallel.virtual_pipeline_model_parallel_size",
+        "parallel.pipeline_model_parallel_layout",
+    }
     assert known <= PLANNED.keys() | REFUSED.keys() | elsewhere
 
 

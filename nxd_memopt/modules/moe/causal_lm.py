@@ -183,11 +183,11 @@ class MoECausalLM(ParallelCausalLM):
             weight = router_loss_weight
             if weight is None:
                 weight = self._share(labels, cu_seqlens, num_items_in_batch)
-            router_loss = (statistics.loss(self.moe) * weight).float()
-            self._require_backward_within_step(router_loss)
+            router_loss = statistics.loss(self.moe) * weight
             if loss is not None:
                 router_loss = router_loss.to(loss.dtype)
                 loss = loss + router_loss
+            self._require_backward_within_step(router_loss)
         kept = None if router_logits is None else tuple(router_logits)
         return MoECausalLMOutput(loss, output.logits, output.hidden, output.loss, router_loss, statistics, kept)
 
