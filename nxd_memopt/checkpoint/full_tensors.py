@@ -63,14 +63,13 @@ class FullTensors:
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             return None
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        if source == 0:
-            return full if stage == 0 else None
         group = parallel_state.get_pipeline_model_parallel_group()
-        if stage == source:
-            assert full is not None
-            backend.start_exchange([(full.to(backend.device), 0)], [], group).wait()
-        if stage != 0:
-            return None
-        buffer = torch.empty(full_shape(tensor), dtype=dtype, device=backend.device)
-        (received,) = backend.start_exchange([], [(buffer, source)], group).wait()
-        return received.cpu()
+        # From neighbor to neighbor, which every device can.
+        for sender in range(source, 0, -1):
+            if stage == sender:
+                assert full is not None
+                backend.start_exchange([(full.to(backend.device), sender - 1)], [], group).wait()
+            elif stage == sender - 1:
+                buffer = torch.empty(full_shape(tensor), dtype=dtype, device=backend.device)
+                (full,) = backend.start_exchange([], [(buffer, sender)], group).wait()
+        return full.cpu() if stage == 0 and full is not None else None

@@ -200,12 +200,13 @@ class LossScaler:
 
 
 def _maximum_over_ranks(value: Tensor) -> Tensor:
-    """Return the maximum of a 0-dim tensor over all tensor-parallel and data-parallel ranks."""
-    # The ranks are a T x D grid: the maximum over both groups is the maximum over all ranks.
+    """Return the maximum of a 0-dim tensor over all tensor-parallel, data-parallel and pipeline-parallel ranks."""
+    # The ranks are a T x D x P grid: the maximum over the three groups is the maximum over all ranks.
     tensor_group = cast("ProcessGroup | None", parallel_state.get_tensor_model_parallel_group())
     data_group = cast("ProcessGroup | None", parallel_state.get_data_parallel_group())
     value = backend.all_reduce(value, tensor_group, op="max")
-    return backend.all_reduce(value, data_group, op="max")
+    value = backend.all_reduce(value, data_group, op="max")
+    return backend.all_reduce(value, parallel_state.get_pipeline_model_parallel_group(), op="max")
 
 
 class _ScaleGradient(torch.autograd.Function):

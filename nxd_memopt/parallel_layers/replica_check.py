@@ -53,7 +53,8 @@ def warn_of_parts(params: Iterable[Tensor]) -> None:
             setattr(param, _CHECKS, STEPS)
         if difference > TOLERANCE:
             wrong.append(param)
-    if wrong and parallel_state.is_global_rank_zero():
+    # Once for each stage of a pipeline, which has parameters of its own.
+    if wrong and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
         warnings.warn(_message(wrong), stacklevel=4)
 
 

@@ -225,7 +225,7 @@ def describe_experts(model: ParallelCausalLM) -> list[str]:
         balancing = f"{moe.moe_router_load_balancing_type}, coefficient {moe.moe_aux_loss_coeff:g}"
     if moe.moe_z_loss_coeff:
         balancing += f"; z-loss, coefficient {moe.moe_z_loss_coeff:g}"
-    layers = f"{len(model.moe_layers())} of {len(model.decoder_layers())} layers"
+    layers = f"{sum(model.spec.moe_layers)} of {model.spec.num_layers} layers"
     return [
         f"experts: {moe.num_moe_experts} in {layers}, {moe.moe_router_topk} for each token; {where}; {capacity}",
         f"balance of experts: {balancing}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.architectures.stages import layers_of_stages
+from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
@@ -56,11 +57,12 @@ class PipelinedForwardBackward:
 
     def evaluate(self, batches: Sequence[MicroBatch], before_batch: Callable[[], None]) -> Tensor:
         """Return the sum of the losses of ``batches`` on the last stage, 0 on others, without gradients."""
-        total = torch.zeros(())
+        # On the host first, as without stages: a constant would be part of the first forward's graph on XLA.
+        total = torch.zeros(()).to(backend.device)
         for start in range(0, len(batches), EVALUATED_TOGETHER):
             before_batch()
             loss = self._pipeline.evaluate([each.inputs() for each in batches[start : start + EVALUATED_TOGETHER]])
-            total = total.to(loss.device) + loss
+            total = total + loss
         return total
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from nxd_memopt.backends import backend
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state, random
 from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
 from nxd_memopt.training.config.optimizer import OptimizerConfig
@@ -37,3 +39,14 @@ def test_norm_of_a_tied_model_with_masters() -> None:
             norms.append(optimizer.reduce_gradients().item())
     # bf16: the gradients of the tied weight are rounded before they are added by one rank, and after by two.
     assert abs(norms[1] / norms[0] - 1) < 2**-9
+
+
+@distributed(world_size=2)
+def test_an_overflow_of_one_stage_is_one_of_all() -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    scaler = LossScaler(initial_scale=1024.0)
+    gradient = torch.full((2,), torch.inf if is_first else 1.0, device=backend.device)
+    scaler.unscale([gradient])
+    assert scaler.update()
+    assert scaler.skipped_steps == 1

@@ -84,7 +84,7 @@ def test_tied_model_resumes_with_other_stages(tmp_path: Path) -> None:
         tmp_path,
         model={"config_overrides": LLAMA | LAYERS | TIED},
         data={"micro_batch_size": 1},
-        optimizer={"decay_steps": 6, "clip_grad": 0.1},
+        optimizer={"decay_steps": 6, "clip_grad": 0.1, "weight_decay": 0.0},
         trainer={"max_steps": 6, "save_interval": 2},
     )
     run(config, tmp_path / "whole", ranks=1)
@@ -193,3 +193,18 @@ def test_pretrained_weights_and_verified_export(tmp_path: Path) -> None:
     run(config, tmp_path / "stages", *sizes(2), ranks=2)
     require_same_runs(tmp_path / "whole", tmp_path / "stages")
     assert rows(tmp_path / "stages")[0]["loss"] < rows(tmp_path / "first")[0]["loss"]
+
+
+@pytest.mark.slow
+def test_warm_start_from_adapters(tmp_path: Path) -> None:
+    """A checkpoint with adapters starts the same run with stages as without."""
+    lora = {"lora_rank": 4}
+    config = write_config(
+        tmp_path, model={"config_overrides": LLAMA | LAYERS}, lora=lora, trainer={"max_steps": 2, "save_interval": 2}
+    )
+    run(config, tmp_path / "first", *sizes(2), ranks=2)
+    options = ["--model.warm-start", str(tmp_path / "first")]
+    for name, stages, ranks in (("whole", 1, 1), ("stages", 2, 2)):
+        output = run(config, tmp_path / name, *options, *sizes(stages), ranks=ranks)
+        assert "weights and adapters of" in output
+    require_same_runs(tmp_path / "whole", tmp_path / "stages")

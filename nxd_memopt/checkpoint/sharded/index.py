@@ -86,16 +86,17 @@ def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
 def merge_optimizers(stages: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Merge the groups and numbers of the optimizers of a pipeline's stages; None without an optimizer.
 
-    Groups with the same options are one group.
+    Groups at the same position with the same options are one group.
     """
     if not stages:
         return None
     groups: dict[str, dict[str, Any]] = {}
     numbers: dict[str, Any] = {}
+    # Two groups may have the same options, as with weight decay 0: then their positions tell them apart.
+    has_positions = len({len(stage["groups"]) for stage in stages}) == 1
     for stage in stages:
         for position, group in enumerate(stage["groups"]):
-            # A model without stages may have two groups with the same options.
-            key = json.dumps([group["options"], position if len(stages) == 1 else None], sort_keys=True)
+            key = json.dumps([group["options"], position if has_positions else None], sort_keys=True)
             known = groups.setdefault(key, {**group, "parameters": []})
             known["parameters"] += [name for name in group["parameters"] if name not in known["parameters"]]
         numbers |= stage["numbers"]

@@ -72,7 +72,8 @@ def load_weights(
         ValueError: names or shapes differ, or a file is damaged.
     """
     stored = {name: index.shape(f"model.{name}") for name in index.names("model.") if is_adapter(name)}
-    own = {each.names[0]: full_shape(each.tensor) for each in named_tensors(model) if is_adapter(each.names[0])}
+    entries = named_tensors(whole_model(model))
+    own = {each.names[0]: full_shape(each.tensor) for each in entries if is_adapter(each.names[0])}
     if stored and adapter_scale is None:
         raise ValueError(f"{index.directory} has adapters and records no scale: export its model, and start from that")
     is_same = stored == own and all(layer.scale == adapter_scale for layer in adapted_layers(model).values())
@@ -226,15 +227,16 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
     groups = optimizer.param_groups
     current = [[name_of(p, names) for p in group["params"] if p.requires_grad] for group in groups]
     stored = [group["parameters"] for group in saved]
-    # The order within a group may differ: states are found by name.
-    if [set(group) for group in current] != [set(group) for group in stored]:
+    # The order may differ: states are found by name, and stages of a pipeline may lack a group.
+    groups_of = {frozenset(group): entry["options"] for group, entry in zip(stored, saved, strict=True)}
+    if {frozenset(group) for group in current} != groups_of.keys():
         differing = sorted(set().union(*stored) ^ set().union(*current))
         raise ValueError(
             f"the checkpoint's optimizer has parameter groups of {[len(group) for group in stored]} parameters, this "
             f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
             "parameter groups of the run that wrote it"
         )
-    optimizer.load_options([entry["options"] for entry in saved])
+    optimizer.load_options([groups_of[frozenset(group)] for group in current])
 
 
 def _states_by_parameter(index: Index) -> dict[str, list[str]]:

@@ -162,6 +162,7 @@ _EXCLUDED_BY_STAGES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("memory.cpu_offloading_activations", (True,), "offload of several micro-batches in flight is not supported"),
     (OFFLOADED_WEIGHTS, (True,), "offload of several micro-batches in flight is not supported"),
     ("trainer.compile", NOT_DEFAULT, "compiled layers are not supported with stages"),
+    ("parallel.use_cpu_initialization", (False,), "stages would draw the same weights"),
 )
 EXCLUDED += tuple(Excluded(PIPELINE, NOT_DEFAULT, *each) for each in _EXCLUDED_BY_STAGES)
 VIRTUAL = "parallel.virtual_pipeline_model_parallel_size"
