@@ -120,6 +120,8 @@ class PipelineRunner:
                     to = target(compute, self._size, self._chunks, self._rank)
                     if to is not None:
                         results += [(tensor, to.rank) for tensor in computed]
+                    # Otherwise this name keeps what is sent alive during the next computation.
+                    del computed
             self._exchange(results, ())
         finally:
             # An error leaves no activations behind.

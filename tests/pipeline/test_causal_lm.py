@@ -187,9 +187,11 @@ def test_outputs_are_freed_and_few_micro_batches_are_in_flight() -> None:
     pipeline = PipelinedCausalLM(model)
     alive: list[int] = []
     seen: list[Any] = []
+    kept: list[int] = []
     original = pipeline.forward
 
     def forward(micro_batch: int, chunk: int, inputs: Any) -> Any:
+        kept.append(sum(not storage.expired() for storage in seen))  # outputs of forwards before this one
         output = original(micro_batch, chunk, inputs)
         alive.append(len(pipeline._runner._saved))  # of micro-batches before this one
         seen.extend(torch.multiprocessing.reductions.StorageWeakRef(each.untyped_storage()) for each in output.sent)
@@ -199,6 +201,7 @@ def test_outputs_are_freed_and_few_micro_batches_are_in_flight() -> None:
     pipeline.train(batches(8))
     assert max(alive) + 1 == 2 - model.stages.rank
     assert all(storage.expired() for storage in seen)
+    assert max(kept) == 0
 
 
 @distributed(world_size=2)
