@@ -70,18 +70,14 @@ class PipelineRunner:
         stages: what this rank computes.
         num_chunks: V.
         group: ranks of the pipeline, in the order of the stages.
-        device: device of the tensors that are exchanged; default the backend's.
     """
 
-    def __init__(
-        self, stages: Stages, num_chunks: int, group: ProcessGroup | None, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, stages: Stages, num_chunks: int, group: ProcessGroup | None) -> None:
         self._stages = stages
         self._chunks = num_chunks
         self._group = group
         self._size = backend.group_size(group)
         self._rank = backend.group_rank(group)
-        self._device = device or backend.device
         self._saved: dict[tuple[int, int], _Saved] = {}
 
     def train(
@@ -147,16 +143,15 @@ class PipelineRunner:
         if compute.is_forward:
             return self._stages.inputs(compute.micro_batch, compute.chunk)
         sent = self._saved[compute.micro_batch, compute.chunk].sent
-        return [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in sent]
+        return [torch.empty(shape, dtype=dtype, device=backend.device) for _, shape, dtype in sent]
 
     def _forward(self, compute: Compute, received: list[Tensor]) -> list[Tensor]:
         """Run a forward; return what the next stage receives."""
-        if not torch.is_grad_enabled():
-            return list(self._stages.forward(compute.micro_batch, compute.chunk, received).sent)
         output = self._stages.forward(compute.micro_batch, compute.chunk, received)
-        edges = [(get_gradient_edge(each), each.shape, each.dtype) for each in output.sent if each.requires_grad]
-        losses = [get_gradient_edge(loss) for loss in output.losses if loss.requires_grad]
-        self._saved[compute.micro_batch, compute.chunk] = _Saved(received, edges, losses)
+        if torch.is_grad_enabled():
+            sent = [(get_gradient_edge(each), each.shape, each.dtype) for each in output.sent if each.requires_grad]
+            losses = [get_gradient_edge(loss) for loss in output.losses if loss.requires_grad]
+            self._saved[compute.micro_batch, compute.chunk] = _Saved(received, sent, losses)
         return [each.detach() for each in output.sent]
 
     def _backward(self, compute: Compute, gradients: list[Tensor]) -> list[Tensor]:

@@ -43,11 +43,9 @@ def require_executable(
     _require_sharding(config, device, ranks, host_ranks)
     _require_state_offload(config, device, ranks)
     require_device(config.memory, device)
-    chunks = config.parallel.virtual_pipeline_model_parallel_size
-    if config.parallel.num_chunks > 1 and device.interleaving_refusal() is not None:
-        raise ValueError(
-            f"parallel.virtual_pipeline_model_parallel_size {chunks} {device.interleaving_refusal()}: leave it out"
-        )
+    refusal, chunks = device.interleaving_refusal(), config.parallel.num_chunks
+    if chunks > 1 and refusal is not None:
+        raise ValueError(f"parallel.virtual_pipeline_model_parallel_size {chunks} {refusal}: leave it out")
     trainer = config.trainer
     conflict = cuda_graph_conflict(config, hf_config, device)
     if trainer.enable_cuda_graph is True and conflict is not None:

@@ -50,10 +50,8 @@ class PipelinedForwardBackward:
     ) -> Tensor:
         """Accumulate the gradients of a step; return the loss on the last stage, 0 on others."""
         self._micro_batches = micro_batches
-        arguments = [each.inputs() for each in micro_batches]
-        if self.experts is not None:
-            arguments = [self.experts.inputs(each) for each in micro_batches]
-        return self._pipeline.train(arguments, last_backward)
+        inputs_of = MicroBatch.inputs if self.experts is None else self.experts.inputs
+        return self._pipeline.train([inputs_of(each) for each in micro_batches], last_backward)
 
     def evaluate(self, batches: Sequence[MicroBatch], before_batch: Callable[[], None]) -> Tensor:
         """Return the sum of the losses of ``batches`` on the last stage, 0 on others, without gradients."""

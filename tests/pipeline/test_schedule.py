@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from nxd_memopt.planner.techniques.pipeline_schedule import (
@@ -10,7 +12,6 @@ from nxd_memopt.planner.techniques.pipeline_schedule import (
     Unit,
     bubble,
     forward_units,
-    most_in_flight,
     source,
     target,
     training_units,
@@ -118,6 +119,12 @@ def require_progress(exchanges: list[list[tuple[list[Message], list[Message]]]])
 def test_bubble(stages: int, chunks: int, micro_batches: int) -> None:
     """(P - 1) / (V M + P - 1), of section 2.2 of the paper."""
     assert bubble(stages, chunks, micro_batches) == pytest.approx((stages - 1) / (chunks * micro_batches + stages - 1))
+
+
+def most_in_flight(units: list[Unit]) -> int:
+    """The largest number of forwards whose backward has not run."""
+    signs = [1 if compute.is_forward else -1 for unit in units for compute in unit]
+    return max(itertools.accumulate(signs))
 
 
 def test_most_in_flight() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_memopt.compat.pipeline.manual_pipe_stage import Partition, PipelineStageModule
-from nxd_memopt.compat.pipeline.micro_batches import split_batch
+from nxd_memopt.compat.pipeline.micro_batches import WeightFunction, loss_weights, split_batch
 from nxd_memopt.compat.pipeline.partition import PipelineIO
 from nxd_memopt.compat.pipeline.stages import Run
 
@@ -69,11 +69,23 @@ def _share_weights(model: Any, stage: PipelineStageModule, partition_fn: Partiti
         model._shared_weight_is_first[local] = is_first
 
 
-def run_of(batch: Mapping[str, Any], num_micro_batches: int, loss_fn: LossFunction | None) -> Run:
+def run_of(
+    batch: Mapping[str, Any],
+    num_micro_batches: int,
+    loss_fn: LossFunction | None,
+    weight_of: WeightFunction | None = None,
+) -> Run:
     """Return the micro-batches of ``inputs`` and ``labels``, each a tensor or a list of tensors.
 
+    Args:
+        batch: the two, with rows in dimension 0.
+        num_micro_batches: M.
+        loss_fn: mean loss of the last layer's first output and the first labels; None: there is no loss.
+        weight_of: number of labels in the loss of a micro-batch, from ``{"labels": its first labels}``.
+
     Raises:
-        RuntimeError: the batch has other entries.
+        RuntimeError: the batch has other entries, or M does not divide its rows.
+        ValueError: see ``micro_batches.loss_weights``.
     """
     if batch.keys() != {INPUTS, LABELS}:
         raise RuntimeError(f"a list of layers takes {INPUTS} and {LABELS}, got {sorted(batch)}: pass these two")
@@ -88,7 +100,8 @@ def run_of(batch: Mapping[str, Any], num_micro_batches: int, loss_fn: LossFuncti
     def finish(output: Any, micro_batch: Mapping[str, Any]) -> Tensor | None:
         return None if loss_fn is None else loss_fn(output[0], micro_batch[LABELS][0].to(output[0].device))
 
-    return Run(lists, shapes, [1 / num_micro_batches] * num_micro_batches, finish)
+    weights = loss_weights([{name: each[name][0] for name in (LABELS,) if each[name]} for each in lists], weight_of)
+    return Run(lists, shapes, weights, finish)
 
 
 def _column(micro_batch: Mapping[str, Tensor], name: str) -> list[Tensor]:

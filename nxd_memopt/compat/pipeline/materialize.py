@@ -33,9 +33,12 @@ def generator_state(state: torch.Tensor) -> Iterator[None]:
     """Draw from ``state`` in the block; a rank whose own state is another one goes on from that."""
     before = torch.get_rng_state()
     torch.set_rng_state(state)
-    yield
-    if not torch.equal(before, state):
-        torch.set_rng_state(before)
+    try:
+        yield
+    finally:
+        # The rank that gave the state goes on after the numbers that were drawn, as without stages.
+        if not torch.equal(before, state):
+            torch.set_rng_state(before)
 
 
 def initialize_stages(whole: nn.Module, stages: Sequence[nn.Module], param_init_fn: ParamInit) -> None:

@@ -17,7 +17,8 @@ def split_batch(batch: Mapping[str, Tensor], num_micro_batches: int) -> list[dic
     """Return rows ``[k B / M, (k + 1) B / M)`` of each tensor as micro-batch k.
 
     Raises:
-        RuntimeError: the tensors have no rows, different numbers of rows, or M does not divide them.
+        ValueError: an input is no tensor, or has no rows.
+        RuntimeError: the tensors have different numbers of rows, or M does not divide them.
     """
     for name, tensor in batch.items():
         if not isinstance(tensor, Tensor) or tensor.ndim == 0:

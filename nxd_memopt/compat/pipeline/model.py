@@ -367,7 +367,10 @@ class NxDPPModel(LocalModule):
         for module in self.local_stage_modules:
             module.train(is_training)
         if self.options.manual_pp_partition:
-            run = manual_stages.run_of(batch, self.options.num_microbatches, self.options.manual_pp_loss_fn)
+            options = self.options
+            run = manual_stages.run_of(
+                batch, options.num_microbatches, options.manual_pp_loss_fn, options.micro_batch_weight_fn
+            )
         else:
             run = self._run_of(batch)
         run.signature = (is_training, run.signature)

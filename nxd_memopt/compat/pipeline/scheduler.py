@@ -1,7 +1,7 @@
 """neuronx-distributed's schedules: the tasks of one rank, in steps.
 
-They describe a schedule, for programs and tests that read it. A pipeline model runs the computations of
-``planner.techniques.pipeline_schedule``, in which the first steps of these schedules have their order.
+They describe a schedule for programs and tests that read it; nothing runs these tasks. A pipeline model runs
+``planner.techniques.pipeline_schedule``, from which ``Train1F1BSchedule`` and ``TrainInterleavedSchedule`` are made.
 """
 
 from __future__ import annotations

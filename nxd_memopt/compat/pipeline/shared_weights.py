@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.summed_gradients import gradient_of
 
 SharedWeight = tuple[nn.Parameter, ProcessGroup | None, bool]
 """A parameter of this rank, the group of the stages that have it, and whether this rank is the first of them."""
@@ -34,7 +35,7 @@ def summed_gradients(weights: Sequence[SharedWeight]) -> Iterator[None]:
     before = [_take_gradient(param) for param, _, _ in trained]
     yield
     for (param, group, _), sum_before in zip(trained, before, strict=True):
-        grad = _gradient(param)
+        grad = gradient_of(param)
         # A stage may have the weight without a gradient, such as an adapter that is off: the others wait for it.
         if grad is None:
             grad = param.grad = torch.zeros_like(param)
@@ -43,15 +44,9 @@ def summed_gradients(weights: Sequence[SharedWeight]) -> Iterator[None]:
             grad.add_(sum_before)
 
 
-def _gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return ``main_grad`` if gradients accumulate in fp32, else ``grad``."""
-    main_grad: torch.Tensor | None = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
-
-
 def _take_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """Return the gradient so far, and let the next one begin from zero."""
-    grad = _gradient(param)
+    grad = gradient_of(param)
     if grad is None:
         return None
     if grad is param.grad:

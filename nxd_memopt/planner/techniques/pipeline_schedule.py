@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline run forwards and backwards, as lists, with what follows from them.
+"""In which order the stages of a pipeline run forwards and backwards, as lists.
 
 P ranks have V chunks of consecutive layers each (``virtual_pipeline_model_parallel_size``): chunk c of rank r is stage
 ``c * P + r`` of ``P * V``. A step has M micro-batches. V = 1 is the schedule 1F1B (arXiv:2104.04473, section 2.2.1),
@@ -100,16 +100,6 @@ def _neighbor(compute: Compute, stages: int, chunks: int, rank: int, step: int) 
     if not 0 <= stage < stages * chunks:
         return None
     return Neighbor(stage % stages, compute._replace(chunk=stage // stages))
-
-
-def most_in_flight(units: list[Unit]) -> int:
-    """Return the largest number of forwards whose backward has not run, which keep their activations."""
-    in_flight = most = 0
-    for unit in units:
-        for compute in unit:
-            in_flight += 1 if compute.is_forward else -1
-            most = max(most, in_flight)
-    return most
 
 
 def bubble(stages: int, chunks: int, micro_batches: int, *, backward: float = 2.0) -> float:
