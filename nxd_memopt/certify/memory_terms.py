@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 from nxd_memopt.architectures.parameters import ExpertShape
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
+from nxd_memopt.planner.memory.compiled_graphs import graph_terms
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 
-DMA_SPILL_SHARE = 0.115
-"""DMA descriptors in device memory, per byte of a compiled graph's temporaries: 1.02 of 8.88 GiB in the one account of
-neuronx-cc that is published for a training step on trn1 (LLaMA-3.1-8B with LoRA, T=2, S=8192, recompute, neuronx-cc
-2.26: NCC_EOOM002, 18.12 GiB of 16). With it, and temporaries in proportion to S, the sum for S=4096 is 14.2 GiB, where
-neuron-monitor measured 14.14. Source: github.com/alpharomercoma/torchneuronx, trn1/results/extras."""
-UPDATED = "updated parameters"
-SPILLS = "DMA ring spills"
 MARGIN = "margin of the allocator"
 RESERVE = "reserve"
 
@@ -92,10 +86,8 @@ def memory_terms(
         RESERVE: int(reserve_gib * GIB),
     }
     if in_graphs:
-        # The update computes parameters from their masters. Their old values are no input of its graph,
-        # so the new ones cannot take their memory; the graphs' scratchpad stays allocated meanwhile.
-        terms[UPDATED] = weight_bytes(shapes, states) if states.master_weights else 0
-        terms[SPILLS] = int(DMA_SPILL_SHARE * temporary_bytes)
+        weights = weight_bytes(shapes, states)
+        terms |= graph_terms(temporary_bytes, weights, master_weights=states.master_weights)
     return MemoryTerms(terms, int(capacity_gib * GIB))
 
 

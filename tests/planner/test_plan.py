@@ -184,6 +184,23 @@ def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
     assert found.memory.forward_backward_bytes <= found.memory.device_bytes
 
 
+def test_compiled_steps_need_spills_and_a_second_copy_of_parameters():
+    """GPT-NeoX-20B at T=32, B=2: compiled for trn1, ``certify`` finds 13.75 GiB without its reserve."""
+    found = {}
+    for device, precision in (("trn1", "bf16-mixed"), ("trn1", "bf16-true"), ("trn2", "bf16-mixed")):
+        asked = problem("gpt-neox-20b", device=device, devices=32, length=2048, precision=precision)
+        found[device, precision] = evaluate(asked, Setting(32, micro_batch_size=2)).memory
+    mixed = found["trn1", "bf16-mixed"]
+    terms = mixed.device
+    assert terms["updated parameters"] == terms["weights"]
+    temporaries = terms["activations"] + terms["temporary tensors"]
+    assert terms["DMA ring spills"] == int(0.115 * temporaries)
+    assert mixed.device_bytes / GIB == pytest.approx(13.75, rel=0.015)
+    # What has no masters is updated in its memory, and TorchNeuron's steps are not one graph.
+    assert found["trn1", "bf16-true"].device["updated parameters"] == 0
+    assert "updated parameters" not in found["trn2", "bf16-mixed"].device
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -11,7 +11,7 @@ from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
-from nxd_memopt.certify.memory_terms import DMA_SPILL_SHARE, MemoryTerms, extrapolate, memory_terms, planned_terms
+from nxd_memopt.certify.memory_terms import MemoryTerms, extrapolate, memory_terms, planned_terms
 from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
@@ -24,6 +24,7 @@ from nxd_memopt.certify.report.verdict import (
 from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.planner.hardware import Device, host_device
 from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.compiled_graphs import DMA_SPILL_SHARE
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.planner.search.problem import Problem, kernels_of
 from nxd_memopt.planner.sizes.states import StateLayout

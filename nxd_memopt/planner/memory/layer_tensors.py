@@ -41,14 +41,16 @@ class Kernels:
         fused: the device is a CUDA GPU, with the Triton kernels of ``ops/cuda``: they save the inputs of norms
             and activations only, and rotate queries and keys in place. Otherwise plain PyTorch operations.
         attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
-        compiles_steps: a step is a compiled program (XLA on trn1), whose compiler computes chains of
-            elementwise operations without their intermediate results.
+        compiles_steps: steps or layers are compiled programs, whose compiler computes chains of elementwise
+            operations without their intermediate results.
+        in_graphs: each step runs as graphs of torch_xla (trn1), the update as well.
         masks_windows: the user chose ``sdpa``: windows become masks of S x S, which are saved.
     """
 
     fused: bool
     attention: str
     compiles_steps: bool = False
+    in_graphs: bool = False
     masks_windows: bool = False
 
 

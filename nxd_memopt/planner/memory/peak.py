@@ -10,6 +10,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.activations import SHARED_TENSORS, host_pool_bytes
 from nxd_memopt.planner.memory.allocator import CUBLAS_WORKSPACE_BYTES, graph_pool_bytes, margin_bytes
 from nxd_memopt.planner.memory.backward_peak import backward_peak
+from nxd_memopt.planner.memory.compiled_graphs import graph_terms
 from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
@@ -57,7 +58,7 @@ class StepMemory:
         moment: where in the step the peak is.
         device: purpose -> bytes on the device.
         host: purpose -> bytes of host memory for offloading.
-        forward_backward_bytes: bytes on the device at the peak of forward and backward, without the update.
+        forward_backward_bytes: bytes of tensors on the device at the peak of forward and backward, without the update.
         margin_bytes: extra bytes that PyTorch's caching allocator may need on a GPU; 0 elsewhere.
     """
 
@@ -133,6 +134,10 @@ def step_memory(
     }
     device = {**persistent, **_library_buffers(step, cuda_graph=cuda_graph), **transient}
     total = sum(device.values())
+    if kernels.in_graphs:
+        temporaries = sum(transient.values()) - transient["gradients"]
+        weights = model.total(weight_bytes, layout)
+        device |= graph_terms(temporaries, weights, master_weights=layout.master_weights)
     margin = 0
     if kernels.fused:
         margin = margin_bytes(total, cuda_graph=cuda_graph)

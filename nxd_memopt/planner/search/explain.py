@@ -22,6 +22,8 @@ MEMORY_TERMS = {
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
     "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
     "CUDA graph's pool": ("its peak without the gradients", "allocator.graph_pool_bytes"),
+    "updated parameters": ("trn1: those with masters, whose old values still exist", "compiled_graphs.graph_terms"),
+    "DMA ring spills": ("trn1: 11.5 % of activations and temporary tensors", "compiled_graphs.DMA_SPILL_SHARE"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
 TIME_TERMS = {

@@ -258,7 +258,13 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
             "attention_backend 'math' only, the one implementation of both: name it, or set attention_dropout to 0"
         )
     # On TorchNeuron too: with compiled layers, and because no device was there to measure.
-    return Kernels(kind == "cuda", name, compiles_steps=kind == "neuron", masks_windows=masks_windows)
+    return Kernels(
+        kind == "cuda",
+        name,
+        compiles_steps=kind == "neuron",
+        in_graphs=problem.device.backend == "xla",
+        masks_windows=masks_windows,
+    )
 
 
 def _gpu_kernels(problem: Problem) -> list[str]:

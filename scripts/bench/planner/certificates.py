@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nxd_memopt.certify.memory_terms import SPILLS, UPDATED
 from nxd_memopt.planner.hardware import GIB, device_named
+from nxd_memopt.planner.memory.compiled_graphs import SPILLS, UPDATED
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.config.train_config import TrainConfig
