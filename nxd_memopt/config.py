@@ -252,7 +252,7 @@ class MemoryConfig:
         if number is None:
             return num_layers
         if number > num_layers:
-            raise ValueError(f"recompute_num_layers {number} exceeds the model's {num_layers} layers: lower it")
+            raise ValueError(f"recompute_num_layers {number} exceeds the {num_layers} layers: lower it")
         return number
 
     def _check_recompute_modules(self) -> None:

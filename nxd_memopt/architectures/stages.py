@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -55,8 +56,10 @@ class RankStages:
         return self.is_last(len(self.chunks) - 1)
 
 
-def rank_stages(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> RankStages:
-    """Return the stages of ``rank`` of the pipeline; all layers of a model that is not divided, on every rank.
+# A search asks for the same stages with every memory technique.
+@lru_cache(maxsize=512)
+def all_stages(spec: ModelSpec, parallel: ParallelConfig) -> tuple[RankStages, ...]:
+    """Return the stages of each rank of the pipeline; all layers for the only rank of a model that is not divided.
 
     Raises:
         ValueError: see ``layers_of_stages``.
@@ -64,8 +67,12 @@ def rank_stages(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> RankSta
     size = parallel.pipeline_model_parallel_size
     ends = [0, *accumulate(layers_of_stages(spec, parallel))]
     ranges = [range(start, end) for start, end in pairwise(ends)]
-    rank %= size
-    return RankStages(size, rank, tuple(ranges[rank::size]))
+    return tuple(RankStages(size, rank, tuple(ranges[rank::size])) for rank in range(size))
+
+
+def rank_stages(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> RankStages:
+    """Return the stages of ``rank``, modulo P; errors as ``all_stages``."""
+    return all_stages(spec, parallel)[rank % parallel.pipeline_model_parallel_size]
 
 
 def layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[int]:

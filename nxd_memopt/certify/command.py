@@ -153,7 +153,6 @@ def asked_of(options: argparse.Namespace, run: Run) -> Asked:
     states = _states(run, devices)
     model = _model_config(run)
     hf_config = config_of(model)
-    run.config.require_complete_model("certified")
     require_startable(run.config, hf_config, device, devices)
     planned, refusal = _planned(run, hf_config, device, devices)
     if planned is not None:

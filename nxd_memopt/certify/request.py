@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from nxd_memopt.architectures.model_spec import model_spec
+from nxd_memopt.architectures.stages import all_stages
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -20,6 +22,7 @@ MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("optimizer", "overlap_grad_reduce"): (False,),
     ("optimizer", "in_backward"): (False,),
     ("data_parallel", "sharding"): ("none", "zero1"),
+    ("parallel", "pipeline_model_parallel_size"): (1,),
     ("data_parallel", "grad_reduce_in_fp32"): (None, True),
     ("lora", "lora_rank"): (None,),
     ("memory", "cpu_offloading_num_layers"): (0,),
@@ -109,6 +112,17 @@ def request_of(
             "for a certificate"
         )
     memory, planned = _measured_memory(config, backend, is_planned=plan_refusal is None)
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size > 1:
+        # The layers of the rank with the most of them, next to embedding and head.
+        layers = max(len(each.layers) for each in all_stages(model_spec(model), parallel))
+        model = {**model, "num_hidden_layers": layers}
+        parallel = replace(
+            parallel,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+            pipeline_model_parallel_layout=None,
+        )
     moe = _experts(config, model)
     if moe is not None and not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
         moe = _static_form(moe, device)
@@ -135,7 +149,7 @@ def request_of(
         dtype = "float16"
     return Request(
         config=model,
-        parallel=config.parallel,
+        parallel=parallel,
         memory=memory,
         sequence_length=config.data.seq_length,
         micro_batch_size=config.data.micro_batch_size,

@@ -43,6 +43,10 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
     refuse_downcasts(run.environ)
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     cores = str(run.processes)
+    # A step of stages is several graphs for each micro-batch; neuronx-distributed's recipes have 7 for them.
+    ahead = "3"
+    if run.config.parallel.pipeline_model_parallel_size > 1:
+        ahead = "7"
     # Three groups: what selects the device and the library's code path, what changes numerics or
     # speed of the compiled graphs, and the number of cores, which the runtime, AWS's launchers
     # and torch_xla's PJRT client read under four names. All four must equal torchrun's number of
@@ -55,7 +59,7 @@ def trn1(run: Run, group_sizes: tuple[int, ...] = TRN1_GROUP_SIZES) -> list[Vari
         Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
         _stochastic_rounding(run.config),
         Variable(
-            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", "graphs that the host runs ahead", versions=UNTIL_231
+            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", ahead, "graphs that the host runs ahead", versions=UNTIL_231
         ),
         Variable("NEURON_RT_NUM_CORES", cores, "NeuronCores on this host, one per process", "fixed"),
         Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),

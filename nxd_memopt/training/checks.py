@@ -14,7 +14,7 @@ from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
 from nxd_memopt.architectures.model_spec import model_spec, require_positions, rope_options
 from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
-from nxd_memopt.architectures.stages import layers_of_stages
+from nxd_memopt.architectures.stages import all_stages
 from nxd_memopt.backends import BACKENDS
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
@@ -31,6 +31,7 @@ from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.rope import RotaryEmbedding
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.hardware import Device
+from nxd_memopt.planner.techniques.recomputation import require_layers
 from nxd_memopt.training.config.train_config import SHORT_WARMUP, TrainConfig
 from nxd_memopt.training.data.isolation import require_attention
 from nxd_memopt.training.device_support import require_executable
@@ -93,7 +94,8 @@ def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     _require_sizes(hf_config)
     require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
     require_supported_values(hf_config, OVERRIDES)
-    layers_of_stages(model_spec(hf_config), config.parallel)  # called for its checks
+    for stages in all_stages(model_spec(hf_config), config.parallel):
+        require_layers(config.memory, len(stages.layers))
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
 

@@ -15,6 +15,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_limits import available_host_bytes
 from nxd_memopt.modules.moe.causal_lm import require_moe_memory
 from nxd_memopt.ops.attention import attention_implementation
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.hardware import (
     CUDA_CONTEXT_GIB,
@@ -26,7 +27,7 @@ from nxd_memopt.planner.hardware import (
     host_device,
 )
 from nxd_memopt.planner.search.choice import choose_memory
-from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.plan import Plan, evaluate, memory_by_stage
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting, attention_notes
 from nxd_memopt.planner.sizes.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
@@ -92,7 +93,9 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         lines = _lines(problem, plan)
         if is_auto:
             lines.insert(0, _chosen(plan))
-        result = MemoryPlan(plan.memory.device_bytes, _known(problem, plan), before, tuple(lines))
+        # The lines are of the fullest rank of a pipeline; what a rank measures is compared with its own stages.
+        own = memory_by_stage(problem, plan.setting)[parallel_state.get_pipeline_model_parallel_rank()]
+        result = MemoryPlan(own.device_bytes, _known(problem, plan), before, tuple(lines))
         if result.available_bytes is not None:
             _require_fit(plan)
         # From here on `memory` is explicit.
@@ -228,7 +231,6 @@ def setting_of(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None, *, ranks: int | None = None
 ) -> Setting:
     """Return the options of the run that memory depends on; ``device`` and ``ranks`` as ``planned``."""
-    config.require_complete_model("planned")
     stage = config.data_parallel.sharding
     memory = config.memory
     _require_planned_graphs(config)
@@ -258,6 +260,9 @@ def setting_of(
         reduce_dtype=config.parallel.reduce_dtype,
         reshard_after_forward=config.data_parallel.reshard_after_forward,
         overlap_grad_reduce=config.optimizer.overlap_grad_reduce,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.num_chunks,
+        pipeline_model_parallel_layout=config.parallel.pipeline_model_parallel_layout,
         **options,
     )
 

@@ -45,6 +45,11 @@ PASSED: dict[str, dict[str, Any]] = {
     "optimizer.overlap_grad_reduce": {"overlap_grad_reduce": True},
     "optimizer.in_backward": {"in_backward": True, "clip_grad": 0.0},
     "lora.lora_rank": {"lora_rank": 8},
+    "parallel.pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "parallel.pipeline_model_parallel_layout": {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": (20, 12),
+    },
 }
 # Options that training refuses on trn1, with the backend's name.
 REFUSED: dict[str, dict[str, Any]] = {
@@ -63,6 +68,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 1.0, "optimizer_update_in_forward": True},
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 1.0, "store_param_remainders": True},
     "trainer.compile": {"compile": "layer"},
+    "parallel.virtual_pipeline_model_parallel_size": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
 }
 
 
@@ -97,9 +106,6 @@ def test_every_option_of_layout_and_memory_is_certified_or_refused():
     elsewhere = {
         "parallel.use_cpu_initialization",
         "parallel.expert_model_parallel_size",
-        "parallel.pipeline_model_parallel_size",
-        "parallel.virtual_pipeline_model_parallel_size",
-        "parallel.pipeline_model_parallel_layout",
         "memory.recompute_keep_core_attn",
     }
     assert known <= PASSED.keys() | REFUSED.keys() | elsewhere
@@ -132,13 +138,6 @@ def test_techniques_that_the_device_chooses_are_refused(config):
 def test_options_that_training_refuses_on_the_device_are_refused(option, config):
     message = error_message(lambda: certified(changed(config, option, REFUSED[option])))
     assert_says(message, "the backend", "xla")
-
-
-def test_stages_of_a_pipeline_are_refused(config):
-    staged = changed(config, "parallel", {"pipeline_model_parallel_size": 2})
-    assert_says(
-        error_message(lambda: certified(staged)), "parallel.pipeline_model_parallel_size 2", "are not certified"
-    )
 
 
 def test_kept_results_of_attention_that_is_no_single_operator_are_refused(config):

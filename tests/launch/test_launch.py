@@ -20,7 +20,7 @@ from tests.launch.launching import EFA, FOUR_HOSTS, ROOT, TOKENIZER, TRN1, plann
 from tests.training.runs import LLAMA, write_config
 
 LAUNCHER = (sys.executable, "-m", "nxd_memopt.cli", "launch")
-FRONT_ENDS = ("gpt_neox_20b", "llama3_8b", "llama2_7b", "llama3_8b_trn2")
+FRONT_ENDS = ("gpt_neox_20b", "llama3_8b", "llama2_7b", "llama3_8b_trn2", "llama2_13b", "llama3_70b")
 BACKENDS = {"trn1": "xla", "trn2": "neuron", "trn3": "neuron", "cuda": "cuda", "cpu": "cpu", "xla_cpu": "xla"}
 SCALED_DOWN = (  # docs/trainium.md, "On a laptop"
     "--model.config-overrides.num-hidden-layers 4 --model.config-overrides.hidden-size 256 "
@@ -101,6 +101,16 @@ def test_the_shown_text_is_shell_that_sets_the_environment() -> None:
     shown = subprocess.run(["bash", "-c", program], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
     variables = dict(entry.split("=", 1) for entry in shown.stdout.decode().split("\0") if entry)
     assert found.environment.items() <= variables.items()
+
+
+def test_stages_over_hosts_run_more_graphs_ahead() -> None:
+    """neuronx-distributed's layout of LLaMA-3-70B: T=32 and P=8, on eight hosts of 32 cores."""
+    launch = planned("llama3_70b", environ=FOUR_HOSTS | {"SLURM_NNODES": "8"})
+    assert launch.environment["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "7"
+    parallel = certified(launch).run.config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (32, 8)
+    with pytest.raises(ValueError, match="world size 128 is not divisible by tensor_model_parallel_size x pipeline"):
+        certified(planned("llama3_70b", environ=FOUR_HOSTS))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +228,8 @@ def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
         (4, ("block", "3"), (3, 4)),
         (4, ("uniform", "2"), (2, 4)),
         (2, (), "certify measures models of 2 and 3 layers, and this one has 2"),
-        (5, ("uniform", "3"), "certify measures models of 3 and 6 layers, and this one has 5"),
+        (3, ("uniform", "3"), "certify measures models of 3 and 6 layers, and this one has 3"),
+        (5, ("uniform", "3"), "5 layers are not divisible by recompute_num_layers 3"),
     ],
 )
 def test_measured_depths_are_within_the_model(depth, options, measured) -> None:

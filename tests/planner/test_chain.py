@@ -39,6 +39,7 @@ CASES = {
         "trn1",
         "--memory.recompute-granularity full --memory.recompute-method block --memory.recompute-num-layers 3",
     ),
+    "llama, stages": (GROUPED | {"model_type": "llama"}, "h200", "--parallel.pipeline-model-parallel-size 2"),
     "mixtral": (GROUPED | MIXTRAL | {"model_type": "mixtral"}, "h200", "--optimizer.optimizer-offload-fraction 0"),
 }
 
@@ -75,7 +76,7 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     assert trains[-4:] == ["--model.tokenizer", "DIRECTORY", "--data.dataset", "DATA"]
     assert trains[trains.index("--nproc") + 1] == "4"
     config = parse_config(trains[trains.index("--config") :])
-    assert config.data_parallel_size(4) == 2 and config.accumulation_steps(4) >= 1
+    assert config.data_parallel_size(4) == 4 // config.parallel.ranks_of_replica and config.accumulation_steps(4) >= 1
     # The dry run has no dataset and no tokenizer, and certifies the same step.
     flags = ["--platform", device, "--nproc", "4", "--dry-run", "--config", str(file)]
     launch = launch_command.plan(*launch_command.parser().separate(flags), {})

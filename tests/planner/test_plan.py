@@ -133,7 +133,11 @@ def test_experts_that_a_yaml_adds_are_planned(name, tmp_path, capsys):
             net = model_class(hf_config.model_type)(hf_config, device="meta")
             counted = sum(param.numel() for param in net.parameters())
             parallel_state.destroy_model_parallel()
-        setting = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": expert_ranks}
+        setting = {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "expert_model_parallel_size": expert_ranks,
+        }
         asked = [plan for plan in plans if setting.items() <= plan["setting"].items()]
         # zero3 shards the weights too.
         found = [plan["device_bytes"]["weights"] for plan in asked if plan["setting"]["sharding"] != "zero3"]
@@ -213,7 +217,7 @@ def test_compiled_steps_need_spills_and_a_second_copy_of_parameters():
     ],
 )
 def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
-    """Ten million calls take about five seconds. Their number, unlike the time, is the same on every machine."""
+    """Twenty million calls take about ten seconds. Their number, unlike the time, is the same on every machine."""
     code = (
         "import cProfile, pstats, sys; "
         "from nxd_memopt.commands.plan.command import main; profile = cProfile.Profile(builtins=False); "
@@ -223,7 +227,7 @@ def test_a_plan_takes_few_calls_of_functions_and_no_torch(arguments):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     calls = int(done.stdout.split()[-1])
-    assert 10_000 < calls < 10_000_000
+    assert 10_000 < calls < 20_000_000
 
 
 @pytest.mark.parametrize(

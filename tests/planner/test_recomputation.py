@@ -102,5 +102,5 @@ def test_refusals():
         return error_message(lambda: Recomputation.of(MemoryConfig(**options), number))
 
     assert_says(message(4, **FULL, cpu_offloading_num_layers=4), "is left no layer")
-    assert_says(message(2, **TECHNIQUES["block"]), "recompute_num_layers 3 exceeds the model's 2 layers")
+    assert_says(message(2, **TECHNIQUES["block"]), "recompute_num_layers 3 exceeds the 2 layers")
     assert_says(message(4, **TECHNIQUES["uniform"]), "4 layers are not divisible by recompute_num_layers 3")

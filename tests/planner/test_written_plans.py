@@ -86,15 +86,6 @@ def test_the_written_file_keeps_what_the_plan_does_not_choose(tmp_path):
     assert "data.dataset" not in written.read_text()
 
 
-def test_stages_of_a_pipeline_are_refused():
-    arguments = ["--model", "llama-3-8b", "--device", "h100", "--parallel.pipeline-model-parallel-size", "2"]
-    assert_says(
-        error_message(lambda: plan_command.main(arguments)),
-        "parallel.pipeline_model_parallel_size 2",
-        "are not planned",
-    )
-
-
 def test_a_sequence_beyond_the_positions_is_refused_before_the_search(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "plans", lambda *_: [][0])
     arguments = ["--model", "llama-3-8b", "--device", "h100", "--seq-length", "20000"]

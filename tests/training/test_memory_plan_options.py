@@ -21,6 +21,7 @@ OFFLOADED = {"optimizer_offload_fraction": 1.0}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("norm",)}
 BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
 KEPT = {"recompute_keep_core_attn": True, "attention_backend": "flash4"}
+STAGES = {"pipeline_model_parallel_size": 2}
 # Option -> the changes of its section, and what they are compared with: other changes, by default none.
 PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model.config_overrides": ({"config_overrides": {"num_hidden_layers": 8}}, {}),
@@ -66,12 +67,14 @@ PLANNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moe.num_moe_experts": ({"num_moe_experts": 4}, {}),
     "lora.lora_rank": (LORA, {}),
     "lora.target_modules": ({**LORA, "target_modules": ("o_proj", "down_proj")}, LORA),
+    "parallel.pipeline_model_parallel_size": (STAGES, {}),
+    "parallel.virtual_pipeline_model_parallel_size": (STAGES | {"virtual_pipeline_model_parallel_size": 2}, STAGES),
+    "parallel.pipeline_model_parallel_layout": (STAGES | {"pipeline_model_parallel_layout": (9, 3)}, STAGES),
     "lora.lora_dropout": ({**LORA, "lora_dropout": 0.1}, LORA),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "memory.attention_head_groups": {"attention_head_groups": "auto"},
     "trainer.compile": {"compile": "layer"},
-    "parallel.pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
 }
 # Sections and options that are no memory of a step on its device, or only its time.
 
@@ -121,8 +124,6 @@ def test_every_option_of_layout_and_memory_is_planned():
     elsewhere = {
         "parallel.use_cpu_initialization",
         "parallel.expert_model_parallel_size",
-        "parallel.virtual_pipeline_model_parallel_size",
-        "parallel.pipeline_model_parallel_layout",
     }
     assert known <= PLANNED.keys() | REFUSED.keys() | elsewhere
 

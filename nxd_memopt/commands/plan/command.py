@@ -49,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
         return _calibrate(arguments[1:])
     options, overrides = _parse(arguments)
     run = read_run(options, overrides)
-    run.config.require_complete_model("planned")
     problem = _problem(options, run)
     # A bare model has no configuration to check unless one is written.
     is_checked = not run.is_bare or options.write is not None

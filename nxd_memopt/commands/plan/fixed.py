@@ -57,6 +57,7 @@ def fixed_options(run: Run) -> FixedOptions:
         optimizer_in_backward=optimizer.in_backward,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
         reshard_after_forward=sharding.reshard_after_forward,
+        pipeline_model_parallel_layout=stated_size(run, "pipeline_model_parallel_layout"),
     )
     return FixedOptions(
         setting,
@@ -71,6 +72,12 @@ def fixed_options(run: Run) -> FixedOptions:
 def _stated(run: Run) -> tuple[tuple[str, Any], ...]:
     """Return the fields of ``Setting`` that options of the command line fix, with their values."""
     found: list[tuple[str, Any]] = []
+    for name, value in (
+        ("pipeline_model_parallel_size", stated_size(run, "pipeline_model_parallel_size")),
+        ("virtual_pipeline_model_parallel_size", stated_size(run, "virtual_pipeline_model_parallel_size")),
+    ):
+        if value is not None:
+            found.append((name, value))
     for option, name in SEARCHED.items():
         value = value_of(run.config, option)
         # CUDA graphs may be "auto", which leaves the choice to the search.

@@ -14,6 +14,11 @@ from nxd_memopt.planner.search.plan import Plan, shards_sequences
 from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.training.config.train_config import SECTIONS, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 
+_STAGES = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+)
 _CHOSEN = {
     "optimizer": (
         "optimizer_offload_fraction",
@@ -21,7 +26,12 @@ _CHOSEN = {
         "optimizer_update_in_forward",
         "store_param_remainders",
     ),
-    "parallel": ("tensor_model_parallel_size", "sequence_parallel_enabled", "expert_model_parallel_size"),
+    "parallel": (
+        "tensor_model_parallel_size",
+        "sequence_parallel_enabled",
+        "expert_model_parallel_size",
+        *_STAGES,
+    ),
     "memory": tuple(option.name for option in dataclasses.fields(MemoryConfig)),
     "trainer": ("enable_cuda_graph", "precision"),
 }
@@ -126,13 +136,17 @@ def _chosen(problem: Problem, setting: Setting) -> dict[str, Any]:
     """Return the sections with what was chosen and planned."""
     # Options with the training program's default are left out, so that the file shows what was chosen.
     size = setting.tensor_model_parallel_size
-    replicas = problem.devices // size
+    replicas = problem.devices // setting.ranks_of_replica
     parallel: dict[str, Any] = {
         "tensor_model_parallel_size": size,
         "sequence_parallel_enabled": shards_sequences(problem, setting),
     }
     if setting.expert_model_parallel_size > 1:
         parallel["expert_model_parallel_size"] = setting.expert_model_parallel_size
+    for name in _STAGES:
+        value = getattr(setting, name)
+        if value not in (1, None):
+            parallel[name] = _plain(value)
     data_parallel: dict[str, Any] = {"sharding": setting.sharding}
     if not setting.grad_reduce_in_fp32:
         data_parallel["grad_reduce_in_fp32"] = False

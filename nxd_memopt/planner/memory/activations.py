@@ -216,8 +216,10 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
     if rotates_with_grad(sizes, memory):
         tensors |= {"rope cosine": table, "rope sine": table}
     # Frozen, the embedding has no backward.
-    if sizes.adapters is None:
+    if sizes.adapters is None and sizes.has_embedding:
         tensors |= _embedding_tensors(sizes, kernels)
+    if not sizes.has_head:
+        return tensors
     if sizes.is_gated:
         norm = rms_norm_tensors(sizes, kernels, "final norm input")
     else:

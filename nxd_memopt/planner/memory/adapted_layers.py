@@ -37,7 +37,8 @@ def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index:
         return layer_tensors(sizes, memory, kernels, index)
     require_whole_layers(memory, "lora_rank")
     layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
-    return layer.parts(has_grad=index > 0)
+    # The input of a later stage of a pipeline depends on the adapters of earlier ones.
+    return layer.parts(has_grad=index > 0 or not sizes.has_embedding)
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def _without_normalised(tensors: Tensors) -> Tensors:
 
 def rotates_with_grad(sizes: RankSizes, memory: MemoryConfig) -> bool:
     """Return whether a layer keeps the tables of RoPE for backward; the only one may have no such gradient."""
-    if sizes.adapters is None or sizes.num_layers > 1 or memory.recompute_granularity == "full":
+    is_first_alone = sizes.num_layers == 1 and sizes.has_embedding
+    if sizes.adapters is None or not is_first_alone or memory.recompute_granularity == "full":
         return True
     return sizes.adapters.on("q_proj", "k_proj", "query_key_value")

@@ -125,7 +125,7 @@ def reduction_bytes(
         accumulates: the rank's parts of the gradients exist already, and a bucket's gradients are added to them.
     """
     # The gradients of adapters are too small to count.
-    if layout.data_parallel_size == 1 or not model.embedding:
+    if layout.data_parallel_size == 1 or model.sizes.adapters is not None:
         return ReductionBytes()
     if layout.sharding == "zero2":
         return _of_scattered_buckets(model, layout, accumulates=accumulates)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import mul
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.memory.activations import SHARED_TENSORS, host_pool_bytes
+from nxd_memopt.planner.memory.activations import SHARED_TENSORS, activations, host_pool_bytes
 from nxd_memopt.planner.memory.allocator import CUBLAS_WORKSPACE_BYTES, graph_pool_bytes, margin_bytes
 from nxd_memopt.planner.memory.backward_peak import backward_peak
 from nxd_memopt.planner.memory.compiled_graphs import graph_terms
@@ -15,6 +17,7 @@ from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction, gathered_bytes
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.loss import loss_temporaries
+from nxd_memopt.planner.memory.pipeline_rank import Chunk
 from nxd_memopt.planner.memory.step import ABSENT, Step
 from nxd_memopt.planner.sizes.rank_model import RankModel
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES
@@ -98,6 +101,7 @@ def step_memory(
     *,
     accumulation_steps: int = 1,
     cuda_graph: bool = False,
+    chunks: Sequence[Chunk] = (),
 ) -> StepMemory:
     """Return the peak memory of a training step.
 
@@ -108,6 +112,7 @@ def step_memory(
         layout: weights, gradients and states.
         accumulation_steps: micro-batches per step; with more than one, accumulated gradients exist during forward.
         cuda_graph: forward and backward are one CUDA graph.
+        chunks: the stages of the rank, if the model is divided into those of a pipeline.
     """
     gradients = model.total(gradient_bytes, layout)
     accumulated_gradients = 0
@@ -120,7 +125,10 @@ def step_memory(
         moment, transient = _with_graph(step, update)
         before_update = 0
     else:
-        candidates = [*_before_update(step, gradients), update]
+        candidates = _before_update(step, gradients)
+        if chunks:
+            candidates = _of_chunks(step, chunks, gradients)
+        candidates.append(update)
         moment, transient = max(candidates, key=_total)
         before_update = _total(max(candidates[:-1], key=_total)) - sum(transient.values())
     on_host = _offloaded_states(model, layout)
@@ -163,6 +171,29 @@ def _before_update(step: Step, gradients: int) -> list[PeakCandidate]:
             terms["gathered weights"] = gathered_bytes(step.model, layout, layers)
         embedding[1]["gathered weights"] = gathered_bytes(step.model, layout, 0)
     return [forward, loss, backward_peak(step), embedding, reduction]
+
+
+def _of_chunks(step: Step, chunks: Sequence[Chunk], gradients: int) -> list[PeakCandidate]:
+    """Return the moments of forward and backward of each stage, next to the micro-batches that are in flight."""
+    steps = [
+        replace(
+            step,
+            model=chunk.model,
+            memory=chunk.memory,
+            kept=activations(chunk.model.sizes, chunk.memory, step.kernels),
+        )
+        for chunk in chunks
+    ]
+    kept_bytes = [each.kept.device_bytes for each in steps]
+    found: list[PeakCandidate] = []
+    for chunk, each in zip(chunks, steps, strict=True):
+        others = max(sum(map(mul, counts, kept_bytes)) for counts in chunk.others)
+        # With several chunks a forward and a backward follow each other, and the output of the first waits.
+        if len(chunks) > 1:
+            others += step.stream_bytes
+        for moment, terms in _before_update(each, gradients):
+            found.append((moment, {**terms, "other micro-batches": others} if terms else {}))
+    return found
 
 
 def _with_graph(step: Step, update: PeakCandidate) -> PeakCandidate:
@@ -267,6 +298,8 @@ def _in_forward(step: Step) -> PeakCandidate:
 def _in_loss(step: Step) -> PeakCandidate:
     """Return the terms while the loss is computed: all activations exist."""
     sizes, is_fused = step.sizes, step.memory.fused_linear_cross_entropy
+    if not sizes.has_head:
+        return "loss", {}
     temporaries = sum(loss_temporaries(sizes, step.kernels, fused=is_fused).values())
     # In fp16 the fused loss computes the gradient of the head in backward, so that it is a temporary tensor here.
     if sizes.is_fp16 and is_fused and sizes.adapters is None:
@@ -331,6 +364,8 @@ def _in_embedding(step: Step, gradients: int) -> list[PeakCandidate]:
 def _embedding_temporaries(step: Step) -> int:
     """Return the bytes of the embedding's backward besides all gradients."""
     sizes, model, layout = step.sizes, step.model, step.layout
+    if not sizes.has_embedding:
+        return 0
     # The gradient of its output, and with sequence parallelism the gathered gradient of all tokens.
     temporary = step.stream_bytes
     if sizes.shards > 1:

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.architectures.parameters import require_shardable
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.architectures.stages import all_stages
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.memory.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.techniques.recomputation import require_layers
 from nxd_memopt.planner.techniques.tiling import head_group_counts
 
 TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32), "trn1-2xlarge": (1, 2)}
 """Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
 MICRO_BATCHES = (1, 2, 4, 8)
+PIPELINES = (2, 4, 8, 16)
 _HEAD_GROUPS = 4
 NOTHING_FIXED = FixedOptions()
 """The search chooses every option that it can."""
@@ -30,27 +33,34 @@ def settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Iterator[
         fixed: options that all of them have.
     """
     for size in tensor_parallel_sizes(problem):
-        base = fixed.at(problem, size)
-        if base is None:
+        for stages, chunks in pipeline_sizes(problem, size, fixed):
+            base = fixed.at(problem, size, stages)
+            if base is not None:
+                yield from _settings(problem, fixed, replace(base, virtual_pipeline_model_parallel_size=chunks))
+
+
+def _settings(problem: Problem, fixed: FixedOptions, base: Setting) -> Iterator[Setting]:
+    """Yield the settings that are tried with the parallel sizes of ``base``."""
+    replicas = problem.devices // base.ranks_of_replica
+    experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
+    for batch in micro_batches(problem, replicas, fixed):
+        if not _fills_pipeline(problem, base, batch * replicas):
             continue
-        replicas = problem.devices // size
-        experts = fixed.expert_sizes(problem, base, expert_parallel_sizes(problem, replicas))
-        for batch in micro_batches(problem, replicas, fixed):
-            tried = memories(problem, fixed.setting.memory)
-            for memory in fixed.with_stated_memory(problem, tried):
-                if not fixed.allows(memory):
-                    continue
-                for stage in _stages(problem, replicas, fixed):
-                    setting = replace(
-                        base,
-                        sharding=stage,
-                        micro_batch_size=batch,
-                        memory=memory,
-                        grad_reduce_in_fp32=problem.grad_reduce_in_fp32,
-                    )
-                    for count in experts:
-                        variants = _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
-                        yield from filter(fixed.has_stated, variants)
+        tried = memories_with_stages(problem, base)
+        for memory in fixed.with_stated_memory(problem, tried):
+            if not fixed.allows(memory) or not _suits_stages(problem, base, memory):
+                continue
+            for stage in _stages(problem, base, replicas, fixed):
+                setting = replace(
+                    base,
+                    sharding=stage,
+                    micro_batch_size=batch,
+                    memory=memory,
+                    grad_reduce_in_fp32=problem.grad_reduce_in_fp32,
+                )
+                for count in experts:
+                    variants = _variants(problem, replace(setting, expert_model_parallel_size=count), fixed)
+                    yield from filter(fixed.has_stated, variants)
 
 
 def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> None:
@@ -63,13 +73,23 @@ def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> N
     raise ValueError(f"{'; '.join(fixed.needs())}, {where}: leave an option out, or use other --devices")
 
 
-def _stages(problem: Problem, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
+def _fills_pipeline(problem: Problem, setting: Setting, sequences: int) -> bool:
+    """Return whether a step has enough micro-batches for the stages, of ``sequences`` each over all ranks."""
+    stages = setting.pipeline_model_parallel_size
+    if stages == 1:
+        return True
+    count = (problem.global_batch_size or sequences) // sequences
+    # With fewer, ranks wait for half of the step or more. Several stages of a rank run P micro-batches in turn.
+    return count >= stages and (setting.virtual_pipeline_model_parallel_size == 1 or count % stages == 0)
+
+
+def _stages(problem: Problem, base: Setting, replicas: int, fixed: FixedOptions) -> tuple[str, ...]:
     """Return the ZeRO stages that are tried with D data-parallel ranks."""
     tried = fixed.tried("sharding", problem.stages)
     if replicas == 1:
         tried = ("none",)
     allowed = fixed.stages
-    if problem.device.kind != "cuda":
+    if problem.device.kind != "cuda" or base.pipeline_model_parallel_size > 1:
         allowed &= {"none", "zero1"}
     return tuple(stage for stage in tried if stage in allowed)
 
@@ -111,6 +131,27 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     return [size]
 
 
+def pipeline_sizes(problem: Problem, size: int, fixed: FixedOptions = NOTHING_FIXED) -> list[tuple[int, int]]:
+    """Return the numbers of ranks and of stages of each rank, P and V, that are tried with T of ``size``."""
+    depth = problem.model.num_layers
+    ranks = problem.devices // size
+    layout = fixed.setting.pipeline_model_parallel_layout
+    found: list[tuple[int, int]] = []
+    for stages in fixed.tried("pipeline_model_parallel_size", (1, *PIPELINES)):
+        # A step of one micro-batch has nothing to run in turn.
+        if ranks % stages or (stages > 1 and problem.global_batch_size is None):
+            continue
+        several = (1, 2)
+        # Chunks of a rank need sends that torch_xla does not have, and end their backwards one after the other.
+        if stages == 1 or problem.device.backend == "xla" or fixed.setting.overlap_grad_reduce:
+            several = (1,)
+        for chunks in fixed.tried("virtual_pipeline_model_parallel_size", several):
+            fits = stages * chunks <= depth if layout is None else stages * chunks == len(layout)
+            if chunks in several and fits:
+                found.append((stages, chunks))
+    return found
+
+
 def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
     """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
     spec = problem.model
@@ -126,7 +167,11 @@ def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
 
 def require_batch(problem: Problem) -> None:
     """Raise ``ValueError`` if no data-parallel size divides the global batch."""
-    replicas = [problem.devices // size for size in tensor_parallel_sizes(problem)]
+    replicas = [
+        problem.devices // (size * stages)
+        for size in tensor_parallel_sizes(problem)
+        for stages, _ in pipeline_sizes(problem, size)
+    ]
     if not any(micro_batches(problem, count) for count in replicas):
         raise ValueError(
             f"global batch {problem.global_batch_size} is not divisible by any data-parallel size of "
@@ -150,7 +195,7 @@ def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING
 
 def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterator[Setting]:
     """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
-    if problem.device.kind != "cuda":
+    if problem.device.kind != "cuda" or setting.pipeline_model_parallel_size > 1:
         yield setting
         return
     memory = setting.memory
@@ -175,6 +220,39 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
             # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
             if setting.sharding == "none":
                 yield replace(offloaded, optimizer_update_in_forward=True)
+
+
+def memories_with_stages(problem: Problem, setting: Setting) -> Iterator[MemoryConfig]:
+    """Yield the memory techniques that are tried with the stages of ``setting``; of one stage as ``memories``.
+
+    Of several stages those of all layers: the search has many parallel sizes to try already.
+    """
+    is_divided = setting.pipeline_model_parallel_size > 1
+    for memory in memories(problem, setting.memory):
+        if not is_divided or (memory.recompute_num_layers is None and _suits_stages(problem, setting, memory)):
+            yield memory
+
+
+def _suits_stages(problem: Problem, setting: Setting, memory: MemoryConfig) -> bool:
+    """Return whether every rank of the pipeline of ``setting``, if there is one, can have the memory techniques."""
+    stages, chunks = setting.pipeline_model_parallel_size, setting.virtual_pipeline_model_parallel_size
+    if stages == 1:
+        return True
+    if memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations or memory.cpu_offloading_weights:
+        return False
+    if chunks > 1 and memory.recompute_method in ("uniform", "nested"):
+        return False
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_model_parallel_layout=setting.pipeline_model_parallel_layout,
+    )
+    try:
+        for each in all_stages(problem.model, parallel):
+            require_layers(memory, len(each.layers))
+    except ValueError:
+        return False
+    return True
 
 
 def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[MemoryConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nxd_memopt.planner.search.candidates import memories
+from nxd_memopt.planner.search.candidates import memories_with_stages
 from nxd_memopt.planner.search.plan import Plan, RankModels, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
 
@@ -22,7 +22,7 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     """
     models: RankModels = {}
     chosen: list[Plan] = []
-    for memory in memories(problem, setting.memory):
+    for memory in memories_with_stages(problem, setting):
         # A graph has no host code between its kernels, which copies to the host need.
         offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
         as_graph = setting.cuda_graph and not offloads

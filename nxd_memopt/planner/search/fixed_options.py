@@ -113,9 +113,15 @@ class FixedOptions:
         keeps_inputs_only = memory.num_offloaded_layers(1) == 0 or memory.cpu_offloading_activations
         return recomputes_all and keeps_inputs_only and not memory.recompute_keep_core_attn
 
-    def at(self, problem: Problem, tensor_model_parallel_size: int) -> Setting | None:
-        """Return ``setting`` with T, sequence parallelism and the ranks of a shard; None if T excludes the options."""
-        setting = replace(self.setting, tensor_model_parallel_size=tensor_model_parallel_size)
+    def at(self, problem: Problem, tensor_model_parallel_size: int, stages: int) -> Setting | None:
+        """Return ``setting`` with T, P, sequence parallelism and the ranks of a shard; None if they exclude options."""
+        setting = replace(
+            self.setting,
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=stages,
+        )
+        if stages > 1 and (self.setting.optimizer_in_backward or self.compiles_layers):
+            return None
         # One rank has all tokens already.
         if tensor_model_parallel_size == 1:
             setting = replace(setting, sequence_parallel_enabled=None)
@@ -124,7 +130,7 @@ class FixedOptions:
         if self.optimizer_instances == 1:
             return setting
         instances = self.optimizer_instances
-        replicas = problem.devices // tensor_model_parallel_size
+        replicas = problem.devices // setting.ranks_of_replica
         if instances == "hosts":
             host = min(problem.devices, problem.device.ranks_per_host)
             # A tensor-parallel group is on one host, and every host has as many ranks.
@@ -138,7 +144,7 @@ class FixedOptions:
 
     def expert_sizes(self, problem: Problem, setting: Setting, possible: list[int]) -> list[int]:
         """Return the expert-parallel sizes of ``possible`` that the options allow."""
-        replicas = problem.devices // setting.tensor_model_parallel_size
+        replicas = problem.devices // setting.ranks_of_replica
         # Shards of a part of the data-parallel ranks are of parameters that all of these have.
         if setting.shard_ranks not in (None, replicas):
             possible = [size for size in possible if size == 1]

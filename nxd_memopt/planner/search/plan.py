@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nxd_memopt.architectures.stages import all_stages
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.memory.activations import Activations, activations
 from nxd_memopt.planner.memory.peak import StepMemory, step_memory
+from nxd_memopt.planner.memory.pipeline_rank import Chunk, PipelineRank, fullest_ranks
 from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings, settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
-from nxd_memopt.planner.sizes.rank_model import RankModel, rank_model
+from nxd_memopt.planner.sizes.rank_model import ModelPart, RankModel, rank_model
 from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
@@ -60,8 +63,8 @@ class Plan:
         return sum(each.missing_bytes for each in self.shortages)
 
 
-RankModels = dict[tuple[int, int, int, bool | None, str | None], RankModel]
-"""Cache: (T, E, B, sequence parallelism, dtype of sums) -> one rank's share of the model."""
+RankModels = dict[tuple[int, int, int, bool | None, str | None, ModelPart | None], RankModel]
+"""Cache: (T, E, B, sequence parallelism, dtype of sums, layers) -> one rank's share of the model."""
 
 
 def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
@@ -80,16 +83,25 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
     models: RankModels = {}
     found: list[Plan] = []
     fits_without_offload: set[Setting] = set()
+    fewest_stages: dict[Setting, int] = {}
     for setting in settings(problem, fixed):
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in fits_without_offload:
             continue
-        memory = _memory(problem, setting, models)
-        # Most settings of large problems do not fit, so their time is not computed.
-        fits_device = memory.reserved_bytes <= _usable_bytes(problem, setting)
+        # A longer pipeline waits longer, and rarely sends less; several stages of a rank keep more micro-batches.
+        stages, chunks = setting.pipeline_model_parallel_size, setting.virtual_pipeline_model_parallel_size
+        undivided = replace(setting, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=1)
+        shortest = fewest_stages.get(undivided)
+        if (shortest is not None and stages > 2 * shortest) or (chunks > 1 and (shortest or stages + 1) > stages):
+            continue
+        # Most settings of large problems do not fit, so their other ranks and their time are not computed.
+        usable = _usable_bytes(problem, setting)
+        memory = _memory(problem, setting, models, usable)
+        fits_device = memory.reserved_bytes <= usable
         if fits_device and memory.host_bytes <= problem.usable_host_bytes:
             found.append(_timed(problem, setting, models, memory))
             fits_without_offload.add(replace(setting, cuda_graph=False))
+            fewest_stages.setdefault(undivided, stages)
     return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
 
@@ -121,16 +133,63 @@ def planned_activations(problem: Problem, setting: Setting) -> Activations:
     return activations(_model(problem, setting, {}).sizes, setting.memory, kernels_of(problem, setting.memory))
 
 
-def _memory(problem: Problem, setting: Setting, models: RankModels) -> StepMemory:
-    """Return the memory of a setting; arguments and errors as ``evaluate``."""
+def _memory(problem: Problem, setting: Setting, models: RankModels, limit: int | None = None) -> StepMemory:
+    """Return the memory of a setting; arguments and errors as ``evaluate``.
+
+    Args:
+        limit: of a pipeline, the memory of the first rank above it; None: of the fullest rank.
+    """
+    if setting.pipeline_model_parallel_size == 1:
+        return _memory_of_rank(problem, setting, _model(problem, setting, models))
+    found: list[StepMemory] = []
+    for each in _pipeline_ranks(problem, setting, models):
+        memory = _memory_of_rank(problem, setting, each.model, each.chunks)
+        found.append(replace(memory, moment=f"{memory.moment} on rank {each.rank} of the pipeline"))
+        if limit is not None and memory.reserved_bytes > limit:
+            break
+    return max(found, key=lambda memory: memory.reserved_bytes)
+
+
+def memory_by_stage(problem: Problem, setting: Setting) -> list[StepMemory]:
+    """Return the memory of each rank of a pipeline, or of the only kind of rank; arguments as ``evaluate``."""
+    models: RankModels = {}
+    if setting.pipeline_model_parallel_size == 1:
+        return [_memory(problem, setting, models)]
+    ranks = range(setting.pipeline_model_parallel_size)
+    found = _pipeline_ranks(problem, setting, models, ranks)
+    return [_memory_of_rank(problem, setting, each.model, each.chunks) for each in found]
+
+
+def _memory_of_rank(problem: Problem, setting: Setting, model: RankModel, chunks: Sequence[Chunk] = ()) -> StepMemory:
     return step_memory(
-        _model(problem, setting, models),
+        model,
         setting.memory,
         kernels_of(problem, setting.memory),
         _layout(problem, setting),
         accumulation_steps=_accumulation_steps(problem, setting),
         cuda_graph=setting.cuda_graph,
+        chunks=chunks,
     )
+
+
+def _pipeline_ranks(
+    problem: Problem, setting: Setting, models: RankModels, ranks: Iterable[int] | None = None
+) -> Iterator[PipelineRank]:
+    """Yield ranks of a pipeline; None: of which one has the highest peak, and one the slowest stages."""
+    size = setting.pipeline_model_parallel_size
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=setting.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=setting.pipeline_model_parallel_layout,
+    )
+    stages = all_stages(problem.model, parallel)
+    if ranks is None:
+        ranks = fullest_ranks(stages)
+    micro_batches = _accumulation_steps(problem, setting)
+    for rank in ranks:
+        yield PipelineRank.of(
+            stages[rank], setting.memory, micro_batches, lambda part: _model(problem, setting, models, part)
+        )
 
 
 def _usable_bytes(problem: Problem, setting: Setting) -> int:
@@ -140,17 +199,27 @@ def _usable_bytes(problem: Problem, setting: Setting) -> int:
 def _timed(problem: Problem, setting: Setting, models: RankModels, memory: StepMemory) -> Plan:
     """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
     accumulation = _accumulation_steps(problem, setting)
-    time = step_time(
-        _model(problem, setting, models),
-        setting.memory,
-        _layout(problem, setting),
-        memory,
-        problem.placed_device,
-        dtype=PRECISIONS[problem.precision][0],
-        accumulation_steps=accumulation,
-        ranks=problem.devices,
-        cuda_graph=setting.cuda_graph,
-    )
+    stages = setting.pipeline_model_parallel_size
+    shares = [_model(problem, setting, models)]
+    if stages > 1:
+        shares = [each.model for each in _pipeline_ranks(problem, setting, models)]
+    times = [
+        step_time(
+            share,
+            setting.memory,
+            _layout(problem, setting),
+            memory,
+            problem.placed_device,
+            dtype=PRECISIONS[problem.precision][0],
+            accumulation_steps=accumulation,
+            ranks=problem.devices,
+            cuda_graph=setting.cuda_graph,
+            stages=stages,
+            chunks=setting.virtual_pipeline_model_parallel_size,
+        )
+        for share in shares
+    ]
+    time = max(times, key=lambda each: each.step_s)
     # The tensor-parallel ranks of a group work on the same sequences: D replicas x A micro-batches x B sequences.
     sequences = setting.micro_batch_size * _data_parallel_size(problem, setting) * accumulation
     tokens_per_s = problem.sequence_length * sequences / time.step_s
@@ -160,8 +229,10 @@ def _timed(problem: Problem, setting: Setting, models: RankModels, memory: StepM
 
 def _data_parallel_size(problem: Problem, setting: Setting) -> int:
     """Return D, the number of data-parallel ranks."""
-    size = setting.tensor_model_parallel_size
-    return require_divisible("devices", problem.devices, "tensor_model_parallel_size", size)
+    name = "tensor_model_parallel_size"
+    if setting.pipeline_model_parallel_size > 1:
+        name += " x pipeline_model_parallel_size"
+    return require_divisible("devices", problem.devices, name, setting.ranks_of_replica)
 
 
 def _accumulation_steps(problem: Problem, setting: Setting) -> int:
@@ -198,7 +269,7 @@ def _communicators(problem: Problem, setting: Setting) -> int:
     tensor, experts = setting.tensor_model_parallel_size, setting.expert_model_parallel_size
     replicas = _data_parallel_size(problem, setting)
     # Groups of the same ranks share a communicator: a group of one rank has none.
-    sizes = [tensor, replicas]
+    sizes = [tensor, replicas, setting.pipeline_model_parallel_size]
     kv_replicas = problem.model.kv_replicas(tensor)
     if kv_replicas < tensor:
         sizes.append(kv_replicas)
@@ -220,12 +291,12 @@ def shards_sequences(problem: Problem, setting: Setting) -> bool:
     return size > 1 and problem.sequence_length % size == 0
 
 
-def _model(problem: Problem, setting: Setting, models: RankModels) -> RankModel:
-    """Return the share of one rank, from ``models`` or computed and put there."""
+def _model(problem: Problem, setting: Setting, models: RankModels, part: ModelPart | None = None) -> RankModel:
+    """Return the share of one rank, of ``part`` of the layers, from ``models`` or computed and put there."""
     size = setting.tensor_model_parallel_size
     experts = setting.expert_model_parallel_size
     # Memory techniques and ZeRO stages do not change the shapes.
-    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype)
+    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype, part)
     if key not in models:
         parallel = ParallelConfig(
             size,
@@ -241,6 +312,7 @@ def _model(problem: Problem, setting: Setting, models: RankModels) -> RankModel:
             dtype=PRECISIONS[problem.precision][0],
             moe=problem.moe,
             lora=problem.lora,
+            part=part,
         )
     return models[key]
 

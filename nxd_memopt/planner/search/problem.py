@@ -143,6 +143,9 @@ class Setting:
         reduce_dtype: ``parallel.reduce_dtype``, of reductions over tensor-parallel ranks.
         reshard_after_forward: zero3 frees gathered weights between forward and backward.
         overlap_grad_reduce: without sharding, gradients are averaged during backward.
+        pipeline_model_parallel_size: P, ranks that share the stack of layers.
+        virtual_pipeline_model_parallel_size: V, stages of each of them.
+        pipeline_model_parallel_layout: layers of each stage; None: balanced.
     """
 
     tensor_model_parallel_size: int = 1
@@ -162,10 +165,23 @@ class Setting:
     reduce_dtype: Literal["float32"] | None = None
     reshard_after_forward: bool = True
     overlap_grad_reduce: bool = False
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_layout: tuple[int, ...] | None = None
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """T * P, the ranks that have one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def describe(self) -> str:
         """Return the setting in words."""
-        parts = [f"T={self.tensor_model_parallel_size}", f"B={self.micro_batch_size}"]
+        parts = [f"T={self.tensor_model_parallel_size}"]
+        if self.pipeline_model_parallel_size > 1:
+            parts.append(f"P={self.pipeline_model_parallel_size}")
+            if self.virtual_pipeline_model_parallel_size > 1:
+                parts.append(f"V={self.virtual_pipeline_model_parallel_size}")
+        parts.append(f"B={self.micro_batch_size}")
         if self.expert_model_parallel_size > 1:
             parts.append(f"EP={self.expert_model_parallel_size}")
         if self.sharding != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxd_memopt.architectures.adapters import adapter_shapes
 from nxd_memopt.architectures.model_spec import ModelSpec
@@ -20,6 +20,21 @@ ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of some parameters on one rank."""
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Consecutive or several runs of decoder layers, with what is around them: stages of a pipeline.
+
+    Args:
+        layers: global numbers of the layers.
+        has_embedding: whether the embedding is before the first one.
+        has_head: whether final norm and head are behind the last one.
+    """
+
+    layers: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class RankModel:
     @property
     def is_tied(self) -> bool:
         """Whether the trained embedding is the head too."""
-        return bool(self.embedding) and not self.head
+        return bool(self.embedding) and not self.head and self.sizes.has_head
 
     @property
     def other_shapes(self) -> Shapes:
@@ -91,8 +106,13 @@ def rank_model(
     dtype: str,
     moe: MoEConfig | None = None,
     lora: LoraConfig | None = None,
+    part: ModelPart | None = None,
 ) -> RankModel:
-    """Return the share of one rank; arguments and errors as ``rank_sizes``."""
+    """Return the share of one rank; arguments and errors as ``rank_sizes``.
+
+    Args:
+        part: the layers of the rank; None: all.
+    """
     sizes = rank_sizes(
         spec,
         parallel,
@@ -102,6 +122,8 @@ def rank_model(
         moe=moe,
         lora=lora,
     )
+    if part is not None:
+        sizes = _of_part(sizes, part)
     size = parallel.tensor_model_parallel_size
     replicas = spec.kv_replicas(size)
     # Layer 0 stands for every layer: their parameters have equal shapes. One layer is listed instead of all of them,
@@ -117,6 +139,13 @@ def rank_model(
         else:
             place = "final norm"
         found[place].append(parameter.local_shape(size, replicas, parallel.expert_model_parallel_size))
+    if not sizes.has_head:
+        found["head"] = found["final norm"] = []
+    elif not sizes.has_embedding and not found["head"]:
+        # The last stage has a copy of the embedding that is its head.
+        found["head"] = found["embedding"]
+    if not sizes.has_embedding:
+        found["embedding"] = []
     # With adapters the model's own parameters are frozen: they have weights between steps, and neither gradients nor
     # states. Only the adapters count as parameters then.
     layer, *others = (tuple(shapes) for shapes in found.values())
@@ -125,3 +154,17 @@ def rank_model(
     frozen = tuple(shape for shapes in others for shape in shapes)
     trained = tuple(adapter_shapes(spec, sizes.adapters, size))
     return RankModel(sizes, trained, frozen_layer_shapes=layer, frozen_other_shapes=frozen)
+
+
+def _of_part(sizes: RankSizes, part: ModelPart) -> RankSizes:
+    """Return the sizes of a rank that has a part of the layers."""
+    windows = sizes.windows
+    if windows:
+        windows = tuple(windows[number] for number in part.layers)
+    return replace(
+        sizes,
+        num_layers=len(part.layers),
+        windows=windows,
+        has_embedding=part.has_embedding,
+        has_head=part.has_head,
+    )

@@ -50,6 +50,8 @@ class RankSizes:
         reduces_in_fp32: partial sums of activations' gradients are cast to fp32 before they are sent.
         adapters: low-rank adapters, which are trained instead of the weights; None trains the weights.
         scales_blocks: outputs of attention and MLP are multiplied by a constant (Granite).
+        has_embedding: the rank embeds the tokens; False after the first stage of a pipeline.
+        has_head: the rank has final norm, head and loss; False before the last stage of a pipeline.
     """
 
     model_type: str
@@ -78,6 +80,8 @@ class RankSizes:
     reduces_in_fp32: bool = False
     adapters: Adapters | None = None
     scales_blocks: bool = False
+    has_embedding: bool = True
+    has_head: bool = True
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""

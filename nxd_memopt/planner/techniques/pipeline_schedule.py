@@ -7,6 +7,7 @@ V above 1 the interleaved one (section 2.2.2).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from nxd_memopt.config import require_divisible
@@ -100,6 +101,27 @@ def _neighbor(compute: Compute, stages: int, chunks: int, rank: int, step: int) 
     if not 0 <= stage < stages * chunks:
         return None
     return Neighbor(stage % stages, compute._replace(chunk=stage // stages))
+
+
+@lru_cache(maxsize=512)
+def in_flight(stages: int, chunks: int, micro_batches: int, rank: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return for each chunk of ``rank`` what else exists while it computes: numbers of micro-batches by chunk.
+
+    Each entry of a chunk is a different tuple: element c counts the micro-batches whose forward of chunk c has run and
+    whose backward has not, without the one that is computed. Arguments and errors as ``training_units``.
+    """
+    # Warm-up, one group of P micro-batches in the steady state, and the end: further groups repeat the second.
+    micro_batches = min(micro_batches, 3 * stages)
+    counts = [0] * chunks
+    found: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
+    for unit in training_units(stages, chunks, micro_batches, rank):
+        for compute in unit:
+            if not compute.is_forward:
+                counts[compute.chunk] -= 1
+            found[compute.chunk].add(tuple(counts))
+            if compute.is_forward:
+                counts[compute.chunk] += 1
+    return tuple(tuple(sorted(each)) for each in found)
 
 
 def bubble(stages: int, chunks: int, micro_batches: int, *, backward: float = 2.0) -> float:

@@ -51,7 +51,7 @@ class Recomputation:
             )
         number = memory.recompute_num_layers
         if (number or 1) > depth:
-            raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers to recompute: lower it")
+            raise ValueError(f"recompute_num_layers {number} exceeds the {depth} layers to recompute: lower it")
         # The first layers only; each is a chunk.
         if memory.recompute_method == "block":
             return cls(first, number or depth)
@@ -133,6 +133,13 @@ class Recomputation:
         if self.is_nested and not stops_early and len(self.unit(index)) > 1:
             forwards = 2
         return forwards
+
+
+def require_layers(memory: MemoryConfig, num_layers: int) -> None:
+    """Raise ``ValueError`` if recompute is of other layers than a rank's ``num_layers``, or does not divide them."""
+    Recomputation.of(memory, num_layers)
+    memory.num_selective_layers(num_layers)
+    memory.layers_keeping_attention(num_layers)
 
 
 def nested_chunk_layers(num_layers: int) -> int:

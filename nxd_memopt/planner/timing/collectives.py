@@ -334,7 +334,9 @@ def _experts_backward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
     """Return the collectives of the embedding and of the head with its loss."""
-    total = shape.reduction(wide=False) + shape.gather()
+    total: Counter[Collective] = Counter()
+    if shape.sizes.has_embedding:
+        total += shape.reduction(wide=False) + shape.gather()
     # Each chunk of the fused loss is a column-parallel input whose gradient is computed in forward.
     # Its all-gather carries two fp32 numbers per token from each of T ranks.
     for tokens in shape.head_chunks:

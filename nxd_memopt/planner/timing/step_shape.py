@@ -97,7 +97,8 @@ def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
         blocks += [each] * count
     # The bytes of all chunks of the loss together do not depend on the number of chunks.
     tiles_mlp = memory.mlp_tile_tokens is not None
-    return StepShape(sizes, tuple(blocks), num_groups, tiles_mlp, head_chunks=(sizes.tokens,))
+    chunks = (sizes.tokens,) if sizes.has_head else ()
+    return StepShape(sizes, tuple(blocks), num_groups, tiles_mlp, head_chunks=chunks)
 
 
 def _head_chunks(sizes: RankSizes) -> tuple[int, ...]:

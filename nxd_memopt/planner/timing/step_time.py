@@ -173,6 +173,8 @@ def step_time(
     accumulation_steps: int,
     ranks: int,
     cuda_graph: bool,
+    stages: int = 1,
+    chunks: int = 1,
 ) -> StepTime:
     """Return the time of an optimizer step.
 
@@ -186,21 +188,14 @@ def step_time(
         accumulation_steps: micro-batches per step.
         ranks: ranks of the run.
         cuda_graph: one launch per micro-batch.
+        stages: P, ranks of a pipeline, which are taken to be equally fast.
+        chunks: V, stages of each of them.
     """
     rates = rates_of(device)
     sizes = model.sizes
     compute = _compute_terms(sizes, memory, device, rates, dtype)
     compute_s = sum(compute.values())
-    link = _link_of(device, sizes.tensor_model_parallel_size)
-    # On XLA a recomputation runs to its end.
-    stops_early = device.kind != "neuron"
-    tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
-    # Gathers and reductions of a layer overlap with its matmuls in part: the exposed part was fitted over steps with
-    # T = 2 whose limit is the GPU.
-    tensor_s = tensor_bytes / (link * rates.link) * rates.exposed
-    # The experts wait for their rows, and the next layer for theirs.
-    expert_link = _link_of(device, ranks)
-    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link * rates.link)
+    links = _link_terms(sizes, memory, device, rates, ranks=ranks, stages=stages, chunks=chunks)
     # Offloaded activations go out and come back while the layers compute.
     copy_rate = host_copy_rate(device, ranks)
     activations_s = 2 * used.host["activations"] / copy_rate
@@ -215,15 +210,18 @@ def step_time(
         late_s = 0.0
     terms = {
         **compute,
-        "tensor-parallel collectives": tensor_s,
-        "expert-parallel collectives": experts_s,
+        **links,
         "copies to and from the host": COPY_INTERFERENCE * copies_s + late_s,
     }
+    micro_batch_s = sum(terms.values())
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
+    if stages > 1:
+        # The first micro-batch on its way to the last stage, and the last one on its way back.
+        terms["waiting for other stages"] = (stages - 1) / chunks * micro_batch_s
     uncertain_s *= accumulation_steps
     # All weights are on the device for the update, and nothing hides that copy.
     terms["copies to and from the host"] += used.host["weights"] / copy_rate
-    terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
+    terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks // stages, accumulation_steps)
     # Only the forward hides the copies of states that are updated in it.
     # A third of the model's FLOPs: backward has twice the matmuls of forward.
     forward_s = model_flops(sizes) / 3 / (device.matmul_flops[dtype] * rates.matmul)
@@ -244,6 +242,30 @@ def step_time(
         # LAUNCH_RANGE times the expected launches. Only what exceeds the expected step is uncertain.
         uncertain_s += max(0.0, LAUNCH_RANGE * host_s - max(host_s, device_s))
     return StepTime(terms, uncertain_s)
+
+
+def _link_terms(
+    sizes: RankSizes, memory: MemoryConfig, device: Device, rates: Rates, *, ranks: int, stages: int, chunks: int
+) -> dict[str, float]:
+    """Return the seconds that a micro-batch waits for links; arguments as ``step_time``."""
+    link = _link_of(device, sizes.tensor_model_parallel_size)
+    # On XLA a recomputation runs to its end.
+    stops_early = device.kind != "neuron"
+    tensor_bytes = tensor_parallel_bytes(sizes, memory, stops_early=stops_early)
+    # The experts wait for their rows, and the next layer for theirs.
+    expert_link = _link_of(device, ranks // stages)
+    experts_s = expert_parallel_bytes(sizes, memory, stops_early=stops_early) / (expert_link * rates.link)
+    # Gathers and reductions of a layer overlap with its matmuls in part: the exposed part was fitted over steps with
+    # T = 2 whose limit is the GPU.
+    terms = {
+        "tensor-parallel collectives": tensor_bytes / (link * rates.link) * rates.exposed,
+        "expert-parallel collectives": experts_s,
+    }
+    if stages > 1:
+        # Hidden states come in while others go out, and so do their gradients; nothing hides either.
+        sent = 2 * chunks * sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+        terms["messages between stages"] = sent / (_link_of(device, ranks) * rates.link)
+    return terms
 
 
 def launches(sizes: RankSizes, memory: MemoryConfig) -> int:

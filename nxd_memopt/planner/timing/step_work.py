@@ -40,6 +40,13 @@ def _active_width(sizes: RankSizes) -> int:
     return sizes.moe.top_k * sizes.moe.width + sizes.moe.shared_width
 
 
+def _head_elements(sizes: RankSizes) -> int:
+    """Return the elements of the head on this rank."""
+    if not sizes.has_head:
+        return 0
+    return sizes.vocab * sizes.hidden
+
+
 def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     """Return the FLOPs of a micro-batch's matmuls on one rank, recomputation included.
 
@@ -48,7 +55,7 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     """
     weights = layer_matmul_elements(sizes)
     layer = sum(weights.values())
-    head = sizes.vocab * sizes.hidden
+    head = _head_elements(sizes)
     factor = per_weight = 6
     # In fp16 backward computes the logits again.
     if sizes.is_fp16:
@@ -71,7 +78,7 @@ def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
         sizes: sizes of one rank's tensors.
         attention: whether the products of queries, keys and values count.
     """
-    weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + sizes.vocab * sizes.hidden
+    weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + _head_elements(sizes)
     pairs = 0.0
     if attention:
         pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers))

@@ -301,15 +301,6 @@ class TrainConfig:
         remedy = f"start a multiple of {size} ranks, such as nxd-memopt train --nproc {size}"
         return require_divisible("world size", world_size, name, size, remedy)
 
-    def require_complete_model(self, use: str) -> None:
-        """Raise ``ValueError`` if the model is divided into stages, which are not ``use``: planned or certified."""
-        size = self.parallel.pipeline_model_parallel_size
-        if size > 1:
-            raise ValueError(
-                f"parallel.pipeline_model_parallel_size {size}: stages of a pipeline are not {use}; set it to 1 for "
-                "the complete model"
-            )
-
     def require_expert_ranks(self, world_size: int) -> None:
         """Raise ``ValueError`` unless the data-parallel ranks are groups of EP ranks."""
         size = self.parallel.expert_model_parallel_size

@@ -1,0 +1,116 @@
+"""What one rank of a pipeline has: the layers of its chunks, and the micro-batches that exist at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nxd_memopt.architectures.stages import RankStages
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.sizes.rank_model import ModelPart, RankModel
+from nxd_memopt.planner.techniques.pipeline_schedule import in_flight
+from nxd_memopt.planner.techniques.recomputation import require_layers
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stage of a rank.
+
+    Args:
+        model: its layers.
+        memory: techniques of its layers.
+        others: numbers of other micro-batches of each chunk while this one computes (``in_flight``).
+    """
+
+    model: RankModel
+    memory: MemoryConfig
+    others: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """The stages of one rank of a pipeline.
+
+    Args:
+        rank: position in the pipeline.
+        model: the layers of all chunks.
+        chunks: each of them.
+    """
+
+    rank: int
+    model: RankModel
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(
+        cls, stages: RankStages, memory: MemoryConfig, micro_batches: int, model_of: Callable[[ModelPart], RankModel]
+    ) -> PipelineRank:
+        """Return what a rank has.
+
+        Args:
+            stages: its layers.
+            memory: techniques, which the training program applies to the layers of the rank.
+            micro_batches: M.
+            model_of: returns the share of a part of the layers.
+
+        Raises:
+            ValueError: recompute does not fit the layers of the rank, or crosses its chunks.
+        """
+        all_others = in_flight(stages.num_ranks, len(stages.chunks), micro_batches, stages.rank)
+        chunks: list[Chunk] = []
+        start = 0
+        for index, layers in enumerate(stages.chunks):
+            part = ModelPart(tuple(layers), stages.is_first(index), stages.is_last(index))
+            positions = range(start, start + len(layers))
+            chunks.append(
+                Chunk(model_of(part), _techniques_of(memory, positions, len(stages.layers)), all_others[index])
+            )
+            start = positions.stop
+        whole = ModelPart(tuple(stages.layers), stages.has_embedding, stages.has_head)
+        return cls(stages.rank, model_of(whole), tuple(chunks))
+
+
+def fullest_ranks(stages: Sequence[RankStages]) -> list[int]:
+    """Return the ranks of a pipeline of which one has the highest peak.
+
+    The first rank has the embedding and the most micro-batches in flight, the last one the head. From rank to rank
+    fewer are in flight, so that a rank between them has more only with more layers than all ranks before it.
+    """
+    found = [0]
+    most = 0
+    for each in stages[1:-1]:
+        if len(each.layers) > most:
+            most = len(each.layers)
+            found.append(each.rank)
+    return [*found, len(stages) - 1]
+
+
+def _techniques_of(memory: MemoryConfig, positions: range, num_layers: int) -> MemoryConfig:
+    """Return the techniques of the layers at ``positions`` of a rank's ``num_layers``."""
+    require_layers(memory, num_layers)
+    if len(positions) == num_layers:
+        return memory
+    if memory.recompute_method in ("uniform", "nested"):
+        raise ValueError(
+            f"recompute_method {memory.recompute_method!r} has chunks that would cross the chunks of a rank: leave out "
+            "virtual_pipeline_model_parallel_size, or the method"
+        )
+    keeping = memory.layers_keeping_attention(num_layers)
+    number = memory.recompute_num_layers
+    if number is not None:
+        number = min(max(number - positions.start, 0), len(positions))
+        if number == 0:
+            return replace(
+                memory,
+                recompute_granularity=None,
+                recompute_method=None,
+                recompute_num_layers=None,
+                recompute_modules=None,
+                recompute_keep_core_attn=False,
+            )
+        memory = replace(memory, recompute_num_layers=number)
+    # Those that keep attention's results are the last ones that are recomputed, of the rank and so of a chunk.
+    if memory.recompute_keep_core_attn not in (False, "all"):
+        kept = len(range(max(keeping.start, positions.start), min(keeping.stop, positions.stop)))
+        memory = replace(memory, recompute_keep_core_attn=kept or False)
+    return memory
