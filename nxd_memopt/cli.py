@@ -7,56 +7,60 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.options import require_one_of
 
 _SIGNALLED = 128  # greater statuses are those of processes that a signal has stopped
+
+
+class Command(NamedTuple):
+    """A command of ``nxd-memopt``.
+
+    Args:
+        module: has its ``main``. Imported when the command runs: plan and every --help need neither torch nor a device.
+        summary: its line in the list of commands.
+        is_host_only: it opens no device, which a run may have.
+    """
+
+    module: str
+    summary: str
+    is_host_only: bool = False
+
+
 COMMANDS = {
-    "train": "train or resume a run, with --nproc N on N ranks",
-    "prepare": "tokenize all text of a run before training",
-    "launch": "start training on a platform's ranks, or show how",
-    "plan": "show which settings fit a device, and how fast they are",
-    "profile": "show where memory and time of training steps go",
-    "certify": "show, without the hardware, that a step recomputes, communicates and fits as it should",
-    "convert": "convert weights between Hugging Face directories and neuronx-distributed's files",
-    "chat": "show what a model or an adapter answers",
-    "doctor": "show versions, the backend and why it was chosen, and the fast paths that run",
-    "selftest": "check the library on this device in ten minutes at most, for a bug report",
-}
-# Imported when the command runs: plan and every --help need neither torch nor a device.
-_MODULES = {
-    "prepare": "nxd_memopt.commands.prepare",
-    "launch": "nxd_memopt.launch.command",
-    "plan": "nxd_memopt.commands.plan.command",
-    "profile": "nxd_memopt.commands.profile",
-    "certify": "nxd_memopt.certify.command",
-    "convert": "nxd_memopt.commands.convert",
-    "chat": "nxd_memopt.commands.chat",
-    "doctor": "nxd_memopt.commands.doctor",
-    "selftest": "nxd_memopt.selftest.command",
+    "train": Command("nxd_memopt.launch.train", "train or resume a run, with --nproc N on N ranks"),
+    "prepare": Command("nxd_memopt.commands.prepare", "tokenize all text of a run before training", is_host_only=True),
+    "launch": Command("nxd_memopt.launch.command", "start training on a platform's ranks, or show how"),
+    "plan": Command("nxd_memopt.commands.plan.command", "show which settings fit a device, and how fast they are"),
+    "profile": Command("nxd_memopt.commands.profile", "show where memory and time of training steps go"),
+    "certify": Command(
+        "nxd_memopt.certify.command",
+        "show, without the hardware, that a step recomputes, communicates and fits as it should",
+        is_host_only=True,
+    ),
+    "convert": Command(
+        "nxd_memopt.commands.convert",
+        "convert weights between Hugging Face directories, training checkpoints and neuronx-distributed's files",
+        is_host_only=True,
+    ),
+    "chat": Command("nxd_memopt.commands.chat", "show what a model or an adapter answers"),
+    "doctor": Command(
+        "nxd_memopt.commands.doctor", "show versions, the backend and why it was chosen, and the fast paths that run"
+    ),
+    "selftest": Command(
+        "nxd_memopt.selftest.command", "check the library on this device in ten minutes at most, for a bug report"
+    ),
 }
 
 
 def _help() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<8}  {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<8}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["usage: nxd-memopt COMMAND ...", "", *lines, "", "nxd-memopt COMMAND --help shows the options of a command."]
     )
-
-
-def _train(arguments: Sequence[str]) -> int:
-    """Train in this process, or on the ranks that ``--nproc`` starts."""
-    names = {argument.partition("=")[0] for argument in arguments}
-    # The help is shown once, not by every rank.
-    if "--nproc" in names and not names & {"-h", "--help"}:
-        from nxd_memopt.launch.agent import main as start_ranks
-
-        return start_ranks(arguments)
-    from nxd_memopt.training.__main__ import main
-
-    return main(arguments, program="nxd-memopt train")
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -64,16 +68,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name.startswith("-") or name.endswith((".yaml", ".yml")):
         raise ValueError(f"no command is named before {name}: write nxd-memopt train {name}, or another command")
     require_one_of("command", name, tuple(COMMANDS))
-    if name == "train":
-        return _train(arguments)
-    if name not in ("convert", "certify"):
-        return importlib.import_module(_MODULES[name]).main(arguments)
+    command = COMMANDS[name]
+    if not command.is_host_only:
+        return importlib.import_module(command.module).main(arguments)
     from nxd_memopt.training.runtime.distributed import host_only
 
-    # Neither opens a device, which a run may have: convert works in host memory, and certify
-    # measures in a process of its own.
     with host_only():
-        return importlib.import_module(_MODULES[name]).main(arguments)
+        return importlib.import_module(command.module).main(arguments)
 
 
 def run(arguments: Sequence[str]) -> int:

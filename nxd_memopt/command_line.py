@@ -29,7 +29,10 @@ OVERRIDES = (
     "Every option of a run overrides the file's: --SECTION.OPTION VALUE, such as --data.seq-length 8192 or "
     "--parallel.tensor-model-parallel-size 8. nxd-memopt train --help shows them all."
 )
-INSTANCES = {"trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1n", "trn1.2xlarge": "trn1-2xlarge"} | {
+INSTANCES = {
+    "trn1.32xlarge": "trn1",
+    "trn1n.32xlarge": "trn1n",
+    "trn1.2xlarge": "trn1-2xlarge",
     "trn2.48xlarge": "trn2",
     "trn2.3xlarge": "trn2-3xlarge",
 }
@@ -172,11 +175,6 @@ class Run:
         if model.pretrained is None:
             return dict(model.config_overrides)
         return load_model_config(model.pretrained) | model.config_overrides
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether a tokenizer is named, which plans and certificates do without."""
-        return has_tokenizer(self.config)
 
 
 def read_run(options: argparse.Namespace, arguments: Sequence[str]) -> Run:

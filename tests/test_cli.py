@@ -110,7 +110,8 @@ def test_help_of_each_command_needs_no_package():
 
 def test_commands_of_the_host_open_no_device():
     """With a backend that this machine lacks, as a NeuronCore that a run has."""
-    code = "from nxd_memopt.cli import run\nfor name in ('certify', 'convert'): assert run([name, '--help']) == 0"
+    names = ("certify", "convert", "prepare")
+    code = f"from nxd_memopt.cli import run\nfor name in {names}: assert run([name, '--help']) == 0"
     environ = os.environ | {"NXD_MEMOPT_BACKEND": "neuron"}
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True)
 

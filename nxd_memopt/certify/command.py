@@ -82,9 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.options.json is not None:
         document = {"request": dataclasses.asdict(asked.request), **found.to_json()}
         write_text(asked.options.json, json.dumps(document, indent=1) + "\n")
-    if found.passed:
-        return 0
-    return 1
+    return int(not found.passed)
 
 
 def _parser() -> Parser:
@@ -123,7 +121,7 @@ def read(arguments: Sequence[str]) -> Asked:
     # Everything that can be refused is refused here, before minutes of measuring.
     options, overrides = _parser().separate(arguments)
     require_one_of("--backend", options.backend, BACKENDS)
-    _require_valid_numbers(options)
+    _require_valid_flags(options)
     run = read_run(options, overrides)
     require_size("data.seq_length", run.config.data.seq_length, is_length=True)
     if options.max_temp_ratio is not None and run.config.memory.recompute_granularity is None:
@@ -157,13 +155,12 @@ def asked_of(options: argparse.Namespace, run: Run) -> Asked:
     planned, refusal = _planned(run, hf_config, device, devices)
     if planned is not None:
         require_possible(planned.problem, FixedOptions(planned.plan.setting))
-    layers = options.measure_layers
     request = request_of(
         run.config,
         model,
         backend=_backend(options.backend, device),
         device=device.name,
-        layer_counts=None if layers is None else (layers[0], layers[1]),
+        layer_counts=options.measure_layers,
         plan_refusal=refusal,
     )
     return Asked(options, run, device, planned, states, request)
@@ -192,7 +189,7 @@ def _completed(run: Run, devices: int) -> Run:
     return replace(run, config=config)
 
 
-def _require_valid_numbers(options: argparse.Namespace) -> None:
+def _require_valid_flags(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for numbers without a meaning, or a file that cannot be written."""
     require_memory("--device-memory-gib", options.device_memory_gib)
     require_memory("--host-memory-gib", options.host_memory_gib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def request_of(
     *,
     backend: str,
     device: str,
-    layer_counts: tuple[int, int] | None,
+    layer_counts: Sequence[int] | None,
     plan_refusal: str | None = None,
 ) -> Request:
     """Return what to measure for one micro-batch of a run on one rank.
@@ -232,7 +233,7 @@ def _static_form(moe: MoEConfig, device: str) -> MoEConfig:
     return replace(moe, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=True)
 
 
-def _depths(memory: MemoryConfig, depth: int, given: tuple[int, int] | None) -> tuple[int, int]:
+def _depths(memory: MemoryConfig, depth: int, given: Sequence[int] | None) -> tuple[int, int]:
     """Return the two depths that are measured, 2 and 4 unless the model or its recomputed layers demand others.
 
     Raises:

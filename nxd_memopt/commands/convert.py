@@ -122,6 +122,10 @@ class Convert:
             self._to_hugging_face()
         print(f"wrote {self.target}")
 
+    @property
+    def _max_shard_size_bytes(self) -> int:
+        return int(self.max_shard_size_gib * 2**30)
+
     def _require_sizes(self) -> None:
         """Raise ``ValueError`` for a size that is not positive."""
         # Shapes are divided by these sizes: 0 would end in a message about a tensor, and a negative
@@ -177,7 +181,7 @@ class Convert:
         if self.target_format == "peft":
             source.write_adapters(self.target)
         else:
-            source.write_model(self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30))
+            source.write_model(self.target, max_shard_size_bytes=self._max_shard_size_bytes)
 
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
@@ -215,19 +219,16 @@ class Convert:
         else:
             load_upcycled(model, self.source, seed=self.seed)
         with companions_of(self.source) as companions:
-            save_pretrained(
-                model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30), companions=companions
-            )
+            save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes, companions=companions)
 
     def _stored_dtype(self, configured: torch.dtype) -> torch.dtype:
         """Return the dtype of the source's weights, whatever its config.json says: another one would round them."""
         from nxd_memopt.checkpoint.files import find_gguf, floating_dtype, open_weights
 
         # A GGUF file has quantized blocks, which are read as the configured dtype.
-        source = Path(self.source)
-        if not source.is_dir() or find_gguf(source) is not None:
+        if not self.source.is_dir() or find_gguf(self.source) is not None:
             return configured
-        with open_weights(source) as sources:
+        with open_weights(self.source) as sources:
             stored = floating_dtype(sources)
         if stored is None or stored == configured:
             return configured
@@ -250,7 +251,7 @@ class Convert:
             query_key_value_stride=self.query_key_value_stride,
             accept_drift=self.accept_drift,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
-            max_shard_size_bytes=int(self.max_shard_size_gib * 2**30),
+            max_shard_size_bytes=self._max_shard_size_bytes,
         )
 
     def _to_nxd(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nxd_memopt._optional import MissingDependencyError, installed, require_transformers
+from nxd_memopt.command_line import FlagParser
 
 _OPTIONAL = ("triton", "flash-attn-4")
 
@@ -15,11 +16,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: there are arguments.
     """
-    if list(arguments) in (["-h"], ["--help"]):
-        print("usage: nxd-memopt doctor\n\nShow versions, the backend and why it was chosen, and which fast paths run.")
-        return 0
-    if arguments:
-        raise ValueError(f"nxd-memopt doctor takes no {arguments[0]}: leave it out")
+    FlagParser("doctor", "Show versions, the backend and why it was chosen, and which fast paths run.").parse_args(
+        arguments
+    )
     # Selects a backend, which may open a device.
     from nxd_memopt.ops.describe import describe_fused
 

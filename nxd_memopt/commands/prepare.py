@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.command_line import Parser, count
-from nxd_memopt.training.runtime.distributed import available_cores, use_host_only
+from nxd_memopt.training.runtime.distributed import available_cores
 from nxd_memopt.training.runtime.signals import Interrupted, Interrupts, exit_status
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ def _prepare(arguments: Sequence[str]) -> None:
     config = parse_config(train_arguments, program=PROGRAM)
     require_inputs(config)
     require_transformers(PROGRAM, extra="train")
-    # Tokenizing needs no device, and on this host a run may have all of them.
-    use_host_only()
     from nxd_memopt.training.data.mixture import Blend
     from nxd_memopt.training.data.sources.data_format import with_format
     from nxd_memopt.training.data.tokenize.chat import with_chat_template

@@ -39,7 +39,6 @@ def compare(name: str | None) -> str:
         AbsentError: the implementation can run in neither dtype.
         CheckError: an error is above its bound.
     """
-    is_packed = name is None
     length = _LENGTHS.get(name or "", _LENGTH)
     query = (1, _HEADS, length, _HEAD_SIZE)
     found: dict[torch.dtype, list[Tensor]] = {}
@@ -49,23 +48,21 @@ def compare(name: str | None) -> str:
         if name is None:
             chosen, _ = attention_implementation(query, _KV_HEADS, dtype=dtype, packed=True)
             figures.append(chosen)
+            mask = _documents().to(backend.device)
         else:
-            chosen = name
+            chosen, mask = name, None
             reason = refusal(name, AttentionCall(query, _KV_HEADS, masked=False, dropout_p=0.0, dtype=dtype))
             if reason is not None:
                 refused.append(reason)
                 continue
-        documents = None
-        if is_packed:
-            documents = _documents().to(backend.device)
-        attend = partial(core_attention, implementation=chosen, mask=documents)
+        attend = partial(core_attention, implementation=chosen, mask=mask)
         inputs = [tensor.to(backend.device) for tensor in _inputs(dtype, length)]
         found[dtype] = results(lambda q, k, v, attend=attend: (attend(q, k, v),), inputs, dtype, is_differentiable=True)
     if not found:
         raise AbsentError("; ".join(dict.fromkeys(refused)))
     backend.mark_step()
     for dtype, tensors in found.items():
-        wanted = _wanted(dtype, length, is_packed=is_packed)
+        wanted = _wanted(dtype, length, is_packed=name is None)
         errors = [error_of(ours.cpu(), theirs) for ours, theirs in zip(tensors, wanted, strict=True)]
         figures.append(judge(errors, dtype, multiplies=True))
     return ", ".join(dict.fromkeys(figures))

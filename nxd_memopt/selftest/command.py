@@ -33,7 +33,7 @@ def _parser() -> FlagParser:
         "arguments.",
     )
     parser.add_argument(
-        "--nproc", type=count, metavar="N", help="number of ranks; default: the host's cores, 2 on CPUs"
+        "--nproc", type=count, metavar="N", help="number of ranks; default: the host's NeuronCores or GPUs, 2 on CPUs"
     )
     default = "default: this host's"
     parser.add_argument("--platform", metavar="NAME", help=f"{', '.join(PLATFORMS)}, or an instance type; {default}")

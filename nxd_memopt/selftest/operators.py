@@ -24,7 +24,6 @@ FACTORS = {torch.float32: 16, torch.bfloat16: 4}
 In bf16 a result has about three roundings of half an eps: inputs are exact, intermediates and the result are not. In
 fp32 the sums of up to 128 terms and the device's own exponential have more. On the CPU at most half is used.
 """
-_DTYPES = tuple(FACTORS)
 _TOKENS, _HIDDEN, _WIDTH, _VOCABULARY, _EXPERTS = 64, 64, 128, 96, 4
 _EPS = 1e-5
 _HEADS = (2, 4, 16, 32)  # [B, h, S, d]
@@ -56,7 +55,7 @@ class Operator:
     reference: Function
     multiplies: bool = False
     is_differentiable: bool = True
-    dtypes: tuple[torch.dtype, ...] = _DTYPES
+    dtypes: tuple[torch.dtype, ...] = tuple(FACTORS)
     instead: str = _COMPILED
 
 

@@ -29,6 +29,8 @@ WORKER = (sys.executable, "-m", "nxd_memopt.selftest.worker")
 CPU_RANKS = 2
 _GROUP_SIZES = {"trn1": TRN1_GROUP_SIZES, "trn1-2xlarge": TRN1_2XLARGE_GROUP_SIZES}
 _REMEDY = "the check that it ran has failed"
+_FATAL = ("Fatal Python error", "Timeout (")
+"""Beginnings of the lines that faulthandler prints when it ends a rank."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,15 @@ class Collector:
         self.poll()
         if self.next not in self._started:
             return False
-        # The errors of other ranks follow from a rank that a signal has ended.
-        self._close(self.why(status), is_cause=status > exit_status(0))
+        # The errors of other ranks follow from a rank that a signal, or the limit of time, has ended.
+        is_cause = status > exit_status(0) or bool(self._last_line(_FATAL))
+        self._close(self.why(status), is_cause=is_cause)
         return True
 
     def why(self, status: int) -> str:
-        """Return how the ranks ended, and the last line that one of them printed."""
-        return f"{_describe(status)}: {self._last_line()}"
+        """Return how the ranks ended, and the last line that one of them printed; faulthandler's before others."""
+        printed = self._last_line(_FATAL) or self._last_line(("",)) or "nothing was printed"
+        return f"{_describe(status)}: {printed}"
 
     def add(self, result: Result) -> None:
         """Add a result and show it."""
@@ -186,16 +190,15 @@ class Collector:
         seconds = max((record.time_s for record in records), default=started.time_s) - started.time_s
         self.add(Result(started.name, state, text, round(seconds, 1), started.instead))
 
-    def _last_line(self) -> str:
-        """Return the last line that a rank printed which has not finished the check."""
+    def _last_line(self, beginnings: tuple[str, ...]) -> str:
+        """Return the last line with one of the beginnings of the first rank that has one; empty without."""
         for rank in range(self._processes):
             log = self._directory / f"rank{rank}.log"
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-            fatal = [line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))]
-            last = fatal[-1:] or [line for line in lines if line.strip()][-1:]
-            if last:
-                return f"rank {rank}: {last[0].strip()}"
-        return "nothing was printed"
+            found = [line.strip() for line in lines if line.strip() and line.startswith(beginnings)]
+            if found:
+                return f"rank {rank}: {found[-1]}"
+        return ""
 
 
 def _describe(status: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -165,7 +164,7 @@ def checkpoint() -> str:
         step(model, optimizer, torch.ones(4, 32, dtype=torch.int64).to(backend.device))
         config = {"of": "selftest"}
         save_training_state(directory / "first", 1, state=TrainingState(model, optimizer), config=config)
-        wanted = list(_host_tensors(model, optimizer))
+        wanted = _host_tensors(model, optimizer)
         full = _full_weights(model)
         _require_equal(_loaded(directory / "first", config), wanted, f"T={size}")
         if size > 1:
@@ -206,13 +205,13 @@ def _loaded(directory: Path, config: dict[str, str]) -> TrainingState:
     return state
 
 
-def _host_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
-    """Yield this rank's weights and optimizer states on the CPU."""
+def _host_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return this rank's weights and optimizer states on the CPU."""
+    found: list[Tensor] = []
     for param in model.parameters():
-        yield param.detach().cpu()
-        assert optimizer is not None
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            yield torch.as_tensor(optimizer.state[param][name]).cpu()
+        states = [optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq", "step")]
+        found += [torch.as_tensor(each).detach().cpu() for each in (param, *states)]
+    return found
 
 
 def _full_weights(model: torch.nn.Module) -> list[Tensor]:
@@ -222,7 +221,8 @@ def _full_weights(model: torch.nn.Module) -> list[Tensor]:
 
 
 def _require_equal(state: TrainingState, wanted: list[Tensor], where: str) -> None:
-    _require_equal_tensors(list(_host_tensors(state.model, state.optimizer)), wanted, where)
+    assert state.optimizer is not None
+    _require_equal_tensors(_host_tensors(state.model, state.optimizer), wanted, where)
 
 
 def _require_equal_tensors(found: list[Tensor], wanted: list[Tensor], where: str) -> None:

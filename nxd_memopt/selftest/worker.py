@@ -113,7 +113,8 @@ def _any_rank(is_over: bool) -> bool:
 def main(make_table: Callable[[list[int]], list[Check]] = table) -> int:
     """Run the checks that the command line names; return the exit status."""
     directory, first, stop_s, sizes = sys.argv[1:]
-    log = os.open(Path(directory) / f"rank{rank()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Without what earlier ranks have printed, which would be taken for the reason why these have ended.
+    log = os.open(Path(directory) / f"rank{rank()}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     # Compilers and runtimes write to the descriptors themselves.
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

@@ -38,7 +38,7 @@ from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.lora import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.parameter_groups import require_matches, trained_parameters
-from nxd_memopt.training.reporting.reporter import require_readable_records
+from nxd_memopt.training.reporting.records import require_readable_records
 from nxd_memopt.training.runtime.distributed import is_rank_zero
 
 OVERRIDES = "model.config_overrides"

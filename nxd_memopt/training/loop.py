@@ -95,7 +95,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None, phases: Start
     interrupts, phases = interrupts or Interrupts(), phases or StartPhases()
     # Checks that need no model and no file of the run come first: a user error is reported before
     # the output directory is touched and weights are loaded.
-    summary = start_summary(config)
+    summary = start_summary()
     require_boards(config.trainer.wandb_project)
     hf_config = load_hf_config(config.model, config.moe)
     require_trainable(config, hf_config)

@@ -96,7 +96,7 @@ def test_a_later_compilation_fails(monkeypatch):
 
 
 def test_the_checks_after_an_ended_rank_run(tmp_path, monkeypatch):
-    """Results are those of all ranks: the rank that a signal has ended is the cause, not what the other one says."""
+    """Results are those of all ranks: the rank that a signal or its time has ended is the cause, not the other one."""
 
     class Ranks:
         def __init__(self, arguments, processes, environ, *, remedy, watch):
@@ -113,12 +113,17 @@ def test_the_checks_after_an_ended_rank_run(tmp_path, monkeypatch):
                 self.write(1, 0, "check 0", FAILED, "RuntimeError: connection closed")
                 (tmp_path / "rank0.log").write_text("Fatal Python error: Aborted\nThread 1\n", encoding="utf-8")
                 return 134
-            self.write(0, 1, "check 1", PASSED, "good")
+            if self.first == 1:
+                self.write(0, 1, "check 1", FAILED, "RuntimeError: connection closed")
+                (tmp_path / "rank0.log").write_text("a warning\n", encoding="utf-8")
+                (tmp_path / "rank1.log").write_text("Timeout (0:04:00)!\nThread 1\n", encoding="utf-8")
+                return 1
+            self.write(0, 2, "check 2", PASSED, "good")
             self.watch()
-            self.write(1, 1, "check 1", FAILED, "bad")
+            self.write(1, 2, "check 2", FAILED, "bad")
             for rank in (0, 1):
-                self.write(rank, 2, "check 2", ABSENT, "none")
-                self.write(rank, 3, END, PASSED)
+                self.write(rank, 3, "check 3", ABSENT, "none")
+                self.write(rank, 4, END, PASSED)
             self.watch()
             return 0
 
@@ -126,7 +131,9 @@ def test_the_checks_after_an_ended_rank_run(tmp_path, monkeypatch):
     shown: list[Result] = []
     run_ranks(["rest"], 2, {}, Collector(tmp_path, 2, shown.append), directory=tmp_path)
     first = "a rank was ended by SIGABRT: rank 0: Fatal Python error: Aborted"
-    wanted = [("check 0", FAILED, first), ("check 1", FAILED, "bad"), ("check 2", ABSENT, "none")]
+    second = "a rank ended with exit status 1: rank 1: Timeout (0:04:00)!"
+    wanted = [("check 0", FAILED, first), ("check 1", FAILED, second)]
+    wanted += [("check 2", FAILED, "bad"), ("check 3", ABSENT, "none")]
     assert [(result.name, result.state, result.text) for result in shown] == wanted
 
 

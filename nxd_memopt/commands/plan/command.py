@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
@@ -11,19 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt._optional import require_installed
-from nxd_memopt.architectures.experts import BALANCED_ROUTING
 from nxd_memopt.architectures.model_spec import model_spec, require_positions
 from nxd_memopt.command_line import OVERRIDES, Parser, Run, count, device_and_ranks, read_run, require_directory
 from nxd_memopt.commands.plan.fixed import fixed_options, planned_moe, stated_size
+from nxd_memopt.commands.plan.output import assumptions, document, draw, header, memory_line, missing_memory, table
 from nxd_memopt.commands.plan.yaml_writer import configuration, missing_options, require_trainable, write_yaml
 from nxd_memopt.files import require_new
-from nxd_memopt.planner.hardware import DEVICES, GIB, NOT_MODELLED
+from nxd_memopt.planner.hardware import DEVICES
 from nxd_memopt.planner.search.explain import explanation
 from nxd_memopt.planner.search.plan import Plan, closest_to_fitting, plans, remedies
-from nxd_memopt.planner.search.problem import Problem, attention_notes, require_memory
+from nxd_memopt.planner.search.problem import Problem, require_memory
 from nxd_memopt.planner.sizes.states import STAGES
-from nxd_memopt.planner.timing.step_time import StepTime, rates_of
 
 _EPILOG = f"""{OVERRIDES} Of a configuration, what the search chooses replaces its options: the micro-batch, the ZeRO
 stage, techniques of the memory section, optimizer states on the host and CUDA graphs. Other options are planned and
@@ -70,25 +67,36 @@ def main(arguments: Sequence[str]) -> int:
     if is_checked:
         require_trainable(content, problem, best.setting, run)
     if options.json:
-        print(json.dumps(_document(problem, found[: options.show], changes), indent=1))
+        print(json.dumps(document(problem, found[: options.show], changes), indent=1))
     else:
-        _print(options, run, problem, found, best, changes)
+        print("\n".join(_lines(options, run, problem, found, best, changes)))
     # Without a setting that fits, the smallest one shows which term is too large.
     if options.plot is not None:
-        _draw(options, run.name, problem, found[: options.show] or [best])
+        draw(options.plot, run.name, problem, found[: options.show] or [best])
     if not found:
         return 1
     if options.explain and not options.json:
-        print()
-        for line in explanation(best.memory, best.time):
-            print(line)
+        print("\n".join(["", *explanation(best.memory, best.time)]))
     if options.write is not None:
-        for note in write_yaml(options.write, problem, best, content):
-            print(f"note: {note}", file=sys.stderr)
-        print(f"wrote {options.write}", file=sys.stderr)
-        for command in next_commands(options, problem, content):
-            print(f"  {command}", file=sys.stderr)
+        notes = write_yaml(options.write, problem, best, content)
+        lines = [*(f"note: {note}" for note in notes), f"wrote {options.write}"]
+        lines += [f"  {command}" for command in next_commands(options, problem, content)]
+        print("\n".join(lines), file=sys.stderr)
     return 0
+
+
+def _lines(
+    options: argparse.Namespace, run: Run, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
+) -> list[str]:
+    """Return the settings as a table, or the smallest one and what to change if there is none."""
+    # First what was planned, then what the figures assume, then the settings: a table is read
+    # without its assumptions otherwise.
+    shown = found[: options.show]
+    lines = [header(run.name, problem, best, is_default_batch=_has_default_batch(run))]
+    lines += assumptions(problem, best, shown)
+    if not found:
+        return lines + missing_memory(problem, best, changes)
+    return [*lines, *table(problem, shown, len(found)), memory_line(options.row, best)]
 
 
 def next_commands(options: argparse.Namespace, problem: Problem, content: Mapping[str, Any]) -> list[str]:
@@ -233,121 +241,3 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
 def _has_default_batch(run: Run) -> bool:
     """Return whether nothing says how many sequences a step has."""
     return run.is_bare and "global_batch_size" not in run.stated
-
-
-def _print(
-    options: argparse.Namespace, run: Run, problem: Problem, found: Sequence[Plan], best: Plan, changes: Sequence[str]
-) -> None:
-    """Print the settings as a table, or the smallest one and what to change if there is none."""
-    # First what was planned, then what the figures assume, then the settings: a table is read
-    # without its assumptions otherwise.
-    device = problem.device
-    batch = f"{problem.global_batch_size:,} sequences"
-    if _has_default_batch(run):
-        batch += " (by default about 4M tokens)"
-    # A calibrated device has as many ranks on a host as were measured.
-    hosts = -(-problem.devices // device.ranks_per_host)
-    shown = ""
-    if hosts > 1:
-        shown = f" on {hosts} hosts of {device.ranks_per_host}"
-    print(
-        f"{run.name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
-        f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
-        f"{problem.placed_device.memory_gib:g} GiB for tensors"
-    )
-    # Offload is limited by a rank's share; people know the memory of the host.
-    ranks = min(problem.devices, device.ranks_per_host)
-    # Rates of data sheets or of this machine's matmuls alone: nobody has compared a step with them.
-    if not rates_of(device).is_calibrated:
-        known = "come from measured rates, and no step was compared" if device.measured else "are not calibrated"
-        print(f"Times on {device.name} {known}: they order the settings, no more. docs/planner.md")
-    if NOT_MODELLED[device.kind]:
-        print(f"Only hardware shows: {'; '.join(NOT_MODELLED[device.kind])}.")
-    for note in attention_notes(problem, best.setting):
-        print(f"{note[0].upper()}{note[1:]}.")
-    if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
-        print(f"With EP above 1 the figures assume {BALANCED_ROUTING}.")
-    if problem.moe is not None and problem.moe.moe_expert_block_size is not None:
-        block = problem.moe.moe_expert_block_size
-        print(f"Experts in blocks of {block} rows, of fixed shapes (moe.moe_expert_block_size).")
-    # The setting that exceeds the memory least shows how much is missing.
-    if not found:
-        print(
-            f"Nothing fits. The smallest setting, {best.setting.describe()}, needs "
-            f"{best.memory.reserved_bytes / GIB:.1f} GiB with margin and {best.memory.host_bytes / GIB:.1f} GiB of "
-            f"host memory, of which a rank can use {problem.usable_host_bytes / GIB:.1f}."
-        )
-        print("\n".join(["Change one:", *(f"  {text}" for text in changes)]) if changes else "Use a larger device.")
-        return
-    host = f"host of {ranks * problem.usable_host_bytes / GIB:,.0f}"
-    columns = f"{'row':>3}  {'tokens/s':>10}  {'step s':>11}  {'GiB':>6}  {'with margin':>11}"
-    print(f"{columns}  {host}  {'limit':<28} setting")
-    for row, plan in enumerate(found[: options.show], start=1):
-        memory = plan.memory
-        print(
-            f"{row:>3}  {plan.tokens_per_s:>10,.0f}  {_seconds(plan.time):>11}  {memory.device_bytes / GIB:>6.1f}  "
-            f"{memory.reserved_bytes / GIB:>11.1f}  {ranks * memory.host_bytes / GIB:>{len(host)},.1f}  "
-            f"{plan.time.limit:<28} {plan.setting.describe()}"
-        )
-    if len(found) > options.show:
-        print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
-    memory = best.memory
-    # A small model on a CPU would have terms of 0.00 GiB only.
-    unit, name_of_unit = GIB, "GiB"
-    if memory.device_bytes < GIB:
-        unit, name_of_unit = GIB >> 10, "MiB"
-    terms = ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.device.items() if size >= unit // 100)
-    print(f"Memory of row {options.row}, in {name_of_unit}, at its peak ({memory.moment}): {terms}")
-
-
-def _seconds(time: StepTime) -> str:
-    """Return the time of a step, or its range if the step may wait for the host."""
-    # Copies to and from the host may be hidden by the step or not: known on the hardware only.
-    if not time.uncertain_s:
-        return f"{time.step_s:.2f}"
-    return f"{time.step_s:.2f}-{time.most_s:.2f}"
-
-
-def _draw(options: argparse.Namespace, name: str, problem: Problem, found: Sequence[Plan]) -> None:
-    """Write the plot of ``--plot``."""
-    require_installed("nxd-memopt plan --plot", "matplotlib", extra="train")
-    from nxd_memopt.planner.search.plot import draw_plans
-
-    title = f"{name} on {problem.devices} x {problem.device.name}, {problem.sequence_length:,} tokens"
-    draw_plans(found, title, options.plot)
-    print(f"wrote {options.plot}", file=sys.stderr)
-
-
-def _document(problem: Problem, found: Sequence[Plan], changes: Sequence[str]) -> dict[str, Any]:
-    """Return all figures as values of JSON."""
-    # Bytes and seconds, unrounded: the table's GiB hide differences of some MiB between settings.
-    return {
-        "device": problem.device.name,
-        "devices": problem.devices,
-        "sequence_length": problem.sequence_length,
-        "global_batch_size": problem.global_batch_size,
-        "precision": problem.precision,
-        "usable_bytes": problem.usable_bytes,
-        "usable_host_bytes": problem.usable_host_bytes,
-        "only_hardware_shows": NOT_MODELLED[problem.device.kind],
-        "notes": attention_notes(problem, found[0].setting) if found else [],
-        "remedies": list(changes),
-        "plans": [
-            {
-                "setting": dataclasses.asdict(plan.setting),
-                # Without a global batch it differs with the data-parallel size.
-                "sequences_per_step": round(plan.tokens_per_s * plan.time.step_s / problem.sequence_length),
-                "tokens_per_s": plan.tokens_per_s,
-                "step_s": plan.time.step_s,
-                "most_step_s": plan.time.most_s,
-                "limit": plan.time.limit,
-                "seconds": plan.time.terms,
-                "peak": plan.memory.moment,
-                "usable_bytes": plan.usable_bytes,
-                "device_bytes": plan.memory.device,
-                "with_margin_bytes": plan.memory.reserved_bytes,
-                "host_bytes": plan.memory.host,
-            }
-            for plan in found
-        ],
-    }

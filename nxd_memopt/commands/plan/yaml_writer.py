@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.command_line import Run
+from nxd_memopt.command_line import Run, has_tokenizer
 from nxd_memopt.files import require_new, write_text
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.search.plan import Plan, shards_sequences
@@ -180,7 +180,7 @@ def _offload(setting: Setting) -> dict[str, Any]:
 def _model(run: Run, given: dict[str, Any]) -> dict[str, Any]:
     """Return the ``model`` section to write."""
     # The placeholder of a run that names no tokenizer must not get into the file.
-    if not run.has_tokenizer:
+    if not has_tokenizer(run.config):
         given.pop("tokenizer")
     if given["pretrained"] is None:
         given.pop("pretrained")

@@ -186,7 +186,7 @@ def require_verified(summary: Summary, config: TrainConfig) -> None:
         )
 
 
-def start_summary(config: TrainConfig) -> Summary:
+def start_summary() -> Summary:
     """Return the summary with everything that is known before training."""
     return Summary(
         backend=backend.name,

@@ -110,11 +110,6 @@ def is_extracting_graphs() -> bool:
     return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "0") != "0"
 
 
-def use_host_only() -> None:
-    """Let this process import the library without opening a device. Call it before the first import."""
-    os.environ[BACKEND_VARIABLE] = "cpu"
-
-
 @contextmanager
 def host_only() -> Iterator[None]:
     """Let imports inside the block, and processes that start in it, open no device.
@@ -124,7 +119,7 @@ def host_only() -> Iterator[None]:
     Opening a NeuronCore that a rank has would end the process.
     """
     previous = os.environ.get(BACKEND_VARIABLE)
-    use_host_only()
+    os.environ[BACKEND_VARIABLE] = "cpu"
     try:
         yield
     finally:

@@ -333,3 +333,19 @@ def test_options_that_say_the_same_twice_may_agree() -> None:
     assert build(optimizer={"use_distributed_optimizer": True}).data_parallel.sharding == "zero1"
     assert build(model=MODEL | agreeing, data_parallel={"sharding": "zero1"}).data_parallel.sharding == "zero1"
     assert build(optimizer={"use_distributed_optimizer": False}).data_parallel.sharding == "none"
+
+
+@pytest.mark.parametrize("rank", [8, 16])
+def test_adapters_of_the_recipe_have_the_documented_scale_at_every_rank(rank: int) -> None:
+    words = [
+        "--recipe",
+        "fine_tune_lora",
+        "--model.pretrained",
+        "m",
+        "--data.dataset",
+        "d",
+        "--lora.lora-rank",
+        str(rank),
+    ]
+    lora = parse_config(words).lora.config()
+    assert lora is not None and lora.scale == 2

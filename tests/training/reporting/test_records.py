@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.training.reporting.reporter import Reporter, Rows
+from nxd_memopt.training.reporting.records import Rows
+from nxd_memopt.training.reporting.reporter import Reporter
 from tests.training.config.test_config import build
 
 ROWS = [{"step": step, "loss": 1.5} for step in (1, 2, 3)]
