@@ -18,6 +18,7 @@ from nxd_memopt.models import model_class
 from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.training.config.lora import recorded_lora, recorded_section
 from nxd_memopt.training.config.moe import MoEOptions, resolve_options
+from nxd_memopt.training.lora import require_function_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +73,13 @@ class CheckpointSource:
         if self._lora is None:
             raise ValueError(f"--to peft: {self._checkpoint} has no adapters (LoRA): leave --to out")
         model = self._model()
+        if self._base is not None:
+            # Equal weight files with another configuration, such as another rope_theta, are another model: PEFT would
+            # compute other logits than the run.
+            try:
+                require_function_of(str(self._base), load_config(self._checkpoint))
+            except ValueError as error:
+                raise ValueError(f"--to peft: the base computes something else: {error}: leave --to out") from error
         save_adapters(
             model,
             target,

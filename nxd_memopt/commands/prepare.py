@@ -118,12 +118,12 @@ def _prepare_source(
     of_source = f" of {name}" if share < 1 else ""
     documents = f"{known.documents:,} documents{of_source}"
     line = f"prepared {known.rows:,} sequences of {data.seq_length:,} tokens from {documents} in {directory}: "
-    if not share:
+    if share:
+        # Of a mixture, a step has this source's share of the batch.
+        steps = known.rows / (data.global_batch_size * share)
+        print(f"{line}an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences", flush=True)
+    else:
         print(f"{line}held-out text", flush=True)
-        return
-    # Of a mixture, a step has this source's share of the batch.
-    steps = known.rows / (data.global_batch_size * share)
-    print(f"{line}an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences", flush=True)
     if data.has_conversations:
         print(f"conversations: {described(known.outcomes)}", flush=True)
 

@@ -69,7 +69,7 @@ def find_adapter_base(training: Training, hf_config: PretrainedConfig, vocabular
         directory = training.base["directory"]
         try:
             with raise_together(f"reading the configuration of {directory}"):
-                _require_function_of(directory, hf_config)
+                require_function_of(directory, hf_config)
             training.adapter_base = directory
             return []
         except ValueError as error:
@@ -133,7 +133,7 @@ def _directory_of_weights(training: Training, hf_config: PretrainedConfig) -> Pa
     return Path(model.pretrained)
 
 
-def _require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
+def require_function_of(directory: str, hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` if the model with ``hf_config`` computes something else than the model of ``directory``."""
     from nxd_memopt.checkpoint import load_config
     from nxd_memopt.training.resume.changes import architecture

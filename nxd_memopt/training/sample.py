@@ -55,7 +55,7 @@ def _end_notes(ids: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary) 
     trained = [token for token in ids[labels != IGNORE_INDEX].tolist() if vocabulary.tokenizer.decode([token]).strip()]
     known = [vocabulary.end_of_text]
     if vocabulary.special is not None:
-        known = vocabulary.special.config["eos_token_id"]
+        known = vocabulary.special.ends_of_answers()
     if not trained or set(known) & set(trained):
         return []
     token = vocabulary.tokenizer.convert_ids_to_tokens(trained[-1])

@@ -219,6 +219,11 @@ def test_adapters_name_their_base_or_are_only_merged(
     else:
         assert f"model.pretrained is not their base: {differs}" in outcome.stdout.replace("model.embed", "embed")
         assert not (tmp_path / "run" / "adapter").exists()
+        if not (tmp_path / "run" / "checkpoints").exists():
+            return
+        # The weight files of the base are those of the checkpoint; what the base computes is not.
+        with pytest.raises(ValueError, match=f"--to peft: the base computes something else: {differs}"):
+            Convert(tmp_path / "run", tmp_path / "peft", source_format="checkpoint", target_format="peft")()
 
 
 def test_a_resumed_run_goes_on_with_its_base_alone(base: Path, tmp_path: Path) -> None:

@@ -128,3 +128,15 @@ def test_a_token_of_an_answer_has_characters_of_it_alone(
         tokens = encoder.encode([json.dumps({"messages": messages})])[0].tokens
         assert (tokens & ID_MASK).tolist() == made(text, add_special_tokens=False)["input_ids"]
         assert ((tokens & NOT_TRAINED) == 0).tolist() == expected(made, text, answers), text
+
+
+def test_a_conversation_without_a_token_to_train_is_refused() -> None:
+    """A prompt that ends with a space, and answers of one token with that space: no token is of the answer alone."""
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<end>")
+    made.chat_template = (TEMPLATE % " ").replace("<end>", "")
+    encoder = ConversationEncoder(Vocabulary(made, len(made), made.eos_token_id), DataConfig(format="messages"))
+    rows = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}] for answer in ("3", "30")]
+    refused, trained = encoder.encode([json.dumps({"messages": messages}) for messages in rows])
+    assert refused.outcome == "skipped" and "none would be trained" in refused.problem and not len(refused.tokens)
+    # Of the other, the second digit is trained.
+    assert not trained.problem and ((trained.tokens & NOT_TRAINED) == 0).tolist()[-2:] == [False, True]

@@ -82,6 +82,17 @@ def test_a_run_shows_what_it_trains_and_exports_its_template(tmp_path: Path) -> 
     assert "would not stop" not in before
 
 
+def test_a_start_says_which_held_out_conversations_are_cut_and_dropped(tmp_path: Path) -> None:
+    """They are of another file, which the line about the training conversations does not count."""
+    held_out = [turns("q", "a" * 60), turns("q" * 60, "a"), turns("q", "a")]
+    data = {"validation_dataset": write_rows(tmp_path / "v.jsonl", held_out), "held_out_every": "auto"}
+    outcome = run_here(write_chat_config(tmp_path, data=data, trainer={"max_steps": 1}))
+    assert outcome.returncode == 0, outcome.stderr
+    found = "held-out conversations: 3 read so far, of which 1 were cut (longer than data.seq_length), 1 were dropped"
+    assert found in outcome.stdout, outcome.stdout
+    assert "\nconversations: 60 read so far, of which 0 were cut" in outcome.stdout
+
+
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
 

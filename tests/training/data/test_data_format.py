@@ -117,3 +117,13 @@ def test_the_sources_of_a_mixture_have_one_format(tmp_path: Path) -> None:
     assert with_format(DataConfig(mixture={names[0]: 1})).format == "messages"
     with pytest.raises(ValueError, match=r"different formats or columns: .* is messages .* is prompt_completion"):
         with_format(DataConfig(mixture=dict.fromkeys(names, 1)))
+
+
+def test_a_line_shows_the_columns_of_the_validation_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its rows may have a system message that the trained rows have not, or columns that are not read."""
+    held_out = [row | {"system": "s", "context": "c"} for row in PROMPTS]
+    dataset, validation = write_rows(tmp_path / "d.jsonl", PROMPTS), write_rows(tmp_path / "v.jsonl", held_out)
+    with_format(DataConfig(dataset=dataset, validation_dataset=validation))
+    _, line = capsys.readouterr().out.splitlines()
+    expected = f"of {validation!r} are read as prompt_completion: columns prompt, completion, system; not read: context"
+    assert expected in line

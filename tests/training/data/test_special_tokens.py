@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
@@ -16,6 +17,7 @@ from nxd_memopt.training.config.train_config import ModelConfig
 from nxd_memopt.training.data.tokenize.special_tokens import SpecialTokens, special_tokens
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary, bytes_without_token
 from nxd_memopt.training.model import load_hf_config, load_vocabulary
+from nxd_memopt.training.sample import _end_notes
 from tests.training.runs import END, LLAMA, byte_tokenizer, run_here, write_config
 
 OTHER = 7
@@ -42,6 +44,17 @@ def test_lists_of_chat_models_are_kept(tmp_path: Path) -> None:
         f"end-of-text token: the tokenizer has {END}, config.json has {OTHER}, generation_config.json has "
         f"[{OTHER}, {END}]; documents end with {END}; the export has [{OTHER}, {END}]"
     ]
+
+
+@pytest.mark.parametrize(("stated", "generating", "stops"), [([END, OTHER], END, False), (END, [END, OTHER], True)])
+def test_a_note_says_whether_generation_stops_after_an_answer(
+    tmp_path: Path, stated: Any, generating: Any, stops: bool
+) -> None:
+    """transformers stops at the tokens of the generation config; config.json counts only without it."""
+    special = decide(tmp_path, eos_token_id=stated, generation={"eos_token_id": generating})
+    vocabulary = Vocabulary(byte_tokenizer(), 257, END, special)
+    answer = torch.tensor([1, 2, OTHER])
+    assert bool(_end_notes(answer, answer, vocabulary)) is not stops
 
 
 def test_a_contradiction_names_both_and_the_option(tmp_path: Path) -> None:

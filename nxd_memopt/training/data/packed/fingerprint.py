@@ -14,7 +14,7 @@ from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
 from nxd_memopt.training.data.tokenize.windows import window_sequences
 
 SEQUENCES_VERSION = 6  # of the rules by which documents become sequences
-CONVERSATIONS_VERSION = 2  # of the rules by which a row becomes tokens
+CONVERSATIONS_VERSION = 3  # of the rules by which a row becomes tokens
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
 

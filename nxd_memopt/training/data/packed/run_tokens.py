@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -123,7 +124,16 @@ class RunTokens:
             sizes.append(f"data: {name!r} ({config.format}){of_mixture}: {size}")
             source = f"{name}: " if len(names) > 1 else ""
             others += [source + line for line in _describe_rows(config, known)]
-        return sizes, others
+        return sizes, others + self._describe_held_out()
+
+    def _describe_held_out(self) -> list[str]:
+        """Return the start report's line about held-out conversations, if not all of them are complete."""
+        held_out = [feed.windows[split].last for feed, split in self._splits().values() if split == "held_out"]
+        outcomes = sum((Counter(known.outcomes) for known in held_out), Counter[str]())
+        if not outcomes:
+            return []
+        documents = sum(known.documents for known in held_out)
+        return [f"held-out conversations: {documents:,} read so far, of which {described(outcomes)}"]
 
     def close(self) -> None:
         """End the processes in the background."""

@@ -73,6 +73,11 @@ def with_format(config: DataConfig) -> DataConfig:
                     f"the sources of data.mixture have different formats or columns: {listed}: train them one by one, "
                     "or rename the columns"
                 )
+            if config.validation_dataset is not None:
+                # Its rows are read in the same way, and may have other optional columns, or columns that are not read.
+                held_out = config.of_source(config.validation_dataset)
+                if first.fits(rows := _rows(held_out)):
+                    _print_reading(held_out, rows, first, [])
             found = json.dumps(first)
     form, columns = json.loads(share_texts(found)[0])
     return replace(config, format=form, columns=columns)

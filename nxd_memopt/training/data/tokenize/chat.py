@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
         tokens: with the flags of ``packing``; empty if the document is left out.
         outcome: ``cut`` and ``dropped`` are of ``data.long_conversations``, ``skipped`` of
             ``data.on_bad_rows``.
-        problem: why a skipped conversation is not rendered; the message goes on after its place.
+        problem: why a skipped conversation is not rendered or trained; the message goes on after its place.
     """
 
     tokens: Tokens
@@ -113,10 +113,7 @@ class ConversationEncoder:
                 rendered.append(self._rendered(conversation))
                 encoded.append(None)
             except TemplateError as error:
-                first = conversation["messages"][0].get("content") or ""
-                quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
-                problem = f"the conversation that begins with {quoted}: {error}"
-                encoded.append(Encoded(NO_TOKENS, "skipped", problem))
+                encoded.append(_skipped(conversation["messages"][0].get("content") or "", str(error)))
         fitted = iter(self._tokens(rendered))
         return [each or next(fitted) for each in encoded]
 
@@ -162,11 +159,24 @@ class ConversationEncoder:
                 start = text.index(own, start)
                 characters[index] = start, start + len(own)
             tokens[~inside(characters, spans)] |= NOT_TRAINED
+            # Read as a conversation, it would train nothing.
+            if not trained_tokens(tokens[None, :], isolated=False):
+                return _skipped(
+                    text,
+                    "the tokens of its answers have characters of the questions too, and none would be trained: end "
+                    "answers with an end-of-text token in the chat template",
+                )
         if len(tokens) <= length:
             return Encoded(tokens)
         # What remains may be a question alone.
         is_cut = self._config.long_conversations == "cut" and trained_tokens(tokens[None, :length], isolated=False) > 0
         return Encoded(tokens[:length], "cut") if is_cut else Encoded(NO_TOKENS, "dropped")
+
+
+def _skipped(beginning: str, reason: str) -> Encoded:
+    """Return what becomes of a conversation that cannot be trained; its place precedes the message."""
+    quoted = json.dumps(beginning[:QUOTED_CHARACTERS], ensure_ascii=False)
+    return Encoded(NO_TOKENS, "skipped", f"the conversation that begins with {quoted}: {reason}")
 
 
 def inside(offsets: Any, spans: Sequence[Span]) -> Any:
