@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
 from nxd_memopt.parallel_layers.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
 from nxd_memopt.planner.memory.layer_tensors import KEEPABLE_ATTENTION
-from nxd_memopt.planner.techniques.recomputation import Recomputation
+from nxd_memopt.planner.techniques.recomputation import Recomputation, require_layers
 
 
 class Recomputable(Protocol):
@@ -214,9 +214,8 @@ def require_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     if memory.recompute_granularity == "selective":
         _require_modules(_selected_modules(model, memory), memory)
         return
-    depth = len(model.decoder_layers())
-    Recomputation.of(memory, depth)
-    memory.layers_keeping_attention(depth)
+    stages = getattr(model, "stages", None)
+    require_layers(memory, len(model.decoder_layers()), 1 if stages is None else len(stages.chunks))
     if memory.recompute_keep_core_attn:
         _require_keepable(model.recompute_modules()["core_attn"])
 

@@ -95,7 +95,7 @@ def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
     require_supported_values(hf_config, OVERRIDES)
     for stages in all_stages(model_spec(hf_config), config.parallel):
-        require_layers(config.memory, len(stages.layers))
+        require_layers(config.memory, len(stages.layers), len(stages.chunks))
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
 

@@ -147,6 +147,11 @@ def test_adapters_and_recompute() -> None:
     check(llama_config(num_hidden_layers=5), 2, None, 3, lora=True)
     full = MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
     check(llama_config(num_hidden_layers=5), 2, 2, 2, memory=full)
+    # A chunk of recompute would run the layers of both stages of a rank in the forward of the first.
+    nested = MemoryConfig(recompute_granularity="full", recompute_method="nested")
+    chunks = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    with pytest.raises(ValueError, match="recomputes 2 layers together, which may be of two stages of a rank"):
+        build(llama_config(num_hidden_layers=8), False, nested, **chunks)
 
 
 @pytest.mark.slow

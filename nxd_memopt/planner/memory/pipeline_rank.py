@@ -56,6 +56,7 @@ class PipelineRank:
         Raises:
             ValueError: recompute does not fit the layers of the rank, or crosses its chunks.
         """
+        require_layers(memory, len(stages.layers), len(stages.chunks))
         all_others = in_flight(stages.num_ranks, len(stages.chunks), micro_batches, stages.rank)
         chunks: list[Chunk] = []
         start = 0
@@ -87,17 +88,11 @@ def fullest_ranks(stages: Sequence[RankStages]) -> list[int]:
 
 def _techniques_of(memory: MemoryConfig, positions: range, num_layers: int) -> MemoryConfig:
     """Return the techniques of the layers at ``positions`` of a rank's ``num_layers``."""
-    require_layers(memory, num_layers)
     if len(positions) == num_layers:
         return memory
-    if memory.recompute_method in ("uniform", "nested"):
-        raise ValueError(
-            f"recompute_method {memory.recompute_method!r} has chunks that would cross the chunks of a rank: leave out "
-            "virtual_pipeline_model_parallel_size, or the method"
-        )
     keeping = memory.layers_keeping_attention(num_layers)
     number = memory.recompute_num_layers
-    if number is not None:
+    if number is not None and memory.recompute_method == "block":
         number = min(max(number - positions.start, 0), len(positions))
         if number == 0:
             return replace(

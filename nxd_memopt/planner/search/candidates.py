@@ -240,8 +240,6 @@ def _suits_stages(problem: Problem, setting: Setting, memory: MemoryConfig) -> b
         return True
     if memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations or memory.cpu_offloading_weights:
         return False
-    if chunks > 1 and memory.recompute_method in ("uniform", "nested"):
-        return False
     parallel = ParallelConfig(
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks,
@@ -249,7 +247,7 @@ def _suits_stages(problem: Problem, setting: Setting, memory: MemoryConfig) -> b
     )
     try:
         for each in all_stages(problem.model, parallel):
-            require_layers(memory, len(each.layers))
+            require_layers(memory, len(each.layers), chunks)
     except ValueError:
         return False
     return True

@@ -135,9 +135,21 @@ class Recomputation:
         return forwards
 
 
-def require_layers(memory: MemoryConfig, num_layers: int) -> None:
-    """Raise ``ValueError`` if recompute is of other layers than a rank's ``num_layers``, or does not divide them."""
-    Recomputation.of(memory, num_layers)
+def require_layers(memory: MemoryConfig, num_layers: int, chunks: int = 1) -> None:
+    """Raise ``ValueError`` if recompute does not suit the layers of a rank.
+
+    Args:
+        memory: recompute.
+        num_layers: layers of the rank.
+        chunks: V, stages of a pipeline into which they are divided.
+    """
+    recomputation = Recomputation.of(memory, num_layers)
+    # The layers of a chunk run one after the other; those of two stages do not.
+    if chunks > 1 and recomputation.chunk > 1:
+        raise ValueError(
+            f"recompute_method {memory.recompute_method!r} recomputes {recomputation.chunk} layers together, which may "
+            "be of two stages of a rank: leave out virtual_pipeline_model_parallel_size, or the method"
+        )
     memory.num_selective_layers(num_layers)
     memory.layers_keeping_attention(num_layers)
 

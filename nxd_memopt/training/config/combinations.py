@@ -168,13 +168,6 @@ EXCLUDED += tuple(Excluded(PIPELINE, NOT_DEFAULT, *each) for each in _EXCLUDED_B
 VIRTUAL = "parallel.virtual_pipeline_model_parallel_size"
 EXCLUDED += (
     Excluded(VIRTUAL, NOT_DEFAULT, "optimizer.overlap_grad_reduce", (True,), "each chunk has a last backward"),
-    Excluded(
-        VIRTUAL,
-        NOT_DEFAULT,
-        "memory.recompute_method",
-        ("uniform", "nested"),
-        "chunks of recompute would cross the chunks of a rank",
-    ),
 )
 
 # A graph replays forward and backward as one launch, without Python in between: what runs Python

@@ -47,6 +47,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama3.2-1b": lambda: _published("llama-3.2-1b"),
     "llama3.2-3b": lambda: _published("llama-3.2-3b"),
     "llama3-8b": lambda: _published("llama-3-8b"),
+    "llama3-70b": lambda: _published("llama-3-70b"),
     "llama3-8b-1l": lambda: _published("llama-3-8b", num_hidden_layers=1),
     "gpt-neox-20b": lambda: _published("gpt-neox-20b"),
     # Layers of Qwen3-30B-A3B and Mixtral 8x7B, as many as one GPU trains.

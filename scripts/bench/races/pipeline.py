@@ -22,11 +22,14 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from nxd_memopt._optional import is_importable
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.architectures.stages import balanced_layers
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.lora import add_adapters
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -37,7 +40,7 @@ from nxd_memopt.planner.techniques.pipeline_schedule import bubble
 from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.gpu_race import first_line
 from scripts.bench.harness.record import append, environment
-from scripts.bench.harness.steps import Row, figures, free_memory, recompute_of_all_layers, step_parser
+from scripts.bench.harness.steps import Row, figures, free_memory, recompute_of_all_layers, step_parser, with_options
 from scripts.bench.races.peers import dtype
 
 Step = Callable[[Sequence[Tensor]], Tensor]
@@ -45,7 +48,13 @@ IGNORED = -100
 
 
 def build_ours(
-    config: Any, memory: MemoryConfig, *, stages: int = 1, chunks: int | None = None, tensor: int = 1
+    config: Any,
+    memory: MemoryConfig,
+    lora: LoraConfig | None = None,
+    *,
+    stages: int = 1,
+    chunks: int | None = None,
+    tensor: int = 1,
 ) -> tuple[Any, Step]:
     """Return our model, or its stages, and forward and backward of a step's micro-batches."""
     parallel_state.destroy_model_parallel()
@@ -61,6 +70,8 @@ def build_ours(
     model = model_class(config.model_type)(
         config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device
     )
+    if lora is not None:
+        add_adapters(model, lora)
 
     def arguments(ids: Tensor, count: int) -> dict[str, Any]:
         divisor = torch.tensor([float(count * (ids.numel() - ids.size(0)))], device=ids.device)
@@ -88,6 +99,13 @@ def build_ours(
     return model, accumulated
 
 
+def peer_attention() -> str:
+    """Return transformers' name of the attention that ours takes too: FlashAttention-4 where it is installed."""
+    if is_importable("flash_attn.cute"):
+        return "flash_attention_4"
+    return "sdpa"
+
+
 class TransformersStage(nn.Module):
     """Layers ``[first, last)`` of transformers' LLaMA with Liger-Kernel's replacements; the last stage has the loss."""
 
@@ -100,7 +118,9 @@ class TransformersStage(nn.Module):
 
         own = type(config)(**{**config.to_dict(), "num_hidden_layers": last - first})
         with backend.device:
-            model = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype())
+            model = transformers.AutoModelForCausalLM.from_config(
+                own, dtype=dtype(), attn_implementation=peer_attention()
+            )
         _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]
         base = model.model
         self.embed = base.embed_tokens if first == 0 else None
@@ -161,14 +181,17 @@ def build_torch(config: Any, chunks: int, count: int) -> tuple[Any, Step]:
     return nn.ModuleList(modules), step
 
 
-def builders(size: int, count: int, memory: MemoryConfig) -> dict[str, tuple[Callable[[Any], tuple[Any, Step]], float]]:
+def builders(
+    size: int, count: int, memory: MemoryConfig, lora: LoraConfig | None
+) -> dict[str, tuple[Callable[[Any], tuple[Any, Step]], float]]:
     """Return for each variant how it is built, and its bubble."""
+    ours = partial(build_ours, memory=memory, lora=lora)
     one, two = (bubble(size, chunks, count) for chunks in (1, 2))
     return {
-        "one device": (partial(build_ours, memory=memory), 0.0),
-        f"ours, P={size}": (partial(build_ours, memory=memory, stages=size), one),
-        f"ours, P={size}, V=2": (partial(build_ours, memory=memory, stages=size, chunks=2), two),
-        f"ours, T={size}": (partial(build_ours, memory=memory, tensor=size), 0.0),
+        "one device": (ours, 0.0),
+        f"ours, P={size}": (partial(ours, stages=size), one),
+        f"ours, P={size}, V=2": (partial(ours, stages=size, chunks=2), two),
+        f"ours, T={size}": (partial(ours, tensor=size), 0.0),
         "torch 1F1B": (partial(build_torch, chunks=1, count=count), one),
         "torch interleaved": (partial(build_torch, chunks=2, count=count), two),
     }
@@ -180,9 +203,8 @@ def measure(build: Callable[[Any], tuple[Any, Step]], config: Any, tokens: int, 
     model, run = build(config)
     model.train()
     is_peer = isinstance(model, nn.ModuleList)
-    optimizer: Any = (
-        torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if is_peer else AdamW(model.parameters(), lr=1e-5)
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=1e-5, fused=True) if is_peer else AdamW(trained, lr=1e-5)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, config.vocab_size, (count, 1, tokens), generator=generator).to(backend.device)
     times: list[float] = []
@@ -213,18 +235,23 @@ def main() -> None:
     parser = step_parser(__doc__, "pipeline", (), steps=3)
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--recompute", choices=("none", "full"), default="none", help="ours: of all layers")
+    parser.add_argument("--lora-rank", type=int, help="ours: train adapters of this rank on all linear layers")
     parser.add_argument("--only", nargs="+", help="parts of the names of variants")
     args = parser.parse_args()
     backend.init_process_group()
     is_first = dist.get_rank() == 0
-    memory = recompute_of_all_layers(args.recompute)
+    memory = with_options(recompute_of_all_layers(args.recompute), args.memory)
+    lora = None if args.lora_rank is None else LoraConfig(lora_rank=args.lora_rank)
     for tokens in args.tokens:
         alone: float | None = None
-        for name, (build, share) in builders(dist.get_world_size(), args.micro_batches, memory).items():
+        for name, (build, share) in builders(dist.get_world_size(), args.micro_batches, memory, lora).items():
             if args.only and not any(part in name for part in args.only):
                 continue
             row: Row = {"model": args.model, "variant": name, "tokens": tokens, "micro_batches": args.micro_batches}
-            row["recompute"] = args.recompute if "torch" not in name else "none"
+            row["recompute"] = "none"
+            if "torch" not in name:
+                row["recompute"] = " ".join([args.recompute, *args.memory])
+                row["lora_rank"] = args.lora_rank
             try:
                 row |= measure(build, CONFIGS[args.model](), tokens, args)
             except (torch.OutOfMemoryError, ImportError) as error:
