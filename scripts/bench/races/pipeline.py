@@ -161,9 +161,8 @@ def build_torch(config: Any, chunks: int, count: int) -> tuple[Any, Step]:
         PipelineStage(module, n, size * chunks, backend.device) for module, n in zip(modules, numbers, strict=True)
     ]
     last = modules[-1]
-    options: dict[str, Any] = {"n_microbatches": count, "scale_grads": True}
-    if last.head is not None:
-        options["loss_fn"] = last.loss_of
+    # Without a loss a rank would run no backward, and keep the activations of all micro-batches.
+    options: dict[str, Any] = {"n_microbatches": count, "scale_grads": True, "loss_fn": last.loss_of}
     schedule: Any = (
         Schedule1F1B(stages[0], **options) if chunks == 1 else ScheduleInterleaved1F1B(list(stages), **options)
     )
