@@ -58,6 +58,16 @@ def test_measured_peaks_of_both_stages(model: str, micro_batches: int, chunks: i
     assert evaluate(asked, setting).memory.device_bytes / GIB == max(planned)
 
 
+@pytest.mark.parametrize(("chunks", "measured"), [(1, (125.1, 91.8)), (2, (132.4, 106.4))])
+def test_measured_peaks_with_adapters_and_recompute_of_some_layers(chunks: int, measured: tuple[float, ...]) -> None:
+    asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")
+    asked = replace(asked, global_batch_size=8, attention="flash4", lora=LoraConfig(lora_rank=16))
+    modules = MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
+    memory = replace(modules, recompute_method="block", recompute_num_layers=12)
+    planned = [each.device_bytes / GIB for each in memory_by_stage(asked, staged(2, chunks, memory=memory))]
+    assert planned == pytest.approx(measured, rel=0.005)
+
+
 @pytest.mark.parametrize(
     ("stages", "chunks", "micro_batches"), [(2, 1, 8), (4, 1, 3), (4, 1, 8), (2, 2, 8), (4, 2, 16)]
 )
