@@ -66,7 +66,9 @@ def test_copies_of_a_tied_weight_stay_equal(dtype: torch.dtype) -> None:
     sharding = DataParallelConfig(sharding="zero1")
     optimizer = MasterWeightOptimizer(trained_parameters(model), OptimizerConfig(), sharding)
     pipeline = PipelinedCausalLM(model)
-    (tied,) = [parameter for parameter in model.parameters() if hasattr(parameter, "shared")]
+    ((tied, master),) = [
+        (each.param, each.shard) for each in optimizer.inner._sharded if hasattr(each.param, "shared")
+    ]
     rank = parallel_state.get_data_parallel_rank()
     group = parallel_state.get_tied_stages_group()
     for _ in range(20):
@@ -75,5 +77,6 @@ def test_copies_of_a_tied_weight_stay_equal(dtype: torch.dtype) -> None:
         optimizer.reduce_gradients()
         optimizer.step(0.01)
         optimizer.zero_grad()
-        first, last = backend.all_gather(tied.detach().float().unsqueeze(0), group)
-        assert torch.equal(first, last)
+        for copy in (tied.detach().float(), master.detach()):
+            first, last = backend.all_gather(copy.unsqueeze(0), group)
+            assert torch.equal(first, last)
