@@ -1,7 +1,8 @@
 """Runs the training program with stages on two ranks; one of them fails at a chosen event.
 
-``python -m tests.pipeline.failing_program RANK EVENT NUMBER ACTION --config FILE``: before event ``NUMBER`` of the kind
-``EVENT`` rank ``RANK`` does ``ACTION``: ``kill`` ends it with SIGKILL, ``raise`` raises, a number waits so many seconds.
+``python -m tests.pipeline.failing_program RANK EVENT NUMBER ACTION --config FILE``: before event ``NUMBER`` of the
+kind ``EVENT`` rank ``RANK`` does ``ACTION``: ``kill`` ends it with SIGKILL, ``raise`` raises an error, and a number is
+how many seconds it waits.
 """
 
 from __future__ import annotations

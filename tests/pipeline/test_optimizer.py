@@ -66,9 +66,7 @@ def test_copies_of_a_tied_weight_stay_equal(dtype: torch.dtype) -> None:
     sharding = DataParallelConfig(sharding="zero1")
     optimizer = MasterWeightOptimizer(trained_parameters(model), OptimizerConfig(), sharding)
     pipeline = PipelinedCausalLM(model)
-    ((tied, master),) = [
-        (each.param, each.shard) for each in optimizer.inner._sharded if hasattr(each.param, "shared")
-    ]
+    ((tied, master),) = [(each.param, each.shard) for each in optimizer.inner._sharded if hasattr(each.param, "shared")]
     rank = parallel_state.get_data_parallel_rank()
     group = parallel_state.get_tied_stages_group()
     for _ in range(20):
