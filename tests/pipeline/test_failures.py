@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,10 @@ def write(directory: Path) -> Path:
     return write_config(directory, parallel=STAGES, model=model, data={"micro_batch_size": 1}, trainer=trainer)
 
 
-def run(config: Path, *failure: object) -> Outcome:
+def run(config: Path, *failure: object, launcher: tuple[str, ...] = ()) -> Outcome:
     """Train on two ranks; ``failure`` is what ``failing_program`` takes: rank, event, number and action."""
-    words = [sys.executable, "-m", "tests.pipeline.failing_program", *map(str, failure or ("0", "save", 0, "kill"))]
+    words = [sys.executable, *launcher, "-m", "tests.pipeline.failing_program"]
+    words += map(str, failure or ("0", "save", 0, "kill"))
     done = subprocess.run(
         [*words, "--config", str(config)], env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
@@ -66,15 +66,23 @@ def test_kills_in_all_phases_change_nothing(whole: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_an_error_of_a_stage_is_shown_once_and_ends_all(tmp_path: Path) -> None:
     config = write(tmp_path / "failed")
-    started = time.time()
     outcome = run(config, "1", "forward", 25, "raise")
     assert outcome.returncode == 1
     assert outcome.stderr.count("Traceback") == outcome.stderr.count("Error: ") == 1, outcome.stderr
     assert "[rank1]: RuntimeError: the planted error" in outcome.stderr
-    assert "on stage 3 of the stages 0 to 3" in outcome.stderr.splitlines()[-1]
-    # The start report is complete: what has happened since is a step, and the launcher's wait.
-    last_row_s = max(path.stat().st_mtime for path in (tmp_path / "failed" / "run").rglob("*"))
-    assert last_row_s > started and time.time() - last_row_s < 60
+    assert "in the forward of micro-batch 2 on stage 1 of the stages 0 to 3" in outcome.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_other_rank_says_nothing_else(tmp_path: Path) -> None:
+    """torchrun ends it by SIGTERM: it reports the signal, and neither its lost connection nor the end of training."""
+    config = write(tmp_path / "failed")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    outcome = run(config, "1", "forward", 25, "raise", launcher=launcher)
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("[rank1]: Traceback") == 1 and "[rank0]" not in outcome.stderr, outcome.stderr
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("stopped by SIGTERM")]
+    assert line == "stopped by SIGTERM during training: start the same command to continue from the last checkpoint"
 
 
 @pytest.mark.slow
