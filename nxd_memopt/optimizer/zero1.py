@@ -39,6 +39,7 @@ from nxd_memopt.parallel_layers import coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.summed_gradients import observe
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, is_sharded
+from nxd_memopt.pipeline.tied import sum_tied_gradients
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
 _DEFAULT_BUCKET_MB = 128
@@ -82,6 +83,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         higher_cc_precision: reduce gradients in ``optimizer_dtype``.
         loss_scaler: the scaler of the loss, for fp16 parameters: gradients are unscaled before
             they are clipped, and a step with overflow on any rank updates nothing on all ranks.
+        sum_tied: sum the gradients of weights that stages of a pipeline share (``pipeline.tied``), after
+            their reduction.
         defaults: passed to ``optimizer_class``.
 
     Raises:
@@ -108,6 +111,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         save_master_weights: bool = True,
         higher_cc_precision: bool = False,
         loss_scaler: LossScaler | None = None,
+        sum_tied: bool = False,
         **defaults: Any,
     ) -> None:
         del pin_layout
@@ -140,6 +144,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
         self.loss_scaler = loss_scaler
+        self._sums_tied = sum_tied
         self.grad_norm: Tensor | None = None
         """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
         self._hooks: list[Any] = []
@@ -259,8 +264,13 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             keys = [id(each.param) for each in sharded]
             shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
             reduced |= zip(keys, shards, strict=True)
-        self.grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
-        if self._clips or self.loss_scaler is not None:
+        means = [self._mean(param, reduced[id(param)]) for param in params]
+        if self._sums_tied:
+            # The stages have other tensors in their buckets, so that a reduction may add up the ranks in another
+            # order on each. A sum of two after it is equal on both: copies of a weight never differ.
+            sum_tied_gradients(params, means)
+        self.grad_norm = self._clip(means)
+        if self._clips or self._sums_tied or self.loss_scaler is not None:
             self._reduced_in_place.record(self._sharded)
         return self.grad_norm
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,7 +108,7 @@ class PipelineRunner:
                 results = []
                 for compute, tensors in zip(unit, received, strict=True):
                     is_last = index == len(units) - 1 and not compute.is_forward
-                    with last_backward() if is_last else nullcontext():
+                    with self._named(compute), last_backward() if is_last else nullcontext():
                         run = self._forward if compute.is_forward else self._backward
                         computed = run(compute, tensors)
                     # On devices that record graphs each computation is a graph, the same for all micro-batches.
@@ -122,6 +122,19 @@ class PipelineRunner:
         finally:
             # An error leaves no activations behind.
             self._saved.clear()
+
+    @contextmanager
+    def _named(self, compute: Compute) -> Iterator[None]:
+        """Note on an error inside which stage it is of."""
+        try:
+            yield
+        except Exception as error:
+            direction = "forward" if compute.is_forward else "backward"
+            stage, last = compute.chunk * self._size + self._rank, self._chunks * self._size - 1
+            error.add_note(
+                f"in the {direction} of micro-batch {compute.micro_batch} on stage {stage} of the stages 0 to {last}"
+            )
+            raise
 
     def _exchange(self, sends: list[Message], unit: Unit) -> list[list[Tensor]]:
         """Send the results of a unit, and return what each computation of the next one receives."""

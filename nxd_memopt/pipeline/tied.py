@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,14 +11,22 @@ from nxd_memopt.parallel_layers.grads import average_gradients
 from nxd_memopt.parallel_layers.summed_gradients import gradient_of
 
 
-def sum_tied_gradients(parameters: Iterable[Tensor]) -> None:
+def sum_tied_gradients(parameters: Iterable[Tensor], gradients: Sequence[Tensor | None] | None = None) -> None:
     """Sum the gradients of tied weights over their stages, in place, once per optimizer step. Every rank calls.
 
-    Tied weights have the attribute ``shared``: False on the first stage with the weight, True on later ones. The
-    order with respect to averages over data-parallel ranks does not matter: both are linear.
+    Call it after averages over data-parallel ranks: the copies of a weight are then updated by equal gradients.
+
+    Args:
+        parameters: of this rank. Tied weights have the attribute ``shared``: False on the first stage with the weight,
+            True on later ones.
+        gradients: of each parameter; default ``gradient_of``.
     """
-    tied = [parameter for parameter in parameters if hasattr(parameter, "shared")]
+    parameters = list(parameters)
+    if gradients is None:
+        gradients = [gradient_of(parameter) for parameter in parameters]
+    pairs = zip(parameters, gradients, strict=True)
+    tied = [gradient for parameter, gradient in pairs if hasattr(parameter, "shared") and gradient is not None]
     # Creating groups is collective: ranks of the stages in between call too.
     group = parallel_state.get_tied_stages_group()
     if tied:
-        average_gradients([cast(Tensor, gradient_of(parameter)) for parameter in tied], group, divisor=1)
+        average_gradients(tied, group, divisor=1)

@@ -255,11 +255,13 @@ def train(
 ) -> None:
     """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
-    interrupts.message = message_after_training(config)
     # A finished run that is started again trains nothing and does not write its last checkpoint a
     # second time; only evaluation and export run.
     if training.step == trainer.max_steps:
+        interrupts.message = message_after_training(config)
         return
+    # Of a signal after an error, such as torchrun sends to a rank when another one has failed.
+    interrupts.message = "during training: start the same command to continue from the last checkpoint"
     tokens = training.tokens.training_sequences()
     training.tokens.interrupt_by(lambda: interrupts.first)
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
@@ -308,6 +310,7 @@ def train(
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
+        interrupts.message = message_after_training(config)
 
 
 def next_batches(

@@ -24,7 +24,6 @@ from nxd_memopt.optimizer import (
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
-from nxd_memopt.pipeline.tied import sum_tied_gradients
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.train_config import OptimizerConfig
 from nxd_memopt.training.parameter_groups import parameter_groups
@@ -132,7 +131,8 @@ class MasterWeightOptimizer:
                 sharding_groups=sharding_groups,
                 **options,
             )
-        return NeuronZero1Optimizer(groups, AdamW, sharding_groups=sharding_groups, **options)
+        has_stages = parallel_state.get_pipeline_model_parallel_size() > 1
+        return NeuronZero1Optimizer(groups, AdamW, sharding_groups=sharding_groups, sum_tied=has_stages, **options)
 
     def use_configured_options(self) -> None:
         """Set the hyperparameters of the configuration again, after a checkpoint has been loaded.
@@ -171,8 +171,6 @@ class MasterWeightOptimizer:
         # overlap the gradients have been reduced during backward.
         if self._stage == "none" and self._overlapped is None:
             grads.bucket_allreduce_gradients(self.parameters)
-        if parallel_state.get_pipeline_model_parallel_size() > 1:
-            sum_tied_gradients(self.parameters)
         return self._sharded.reduce_gradients()
 
     def step(self, lr: float) -> None:

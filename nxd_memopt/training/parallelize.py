@@ -15,7 +15,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.isolation import describe_isolation
@@ -191,8 +191,21 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         f"CUDA graph: {graph}",
         describe_isolation(model, config),
         *lines,
-        *model.fusions.describe(),
+        *describe_fusions(model),
     ]
+
+
+def describe_fusions(model: ParallelCausalLM) -> list[str]:
+    """Return the lines about fused paths, of stages those of each rank of the first pipeline. Every rank calls."""
+    lines = model.fusions.describe()
+    if model.stages.is_whole:
+        return lines
+    texts = share_texts("\n".join(lines))
+    ranks_of: dict[str, list[str]] = {}
+    for rank in parallel_state.get_pipeline_model_parallel_replica_groups()[0]:
+        for line in texts[rank].split("\n"):
+            ranks_of.setdefault(line, []).append(str(rank))
+    return [f"{line}; stages of rank {' and '.join(ranks)}" for line, ranks in ranks_of.items()]
 
 
 def describe_sharding(config: TrainConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from nxd_memopt.backends import backend
@@ -10,11 +11,12 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state, random
 from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
+from nxd_memopt.training.config.data_parallel import DataParallelConfig
 from nxd_memopt.training.config.optimizer import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.parameter_groups import trained_parameters
 from tests.dist.pool import distributed
-from tests.pipeline.test_causal_lm import batches, train_whole
+from tests.pipeline.test_causal_lm import VOCABULARY, batches, train_whole
 from tests.reference_models import llama_config
 
 
@@ -50,3 +52,29 @@ def test_an_overflow_of_one_stage_is_one_of_all() -> None:
     scaler.unscale([gradient])
     assert scaler.update()
     assert scaler.skipped_steps == 1
+
+
+@pytest.mark.slow
+@distributed(world_size=6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_a_tied_weight_stay_equal(dtype: torch.dtype) -> None:
+    """Three data-parallel ranks share the states; a sum of three depends on the order of its addends."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    random.model_parallel_manual_seed(3)
+    config = llama_config(num_hidden_layers=2, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config, parallel=ParallelConfig(pipeline_model_parallel_size=2), dtype=dtype)
+    sharding = DataParallelConfig(sharding="zero1")
+    optimizer = MasterWeightOptimizer(trained_parameters(model), OptimizerConfig(), sharding)
+    pipeline = PipelinedCausalLM(model)
+    ((tied, master),) = [(each.param, each.shard) for each in optimizer.inner._sharded if hasattr(each.param, "shared")]
+    rank = parallel_state.get_data_parallel_rank()
+    group = parallel_state.get_tied_stages_group()
+    for _ in range(20):
+        # Each data-parallel rank has micro-batches of its own.
+        pipeline.train([batch | {"input_ids": (batch["input_ids"] + rank) % VOCABULARY} for batch in batches(2)])
+        optimizer.reduce_gradients()
+        optimizer.step(0.01)
+        optimizer.zero_grad()
+        for copy in (tied.detach().float(), master.detach()):
+            first, last = backend.all_gather(copy.unsqueeze(0), group)
+            assert torch.equal(first, last)

@@ -94,6 +94,11 @@ def test_tied_model_resumes_with_other_stages(tmp_path: Path) -> None:
         in output
     )
     assert "model: llama, 27,072 parameters" in output
+    # Each rank has layers, and the last one the head.
+    assert "gated activation with down projection: off (the kernels are for NVIDIA GPUs" in output
+    assert "the device is cpu); stages of rank 0 and 1" in output
+    assert "residual + norm: on in 6 of 6; stages of rank 0" in output
+    assert "head with loss: on in 1 of 1; stages of rank 1" in output
     output = run(config, tmp_path / "run", "--trainer.max-steps", "4", ranks=1)
     assert "parallel.pipeline_model_parallel_size: 2 -> 1" in output
     run(config, tmp_path / "run", *sizes(2, 2), ranks=2)
@@ -107,6 +112,13 @@ def test_tied_model_resumes_with_other_stages(tmp_path: Path) -> None:
 def test_llama(tmp_path: Path, chunks: int | None, tensor: int, tied: bool) -> None:
     model = {"config_overrides": LLAMA | LAYERS | {"tie_word_embeddings": tied}}
     check(tmp_path, sizes(2, chunks, tensor), 2 * tensor, alone=sizes(1, None, tensor), model=model)
+
+
+@pytest.mark.slow
+def test_replicated_kv_heads(tmp_path: Path) -> None:
+    """One KV head on two tensor-parallel ranks."""
+    model = {"config_overrides": LLAMA | LAYERS | {"num_key_value_heads": 1}}
+    check(tmp_path, sizes(2, None, 2), 4, alone=sizes(1, None, 2), model=model)
 
 
 @pytest.mark.slow
@@ -162,7 +174,7 @@ def test_recompute_and_documents(tmp_path: Path, memory: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0), ("16-mixed", 2**-11)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0), ("bf16-true", 0), ("16-mixed", 2**-11)])
 def test_precision(tmp_path: Path, precision: str, tolerance: float) -> None:
     """The norm is added in another order, which may change clipped gradients, and so a rounded weight, by one bit."""
     config = write_config(

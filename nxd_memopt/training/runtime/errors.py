@@ -23,6 +23,10 @@ OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that shells give a program th
 # of all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
 INITIALIZED_DELAY_S = 5.0
 UNINITIALIZED_DELAY_S = 60.0
+# Longer than launchers leave the other ranks after a failure (``launch.agent.FAILED_S``).
+LOST_RANK_DELAY_S = 15.0
+# Of gloo, and of NCCL: torch has no class for messages to or from a rank that has ended.
+LOST_RANK = ("closed by peer", "reset by peer", "Broken pipe", "ncclRemoteError")
 _PACKAGE = Path(__file__).resolve().parents[2]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -48,6 +52,12 @@ def user_errors() -> Iterator[None]:
                 prefix = f"error on rank {rank()}"
             print(f"{prefix}: {text_of(error)}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
+    except RuntimeError as error:
+        if any(text in str(error) for text in LOST_RANK):
+            # A consequence. The rank that has ended says why, and the launcher ends this one during the wait.
+            error.add_note("the connection to another rank is lost: the error of the rank that ended first says why")
+            time.sleep(0 if shows_tracebacks() else LOST_RANK_DELAY_S)
+        raise
 
 
 def output_is_closed() -> bool:
@@ -73,10 +83,11 @@ def output_is_closed() -> bool:
 def text_of(error: Exception) -> str:
     """Return the message of ``error`` with a remedy for a full disk, or with the place of another library's error.
 
-    It is one line, or one for each problem of several (``listed``): messages of other libraries may have
-    any lines, and the ranks of a host write to the same terminal.
+    The notes of the error follow, such as the stage of a pipeline. It is one line, or one for each problem of several
+    (``listed``): messages of other libraries may have any lines, and the ranks of a host write to the same terminal.
     """
-    return ITEM.join(" ".join(problem.split()) for problem in str.split(_message(error), ITEM))
+    text = "; ".join([_message(error), *getattr(error, "__notes__", ())])
+    return ITEM.join(" ".join(problem.split()) for problem in str.split(text, ITEM))
 
 
 def _message(error: Exception) -> str:
