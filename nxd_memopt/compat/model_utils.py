@@ -118,5 +118,3 @@ def preserve_parallel_attributes(model: nn.Module) -> Iterator[None]:
         for name, param in model.named_parameters():
             if name in before and param is not before[name]:
                 copy_tensor_model_parallel_attributes(param, before[name])
-                if hasattr(before[name], "shared"):
-                    param.shared = before[name].shared  # pyright: ignore[reportAttributeAccessIssue]

@@ -33,6 +33,7 @@ SHARD_ATTRIBUTES = (
     "expert_partition_index",
     "num_expert_partitions",
     "is_bias",
+    "shared",
 )
 """Attributes that the layers set on parameters; other tools may rely on each of them."""
 

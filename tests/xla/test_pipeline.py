@@ -11,7 +11,9 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers import parallel_state, random
+from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
+from nxd_memopt.pipeline.tied import sum_tied_gradients
 from tests.dist.pool import distributed
 from tests.reference_models import llama_config
 
@@ -59,3 +61,25 @@ def test_two_stages() -> None:
     step(pipeline, model, 3)
     assert step(pipeline, model, 2)[1] == 0
     assert step(pipeline, model, 8)[1] == 0
+
+
+@pytest.mark.xdist_group("pipeline")
+@distributed(world_size=2)
+def test_a_tied_weight_is_tied_on_the_device() -> None:
+    """torch_xla moves a model into new parameters, which must keep what says that a stage has a copy."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = llama_config(num_hidden_layers=2, tie_word_embeddings=True)
+    gradients: list[torch.Tensor] = []
+    for size in (2, 1):
+        random.model_parallel_manual_seed(3)
+        parallel = ParallelConfig(pipeline_model_parallel_size=size)
+        model = LlamaForCausalLM(config, parallel=parallel, device="cpu")
+        move_model_to_device(model, backend.device)
+        if size > 1:
+            PipelinedCausalLM(model).train(batches(2))
+            sum_tied_gradients(model.parameters())
+        else:
+            for each in batches(2):
+                model(**each).loss.backward()
+        gradients.append(model.embedding_weight().grad.cpu())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-6)
