@@ -86,8 +86,7 @@ _TRACE = """
     patch_obj_method trace_model"""
 _COMM = "send recv_from send_python_object recv_python_object rmsg"
 _SERIALIZATION = """
-    TensorMeta SerializationManager find_loss_from_output_and_spec
-    compress_to_string uncompress_from_string"""
+    TensorMeta SerializationManager compress_to_string uncompress_from_string"""
 _MODEL_UTILS = """
     get_delay_tracing check_delay_tracing get_model_sequential reinit_model init_on_device
     maybe_materalize_model preserve_shared_weights preserve_parallel_attributes"""
@@ -212,7 +211,10 @@ _TABLE: dict[str, Sources] = {
         (f"{_COMPAT}.utils", "LogicalNCConfig get_platform_lnc"),
         (f"{_COMPAT}.xla.runtime", "get_local_world_size=local_process_count"),
     ],
-    "utils.serialization": [(f"{_PIPELINE}.serialization", _SERIALIZATION)],
+    "utils.serialization": [
+        (f"{_PIPELINE}.serialization", _SERIALIZATION),
+        ("nxd_memopt.trainer.loss", "find_loss_from_output_and_spec"),
+    ],
     "utils.timeline": [(f"{_PIPELINE}.timeline", "Timeline")],
     "utils.utils": [(f"{_COMPAT}.rank_groups", "hardware")],
 }

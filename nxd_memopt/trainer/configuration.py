@@ -42,7 +42,7 @@ def neuronx_distributed_config(
             cut (``nxd_memopt.compat``).
         expert_parallel_size: number of ranks that share the experts of a layer.
         context_parallel_size: must be 1.
-        pipeline_config: options of ``NxDPPModel``; ignored on a single stage.
+        pipeline_config: options of ``NxDPPModel``; a single stage uses ``output_loss_value_spec`` alone.
         optimizer_config: ``zero_one_enabled`` (default False), ``grad_clipping`` (True),
             ``max_grad_norm`` (1.0).
         activation_checkpoint_config: modules to recompute in backward: ``"full"`` for every

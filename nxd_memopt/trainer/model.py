@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.lora import add_adapters
@@ -18,6 +18,7 @@ from nxd_memopt.parallel_layers.pad import pad_model
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
 from nxd_memopt.trainer.configuration import initialize_parallel_state
+from nxd_memopt.trainer.loss import find_loss_from_output_and_spec
 
 
 class NxDModel(nn.Module):
@@ -46,8 +47,18 @@ class NxDModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward. Return the loss; the model must return the loss as a tensor."""
+        """Run forward and backward of the whole batch. Return the loss.
+
+        The model returns the loss, or ``output_loss_value_spec`` of ``pipeline_config`` marks it in the output.
+
+        Raises:
+            RuntimeError: the output is neither a tensor nor has the marked loss.
+        """
         loss = self.module(*args, **kwargs)
+        # A script has the same model for every number of stages, and stages return tuples.
+        if not isinstance(loss, Tensor):
+            spec = (self.nxd_config.get("pipeline_config") or {}).get("output_loss_value_spec")
+            loss = find_loss_from_output_and_spec(loss, spec or True)
         loss.backward()
         return loss
 

@@ -47,6 +47,24 @@ def test_a_model_is_its_only_pipeline_stage():
     assert torch.equal(linear.bias.grad, torch.ones(1))
 
 
+def test_a_single_stage_finds_the_loss_in_the_output_of_stages():
+    """NxD's script of stages has ``return_dict=False`` for every number of stages."""
+
+    class WithLoss(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.sum(), y
+
+    model = WithLoss(2, 1)
+    config = trainer.neuronx_distributed_config(pipeline_config={"output_loss_value_spec": (True, False)})
+    loss = trainer.NxDModel(model, config).run_train(torch.ones(1, 2))
+    assert loss.shape == () and torch.equal(model.weight.grad, torch.ones(1, 2))
+    for unmarked in (None, {"num_microbatches": 2}):
+        config = trainer.neuronx_distributed_config(pipeline_config=unmarked)
+        with pytest.raises(RuntimeError, match=r"got tuple: change output_loss_value_spec"):
+            trainer.NxDModel(model, config).run_train(torch.ones(1, 2))
+
+
 def test_choices_of_recomputation_that_name_nothing_are_refused():
     model = nn.Sequential(nn.Linear(2, 2))
     assert classes_to_recompute(model, nn.Linear) == (nn.Linear,)

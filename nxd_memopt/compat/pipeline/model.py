@@ -23,7 +23,6 @@ from nxd_memopt.compat.pipeline.partition import (
     partition_traced_model,
     stage_to_pipeline_parallel_rank,
 )
-from nxd_memopt.compat.pipeline.serialization import find_loss_from_output_and_spec
 from nxd_memopt.compat.pipeline.stages import ForeignStages, Run, StagePlan
 from nxd_memopt.compat.pipeline.timeline import PPTimeline, mark_timeline
 from nxd_memopt.compat.pipeline.trace import trace_model
@@ -31,6 +30,7 @@ from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.pipeline.runner import PipelineRunner
+from nxd_memopt.trainer.loss import find_loss_from_output_and_spec
 
 __all__ = ["INPUTS_ARG_NAME", "LABLES_ARG_NAME", "NxDPPModel", "mark_timeline", "parallel_state", "trace_model"]
 
