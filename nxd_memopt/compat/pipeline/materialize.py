@@ -56,12 +56,21 @@ def initialize_stages(whole: nn.Module, stages: Sequence[nn.Module], param_init_
     local = {id(param) for stage in stages for param in stage.parameters()}
     share_parameters(whole, stages, _Moved(local, host))
     local = {id(param) for stage in stages for param in stage.parameters()}
+    replaced: dict[nn.Module, nn.Module] = {}
     for module in list(whole.modules()):
+        children = dict(module.named_children())
         own = [param for param in module._parameters.values() if param is not None]
         if all(id(param) in local for param in own):
             call_param_init(param_init_fn, module, host)
         else:
             call_param_init(param_init_fn, _on_host(module), host)
+        # Initialization may put new modules in the place of those on meta, such as RoPE with computed frequencies.
+        new = dict(module.named_children())
+        replaced |= {child: new[name] for name, child in children.items() if new.get(name) not in (child, None)}
+    for module in [each for stage in stages for each in stage.modules()]:
+        for name, child in module.named_children():
+            if child in replaced:
+                module._modules[name] = replaced[child]
 
 
 class _Moved:
@@ -82,7 +91,10 @@ class _Moved:
 
 
 def share_parameters(whole: nn.Module, stages: Sequence[nn.Module], replacement: Any) -> None:
-    """Replace parameters of the whole model and of its stages, which have them in common, and move meta buffers."""
+    """Replace parameters of the whole model and of its stages, which have them in common, and move meta buffers.
+
+    A floating-point buffer has NaN until the program initializes it.
+    """
     for root in (whole, *stages):
         for module in root.modules():
             for name, param in module._parameters.items():
@@ -92,7 +104,8 @@ def share_parameters(whole: nn.Module, stages: Sequence[nn.Module], replacement:
         for module in stage.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                    fill = torch.nan if buffer.is_floating_point() else 0
+                    module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
 
 
 def _parameter_on(device: torch.device, param: nn.Parameter) -> nn.Parameter:
