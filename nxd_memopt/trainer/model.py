@@ -59,6 +59,7 @@ class NxDModel(nn.Module):
         if not isinstance(loss, Tensor):
             spec = (self.nxd_config.get("pipeline_config") or {}).get("output_loss_value_spec")
             loss = find_loss_from_output_and_spec(loss, spec or True)
+            assert loss is not None, "the specification marks a loss, or the call above raises"
         loss.backward()
         return loss
 
