@@ -16,7 +16,7 @@ from tests.reference_models import llama_config, mixtral_config, parallel_model
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 REFUSED = {
-    "more layers than there are": (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, "model's 2 layers"),
+    "more layers than there are": (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, "the 2 layers"),
     "parts of more layers than there are": (
         SELECTIVE | {"recompute_modules": ("norm",), "recompute_method": "block", "recompute_num_layers": 3},
         "2 layers",

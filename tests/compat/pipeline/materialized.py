@@ -1,4 +1,4 @@
-"""Tests of stages whose model was built on the meta device."""
+"""Tests of stages whose model was built on meta, in a process with the alias; ``test_pipeline.py`` starts it."""
 
 from __future__ import annotations
 
