@@ -130,6 +130,7 @@ def test_no_test_installs_the_alias_in_its_own_process():
     tests = Path(__file__).resolve().parents[1]
     separate = {
         tests / "compat" / "aliased.py",
+        tests / "compat" / "pipeline" / "materialized.py",
         tests / "xla" / "test_guide.py",
         tests / "nxd_upstream" / "nxd_test_driver.py",
     }  # programs of their own
