@@ -115,7 +115,7 @@ def request_of(
     memory, planned = _measured_memory(config, backend, is_planned=plan_refusal is None)
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size > 1:
-        # The layers of the rank with the most of them, next to embedding and head.
+        # As many layers as the rank with the most has, with embedding and head.
         layers = max(len(each.layers) for each in all_stages(model_spec(model), parallel))
         model = {**model, "num_hidden_layers": layers}
         parallel = replace(
