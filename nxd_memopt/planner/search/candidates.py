@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_memopt.architectures.parameters import require_shardable
-from nxd_memopt.architectures.stages import all_stages
-from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
@@ -240,13 +239,8 @@ def _suits_stages(problem: Problem, setting: Setting, memory: MemoryConfig) -> b
         return True
     if memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations or memory.cpu_offloading_weights:
         return False
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks,
-        pipeline_model_parallel_layout=setting.pipeline_model_parallel_layout,
-    )
     try:
-        for each in all_stages(problem.model, parallel):
+        for each in setting.stages_of(problem.model):
             require_layers(memory, len(each.layers), chunks)
     except ValueError:
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nxd_memopt.architectures.stages import all_stages
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
 from nxd_memopt.planner.memory.activations import Activations, activations
@@ -176,13 +175,7 @@ def _pipeline_ranks(
     problem: Problem, setting: Setting, models: RankModels, ranks: Iterable[int] | None = None
 ) -> Iterator[PipelineRank]:
     """Yield ranks of a pipeline; None: of which one has the highest peak, and one the slowest stages."""
-    size = setting.pipeline_model_parallel_size
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=size,
-        virtual_pipeline_model_parallel_size=setting.virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=setting.pipeline_model_parallel_layout,
-    )
-    stages = all_stages(problem.model, parallel)
+    stages = setting.stages_of(problem.model)
     if ranks is None:
         ranks = fullest_ranks(stages)
     micro_batches = _accumulation_steps(problem, setting)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nxd_memopt.architectures.model_spec import ModelSpec
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.architectures.stages import RankStages, all_stages
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.options import require_one_of
@@ -173,6 +174,15 @@ class Setting:
     def ranks_of_replica(self) -> int:
         """T * P, the ranks that have one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def stages_of(self, model: ModelSpec) -> tuple[RankStages, ...]:
+        """Return the layers of each rank of the pipeline."""
+        parallel = ParallelConfig(
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            pipeline_model_parallel_layout=self.pipeline_model_parallel_layout,
+        )
+        return all_stages(model, parallel)
 
     def describe(self) -> str:
         """Return the setting in words."""
