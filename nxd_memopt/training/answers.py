@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.coordination import share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
@@ -159,7 +158,7 @@ def greedy_answers(model: Any, prompts: Sequence[Sequence[int]], ends: Collectio
         is_late = time.perf_counter() - started > LIMIT_S
         # Rank 0's answer: replicas may round differently, and clocks differ. A rank that stopped alone would leave the
         # others in a collective.
-        if json.loads(share_texts(json.dumps(is_done or is_late))[0]):
+        if from_rank_zero(is_done or is_late):
             break
     tokens = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
     return Answers(tokens, ended, time.perf_counter() - started)

@@ -63,7 +63,7 @@ def test_the_columns_tell_the_format(
     assert (config.format, config.packing) == (found, "concatenate" if found == "text" else "best_fit")
     assert config.columns == columns
     line = capsys.readouterr().out
-    assert line.startswith(f"data: the {len(given)} rows of '{tmp_path}/d.jsonl' are read as {found}: ")
+    assert line.startswith(f"format: the {len(given)} rows of '{tmp_path}/d.jsonl' are read as {found}: ")
     assert printed in line and line.count("\n") == 1
 
 
