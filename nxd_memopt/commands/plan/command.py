@@ -127,11 +127,16 @@ def next_commands(options: argparse.Namespace, problem: Problem, content: Mappin
         launch, train = ([*launch, *several, number, "--master-addr", "HOST_0"] for number in ("0", "NUMBER"))
     elif problem.device.kind != "neuron":
         train = ["nxd-memopt", "train", *nproc]
-    dry_run = [*launch, *file, "--dry-run"]
+    checks = [[*launch, *file, "--dry-run"]]
+    if options.device_memory_gib is not None:
+        checks[0] += ["--device-memory-gib", str(options.device_memory_gib)]
+    # A platform has no size of a machine that was measured: certify's is in its file.
+    if options.device.endswith(".json"):
+        checks = []
     train = [*train, *file]
     for option in missing_options(content):
         train += option
-    return [shlex.join(certify), shlex.join(dry_run), shlex.join(train)]
+    return [shlex.join(command) for command in (certify, *checks, train)]
 
 
 def _calibrate(arguments: Sequence[str]) -> int:
