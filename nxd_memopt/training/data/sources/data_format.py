@@ -92,6 +92,7 @@ def _reading_of(config: DataConfig) -> _Reading:
     missing = [name for name in config.columns.values() if name not in found]
     if missing:
         raise ValueError(f"data.columns names {missing}, and the rows of {config.source!r} have the columns {found}")
+    seen = f"first {FIRST_ROWS} " if len(rows.columns) == FIRST_ROWS else ""
     # The order decides if several fit. A row may lack a column: one of the first rows is enough.
     fitting = [reading for reading in _readings(config) if reading.fits(rows)]
     chosen = [reading for reading in fitting if config.format in ("auto", reading.form)]
@@ -100,14 +101,14 @@ def _reading_of(config: DataConfig) -> _Reading:
         return chosen[0]
     if fitting:
         raise ValueError(
-            f"data.format {config.format!r} reads the columns {list(FIELDS[config.format][0])}, and the rows of "
+            f"data.format {config.format!r} reads the columns {list(FIELDS[config.format][0])}, and the {seen}rows of "
             f"{config.source!r} have the columns {found}, which is {fitting[0].form}: set data.format to "
             f"{fitting[0].form}, or leave it out"
         )
     known = ", ".join(f"{form} {list(required)}" for form, (required, _) in FIELDS.items())
     raise ValueError(
-        f"the rows of {config.source!r} have the columns {found}, and the values of data.format read others ({known}): "
-        "name them in data.columns, such as {text: COLUMN}, or rename them"
+        f"the {seen}rows of {config.source!r} have the columns {found}, and the values of data.format read others "
+        f"({known}): name them in data.columns, such as {{text: COLUMN}}, or rename them"
     )
 
 
@@ -129,6 +130,9 @@ def _print_reading(config: DataConfig, rows: _Rows, reading: _Reading, others: l
     shown = ", ".join(column if field == column else f"{field} in {column!r}" for field, column in given.items())
     number = "the" if rows.count is None else f"the {rows.count:,}"
     line = f"format: {number} rows of {config.source!r} are read as {reading.form}: columns {shown}"
+    # Later rows may have more of the optional ones, which are read too.
+    if len(rows.columns) == FIRST_ROWS:
+        line += f" in the first {FIRST_ROWS} rows"
     if unread:
         line += f"; not read: {', '.join(unread)}"
     if others:
