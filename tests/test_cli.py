@@ -48,6 +48,14 @@ def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
     assert re.search(r"host memory: activations and optimizer states can be offloaded \([0-9.]+ GiB", printed)
 
 
+@pytest.mark.parametrize("file", ["checkpoints/step_00000001/index.json", "rank_00000.safetensors"])
+def test_convert_of_a_run_names_the_option_that_reads_it(file, monkeypatch, capsys, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "target") == 2
+    assert "has a training checkpoint: add --from checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("stored", "configured"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")]
 )
