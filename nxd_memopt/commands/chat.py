@@ -66,6 +66,13 @@ def _typed() -> str:
 
 def _require_model(directory: Path) -> None:
     """Raise ``ValueError`` if ``directory`` does not exist, or has something else, such as a run or its checkpoint."""
+    # The adapter and the export of a run exist at its end.
+    run = directory.parent
+    if not directory.is_dir() and any(run.glob("checkpoints/step_*")):
+        raise ValueError(
+            f"{directory} does not exist, and {run} is a run that has not finished: nxd-memopt convert --from "
+            f"checkpoint --source {run} --target DIRECTORY makes a model of its newest checkpoint"
+        )
     if not directory.is_dir():
         raise ValueError(
             f"{directory} is no directory: name one with a model; hf download NAME --local-dir DIRECTORY brings one of "

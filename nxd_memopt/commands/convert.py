@@ -112,6 +112,10 @@ class Convert:
         self._require_sizes()
         if self.source.resolve() == self.target.resolve():
             raise ValueError(f"--target {self.target} is the source, which stays as it is: choose another")
+        # Of a checkpoint or a run; a checkpoint has a config.json too, whose weights would be missing.
+        is_run = any(any(self.source.glob(each)) for each in ("rank_*.safetensors", "checkpoints/step_*"))
+        if self.source_format == "hf" and is_run:
+            raise ValueError(f"--source {self.source} has a training checkpoint: add --from checkpoint")
         if self.source_format == "checkpoint":
             self._from_checkpoint()
         elif self.source_format == "nxd":

@@ -22,11 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     # Selects a backend, which may open a device.
     from nxd_memopt.ops.describe import describe_fused
 
-    print("\n".join(describe()))
-    for line in describe_fused():
-        print(f"  {line}")
-    for line in _describe_fused_paths():
-        print(line)
+    print("\n".join([*describe(), f"fused operations: {describe_fused()}", *_describe_fused_paths()]))
     return 0
 
 
@@ -91,14 +87,15 @@ def _describe_host_memory() -> str:
 
 
 def _describe_fused_paths() -> list[str]:
-    """Return which fused paths of each architecture are on for this device; empty without transformers."""
+    """Return which fused paths are on for this device, by architectures with the same; empty without transformers."""
     try:
         transformers = require_transformers("nxd_memopt.models")
     except MissingDependencyError:
         return []
     from nxd_memopt.models import MODELS, model_class
 
-    lines: list[str] = []
+    # Families differ in a few operations only: those with the same paths share their lines.
+    families: dict[tuple[str, ...], list[str]] = {}
     for model_type in MODELS:
         # One layer of small sizes on the meta device: the decisions do not depend on sizes.
         config = transformers.AutoConfig.for_model(
@@ -114,14 +111,15 @@ def _describe_fused_paths() -> list[str]:
             eos_token_id=None,
             pad_token_id=None,
         )
-        lines.append(f"fused paths of {model_type}:")
         # On trn1, where graphs have fixed shapes, a model with experts refuses the default options.
         try:
-            model = model_class(model_type)(config, device="meta")
+            paths = model_class(model_type)(config, device="meta").fusions.describe()
         except ValueError as error:
-            lines.append(f"  not with the default options: {error}")
-            continue
-        lines += [f"  {line}" for line in model.fusions.describe()]
+            paths = [f"not with the default options: {error}"]
+        families.setdefault(tuple(paths), []).append(model_type)
+    lines: list[str] = []
+    for paths, names in families.items():
+        lines += [f"fused paths of {', '.join(names)}:", *(f"  {line}" for line in paths)]
     return lines
 
 

@@ -24,13 +24,13 @@ _TRITON = (
 """Operations with Triton kernels; each kernel takes one pass over memory where PyTorch takes several."""
 
 
-def describe_fused() -> list[str]:
-    """Return one line of text per fused operation."""
+def describe_fused() -> str:
+    """Return how the operations with Triton kernels run, and their names."""
     reason = unavailable_reason(backend.device)
     implementation = "Triton"
     if reason is not None:
         implementation = f"plain PyTorch ({reason})"
-    return [f"{name}: {implementation}" for name in _TRITON]
+    return f"{implementation}: {'; '.join(_TRITON)}"
 
 
 def describe_attention() -> str:

@@ -32,6 +32,18 @@ def share_texts(text: str) -> list[str]:
     return _exchange(_truncate(text))
 
 
+def from_rank_zero(value: Any) -> Any:
+    """Return rank 0's ``value``, of JSON's types, on every rank. Every rank of the world calls.
+
+    It may be of any length, because the other ranks send nothing: the digests of a large model's weight files are more
+    than ``MESSAGE_BYTES``.
+    """
+    text = json.dumps(value)
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        text = _exchange(text if dist.get_rank() == 0 else "")[0]
+    return json.loads(text)
+
+
 def _truncate(text: str) -> str:
     """Cut ``text`` between characters; keep surrogates (non-UTF-8 bytes of paths) if it fits."""
     encoded = text.encode(errors="surrogatepass")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.coordination import share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens
 from nxd_memopt.training.data.tokenize.vocabulary import Vocabulary
@@ -91,7 +90,8 @@ class SampledAnswers:
         """Record an answer to each prompt; return the time in seconds."""
         special = self._vocabulary.special
         assert special is not None
-        answers = greedy_answers(self._training.model, self._prompts, special.ends_of_answers())
+        penalty = (special.generation or {}).get("repetition_penalty") or 1.0
+        answers = greedy_answers(self._training.model, self._prompts, special.ends_of_answers(), penalty=penalty)
         for prompt, tokens, ended in zip(self._prompts, answers.tokens, answers.ended, strict=True):
             text = self._vocabulary.tokenizer.decode(tokens, skip_special_tokens=True)
             row = {"prompt": self._text(prompt), "answer": text, "tokens": len(tokens), "ended": ended}
@@ -127,7 +127,9 @@ def prompts_of(rows: Tokens, longest: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy_answers(model: Any, prompts: Sequence[Sequence[int]], ends: Collection[int]) -> Answers:
+def greedy_answers(
+    model: Any, prompts: Sequence[Sequence[int]], ends: Collection[int], *, penalty: float = 1.0
+) -> Answers:
     """Return the most probable tokens after each prompt, at most ``NEW_TOKENS``. Every rank calls.
 
     Every token is the result of a full forward of all prompts, padded on the right: with causal attention no token
@@ -137,6 +139,7 @@ def greedy_answers(model: Any, prompts: Sequence[Sequence[int]], ends: Collectio
         model: ``ParallelCausalLM``, which is left in evaluation mode.
         prompts: token ids.
         ends: tokens that end an answer.
+        penalty: ``repetition_penalty`` of the model's ``generation_config.json``.
     """
     model.eval()
     multiple = LENGTH_MULTIPLE * parallel_state.get_tensor_model_parallel_size()
@@ -150,7 +153,8 @@ def greedy_answers(model: Any, prompts: Sequence[Sequence[int]], ends: Collectio
         ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
         logits = model(ids.to(backend.device)).logits  # [n, length, V]
         last = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
-        chosen = logits[torch.arange(len(texts), device=logits.device), last].float().argmax(dim=-1).tolist()
+        scores = logits[torch.arange(len(texts), device=logits.device), last].float()  # [n, V]
+        chosen = penalized(scores, texts, penalty).argmax(dim=-1).tolist()
         for index, token in enumerate(chosen):
             if len(texts[index]) < longest and not ended[index]:
                 ended[index] = token in ends
@@ -159,10 +163,19 @@ def greedy_answers(model: Any, prompts: Sequence[Sequence[int]], ends: Collectio
         is_late = time.perf_counter() - started > LIMIT_S
         # Rank 0's answer: replicas may round differently, and clocks differ. A rank that stopped alone would leave the
         # others in a collective.
-        if json.loads(share_texts(json.dumps(is_done or is_late))[0]):
+        if from_rank_zero(is_done or is_late):
             break
     tokens = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
     return Answers(tokens, ended, time.perf_counter() - started)
+
+
+def penalized(scores: torch.Tensor, texts: Sequence[Sequence[int]], penalty: float) -> torch.Tensor:
+    """Return scores ``[n, V]`` with lower ones for the tokens of each text, as transformers computes them."""
+    scores = scores.clone()
+    for row, text in zip(scores, texts, strict=True):
+        seen = torch.tensor(sorted(set(text)), device=scores.device)
+        row[seen] = torch.where(row[seen] < 0, row[seen] * penalty, row[seen] / penalty)
+    return scores
 
 
 def _longest(model: Any) -> int:

@@ -99,6 +99,11 @@ def _require_pretrained(name: str | None) -> None:
     if path.is_file():
         raise ValueError(f"model.pretrained {name} is a file: name its directory, {path.absolute().parent}")
     if path.is_dir():
+        if any(path.glob("checkpoints/step_*")):
+            raise ValueError(
+                f"model.pretrained {name} is a run: name its export, model.warm_start for its newest weights, or "
+                "trainer.resume_from to continue it"
+            )
         if not any((path / each).is_file() for each in ("config.json", "adapter_config.json")) and not any(
             path.glob("*.gguf")
         ):

@@ -7,7 +7,6 @@ another. Values are read from the device every ``trainer.log_every_n_steps`` ste
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.checkpoint.sharded.steps import complete_steps, prune, step_directory
 from nxd_memopt.modules.lora import whole_model
-from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero, raise_together
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.training.answers import SampledAnswers
 from nxd_memopt.training.checks import (
@@ -376,17 +375,17 @@ def evaluate(
 def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter) -> float | None:
     """Return the held-out loss at step 0, recorded if the run is resumed. Every rank calls."""
     # Rank 0 alone reads evaluation.jsonl; the other ranks receive its value.
-    recorded = share_texts(json.dumps(reporter.recorded_evaluation(0)))[0]
+    recorded = from_rank_zero(reporter.recorded_evaluation(0))
     if training.step == 0:
         return evaluate(training, config, reporter)
     # The initial weights of a resumed run no longer exist, so their loss can only be looked up.
-    return json.loads(recorded)
+    return recorded
 
 
 def evaluate_missed(training: Training, config: TrainConfig, reporter: Reporter) -> None:
     """Evaluate after the step that a resumed run starts from, if an interruption prevented it."""
     step = training.step
-    recorded = json.loads(share_texts(json.dumps(reporter.recorded_evaluation(step)))[0])
+    recorded = from_rank_zero(reporter.recorded_evaluation(step))
     is_inside = 0 < step < config.trainer.max_steps
     if is_inside and is_due(step, config.trainer.val_check_interval) and recorded is None:
         loss = evaluate(training, config, reporter)
@@ -404,7 +403,7 @@ def find_best(training: Training, config: TrainConfig, reporter: Reporter) -> No
         if is_rank_zero():
             steps = complete_steps(config.trainer.checkpoint_directory)
             best = reporter.best_evaluation(steps, held_out_text(training, config))
-    shared = json.loads(share_texts(json.dumps(best))[0])
+    shared = from_rank_zero(best)
     training.best = shared and (shared[0], shared[1])
 
 

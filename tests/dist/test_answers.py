@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, RepetitionPenaltyLogitsProcessor
 
 from nxd_memopt.training import answers
 from nxd_memopt.training.data.packing import DOCUMENT_START, NOT_TRAINED, PADDING
@@ -74,6 +74,16 @@ def test_answers_change_nothing_of_the_training(tmp_path: Path, monkeypatch: pyt
     assert "answers: none are generated: of the test" in outcome.stdout
     assert rows(tmp_path / "without", "samples.jsonl") == []
     assert exact(tmp_path / "with") == exact(tmp_path / "without")
+
+
+def test_tokens_of_a_text_are_penalized_as_transformers_does() -> None:
+    """Of texts of different lengths, which transformers would have to pad."""
+    scores, texts = torch.randn(2, 11, generator=torch.Generator().manual_seed(0)), [[3, 3, 7], [0, 10, 4, 2]]
+    found = answers.penalized(scores, texts, 1.3)
+    reference = RepetitionPenaltyLogitsProcessor(1.3)
+    for text, before, after in zip(texts, scores, found, strict=True):
+        torch.testing.assert_close(after, reference(torch.tensor([text]), before[None])[0], rtol=0, atol=0)
+    assert torch.equal(answers.penalized(scores, texts, 1.0), scores)
 
 
 def test_questions_end_before_the_first_trained_token() -> None:

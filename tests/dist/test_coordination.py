@@ -45,6 +45,12 @@ def test_a_long_text_is_cut_between_characters():
 
 
 @distributed(world_size=2)
+def test_a_value_of_rank_zero_is_complete_on_every_rank():
+    value = {"digests": [f"{number:064}" for number in range(100)], "rank": 0}
+    assert coordination.from_rank_zero(value if dist.get_rank() == 0 else {}) == value
+
+
+@distributed(world_size=2)
 def test_a_path_that_is_not_utf_8_is_reported_on_all_ranks():
     path = os.fsdecode(b"/data/caf\xe9/x.pt")
     assert coordination.share_texts(path) == [path] * 2

@@ -55,7 +55,7 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     assert plan_command.main(arguments.split()) == 0
     shown = capsys.readouterr()
     (first, *_) = json.loads(shown.out)["plans"]
-    certifies, trains = (shlex.split(line) for line in shown.err.splitlines()[-2:])
+    certifies, checks, trains = (shlex.split(line) for line in shown.err.splitlines()[-3:])
     asked = read([*certifies[2:], "--backend", "cpu", "--measure-layers", "2", "3"])
     assert asked.planned is not None
     memory = asked.planned.plan.memory
@@ -78,8 +78,9 @@ def test_a_written_plan_is_certified_and_trains_as_it_is(name, tmp_path, capsys)
     config = parse_config(trains[trains.index("--config") :])
     assert config.data_parallel_size(4) == 4 // config.parallel.ranks_of_replica and config.accumulation_steps(4) >= 1
     # The dry run has no dataset and no tokenizer, and certifies the same step.
-    flags = ["--platform", device, "--nproc", "4", "--dry-run", "--config", str(file)]
-    launch = launch_command.plan(*launch_command.parser().separate(flags), {})
+    assert checks[:2] == ["nxd-memopt", "launch"]
+    assert checks[-1] == "--dry-run"
+    launch = launch_command.plan(*launch_command.parser().separate(checks[2:]), {})
     assert "to train, add --model.tokenizer DIRECTORY and --data.dataset DATA to the command" in launch.notes
     dry_run = [*launch_command.certify_arguments(launch, None), "--backend", "cpu", "--measure-layers", "2", "3"]
     assert read(dry_run).request == asked.request

@@ -247,8 +247,8 @@ def test_the_yaml_is_what_was_planned(arguments, tmp_path, capsys):
     # What the training program would refuse or do otherwise is said, and in the file.
     notes = ["note: documents of a row attend to each other"] * ("isolate-documents" not in arguments)
     assert_says(shown.err, *notes)
-    # Shown after the notes: the file's name, and the commands that certify it and train with it.
-    assert file.read_text().count("\n# ") == len(shown.err.splitlines()) - 2
+    # Shown after the notes: the file's name, and the commands that certify it, check its start and train with it.
+    assert file.read_text().count("\n# ") == len(shown.err.splitlines()) - 3
     config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
     setting = first["setting"]
     assert config.parallel.tensor_model_parallel_size == setting["tensor_model_parallel_size"]

@@ -94,7 +94,7 @@ def test_a_run_evaluates_the_validation_text_and_resumes(tmp_path: Path, monkeyp
     assert outcome.returncode == 0, outcome.stderr
     known = byte_tokenizer()("QRS ")["input_ids"]
     assert np.isin(evaluated[0] & ID_MASK, [*known, 256]).all()
-    assert_says(outcome.stdout, "parameters are trained, with 16 bytes each", "held-out text: ", "other.jsonl")
+    assert_says(outcome.stdout, "trained parameters with 16 bytes each", "held-out text: ", "other.jsonl")
     assert " left" in outcome.stdout and outcome.stdout.count("expected end of training: 20") == 1
     assert len(rows(tmp_path / "a" / "run")) == 4
     # An interrupted run is the same one; other validation text is refused.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from nxd_memopt.checkpoint.files import find_gguf, find_weights, read_json, require_directory
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero, raise_together
 
 STORED = "base"
 """Name of the base that a run stores next to its checkpoints, where no other directory has it."""
@@ -27,15 +26,15 @@ def describe_base(directory: Path, *, is_stored: bool) -> dict[str, Any]:
         directory: the Hugging Face directory that the weights were loaded from.
         is_stored: whether it is ``STORED`` next to the checkpoints, and moves with them.
     """
-    described = ""
+    described: dict[str, Any] = {}
     with raise_together(f"reading the weights of {directory}"):
         if parallel_state.is_global_rank_zero():
             path = directory.resolve()
             files = _weight_files(path)
             digests = _digests(files)
             content = {file.name: [file.stat().st_size, digests[file.name]] for file in files}
-            described = json.dumps({"directory": str(path), "is_stored": is_stored, "files": content})
-    return json.loads(share_texts(described)[0])
+            described = {"directory": str(path), "is_stored": is_stored, "files": content}
+    return from_rank_zero(described)
 
 
 def find_base(recorded: Mapping[str, Any], checkpoint: Path, directories: Sequence[str | Path]) -> Path:
@@ -55,7 +54,7 @@ def find_base(recorded: Mapping[str, Any], checkpoint: Path, directories: Sequen
             if recorded["is_stored"]:
                 directories = [checkpoint.resolve().parent / STORED]
             found = str(_first_equal(recorded, checkpoint, directories))
-    return Path(share_texts(found)[0])
+    return Path(from_rank_zero(found))
 
 
 def _first_equal(recorded: Mapping[str, Any], checkpoint: Path, directories: Sequence[str | Path]) -> Path:

@@ -100,7 +100,7 @@ def _lines(
 
 
 def next_commands(options: argparse.Namespace, problem: Problem, content: Mapping[str, Any]) -> list[str]:
-    """Return the commands that certify the written file, and train with it on the planned ranks.
+    """Return the commands that certify the written file, check the start, and train with it on the planned ranks.
 
     Args:
         options: the command's own flags.
@@ -119,16 +119,24 @@ def next_commands(options: argparse.Namespace, problem: Problem, content: Mappin
     hosts = -(-problem.devices // ranks)
     nproc = ["--nproc", str(problem.devices // hosts)]
     platform = "cuda" if options.device.endswith(".json") else options.device
-    train = ["nxd-memopt", "launch", "--platform", platform, *nproc]
+    launch = ["nxd-memopt", "launch", "--platform", platform, *nproc]
+    train = launch
     if hosts > 1:
         # Every host runs the command, each with its own number.
-        train += ["--nodes", str(hosts), "--node-rank", "NUMBER", "--master-addr", "HOST_0"]
+        several = ["--nodes", str(hosts), "--node-rank"]
+        launch, train = ([*launch, *several, number, "--master-addr", "HOST_0"] for number in ("0", "NUMBER"))
     elif problem.device.kind != "neuron":
         train = ["nxd-memopt", "train", *nproc]
-    train += file
+    checks = [[*launch, *file, "--dry-run"]]
+    if options.device_memory_gib is not None:
+        checks[0] += ["--device-memory-gib", str(options.device_memory_gib)]
+    # A platform has no size of a machine that was measured: certify's is in its file.
+    if options.device.endswith(".json"):
+        checks = []
+    train = [*train, *file]
     for option in missing_options(content):
         train += option
-    return [shlex.join(certify), shlex.join(train)]
+    return [shlex.join(command) for command in (certify, *checks, train)]
 
 
 def _calibrate(arguments: Sequence[str]) -> int:

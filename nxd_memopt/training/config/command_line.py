@@ -101,7 +101,8 @@ def _value(name: str, words: list[str], hint: Any) -> Any:
     if not words and bool in kinds:
         return True
     if len(words) != 1:
-        raise ValueError(f"{name} has the values {words}: write {name} VALUE")
+        quoted = ", with quotes around a pattern such as '*.jsonl' and around spaces" if words and str in kinds else ""
+        raise ValueError(f"{name} has the values {words}: write {name} VALUE{quoted}")
     text = words[0]
     # Of texts, a word of YAML is what it says, but for the numbers that the option takes too.
     if str in kinds and int not in kinds:

@@ -57,6 +57,7 @@ NAMES = {
     "tp_size": "parallel.tensor_model_parallel_size",
     "nproc_per_node": "--nproc N of nxd-memopt train and launch",
     "num_processes": "--nproc N of nxd-memopt train and launch",
+    "devices": "--nproc N of nxd-memopt train and launch",
     "num_gpus": "--nproc N of nxd-memopt train and launch",
     "deepspeed": "data_parallel.sharding",
     "fsdp": "data_parallel.sharding zero3",

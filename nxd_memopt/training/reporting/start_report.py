@@ -52,8 +52,8 @@ def training_lines(model: nn.Module, config: TrainConfig) -> list[str]:
     data, steps = config.data, config.trainer.max_steps
     return [
         f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, "
-        f"{data.global_batch_size * data.seq_length:,} tokens a step",
-        f"training: {trained:,} parameters are trained, with {bytes_per_parameter(config)} bytes each for weight, "
+        f"{data.global_batch_size * data.seq_length:,} tokens a step; "
+        f"{trained:,} trained parameters with {bytes_per_parameter(config)} bytes each for weight, "
         "gradient and optimizer states before sharding",
         *describe_groups(model, config.optimizer),
     ]
@@ -89,5 +89,5 @@ def held_out_line(data: DataConfig, text: HeldOut | None) -> str:
     if text.sequences < data.eval_sequences:
         size += f": there are no more for data.eval_sequences {data.eval_sequences:,}"
     if data.validation_dataset is not None:
-        return f"held-out text: {data.validation_dataset!r}; {size}"
+        return f"held-out text: all of {data.validation_dataset!r}; {size}"
     return f"held-out text: about 1/{data.held_out_every} of the text, which is not trained; {size}"

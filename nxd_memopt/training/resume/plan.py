@@ -120,10 +120,10 @@ def find_checkpoint(option: str, name: str) -> Path:
         return directory
     found = find_latest(directory / "checkpoints") or find_latest(directory)
     if found is None:
-        raise ValueError(
-            f"{option} {name} has no complete checkpoint: name a run's trainer.output_dir, or one "
-            "step_XXXXXXXX directory in its checkpoints"
-        )
+        remedy = "name a run's trainer.output_dir, or one step_XXXXXXXX directory in its checkpoints"
+        if (directory / "config.json").is_file():
+            remedy = "it is a model, as model.pretrained takes it; " + remedy
+        raise ValueError(f"{option} {name} has no complete checkpoint: {remedy}")
     return found
 
 

@@ -17,6 +17,11 @@ def _half_done(directory: Path) -> Path:
     return config
 
 
+def _run_as_model(directory: Path) -> Path:
+    _half_done(directory)
+    return write_config(directory, model={"pretrained": str(directory / "run")})
+
+
 def _damaged_index(directory: Path) -> Path:
     config = _half_done(directory)
     index = directory / "run" / "checkpoints" / "step_00000002" / "index.json"
@@ -52,6 +57,11 @@ CASES: tuple[BadInput, ...] = (
         write_config,
         ("trainer.resume_from /tmp has no complete checkpoint", "name a run's trainer.output_dir"),
         ("--trainer.resume-from", "/tmp"),
+    ),
+    BadInput(
+        "run_as_model",
+        _run_as_model,
+        ("is a run", "name its export", "model.warm_start"),
     ),
     BadInput(
         "absent_directories",

@@ -225,6 +225,8 @@ def test_errors_name_relation_values_and_remedy(sections: dict[str, object], mes
         (["--trainer.max-stepz", "3"], "did you mean --trainer.max-steps?"),
         (["--trainer.max-steps", "x"], "--trainer.max-steps must be int, got 'x'"),
         (["--trainer.max-steps"], "--trainer.max-steps has the values []: write --trainer.max-steps VALUE"),
+        (["--data.dataset", "a.jsonl", "b.jsonl"], "write --data.dataset VALUE, with quotes around a pattern"),
+        (["--trainer.devices", "2"], "--nproc N of nxd-memopt train"),
         (["--trainer.max-steps", "3", "4"], "--trainer.max-steps has the values ['3', '4']"),
         (["train", "it"], "unknown option train"),
         (["--model.config-overrides.rope-theta", "[1"], "not valid YAML"),

@@ -138,9 +138,9 @@ def test_few_documents_that_are_streamed_are_cut_as_without_streaming(tmp_path: 
     assert [sorted(text for text, *_ in split.read(None)) for split in (corpus.train, corpus.held_out)] == halves(
         texts, 5
     )
-    cut = "data: the last 1/5 of each document is held out"
+    cut = "the last 1/5 of each document is held out"
     assert corpus.notes == (
-        f"data: all of {path!r} is read before training: it has too few documents to stream",
+        f"order: all of {path!r} is read before training: it has too few documents to stream",
         cut,
     )
     assert open_corpus(replace(config, streaming=False), 0).notes == (cut,)

@@ -63,8 +63,16 @@ def test_the_columns_tell_the_format(
     assert (config.format, config.packing) == (found, "concatenate" if found == "text" else "best_fit")
     assert config.columns == columns
     line = capsys.readouterr().out
-    assert line.startswith(f"data: the {len(given)} rows of '{tmp_path}/d.jsonl' are read as {found}: ")
+    assert line.startswith(f"format: the {len(given)} rows of '{tmp_path}/d.jsonl' are read as {found}: ")
     assert printed in line and line.count("\n") == 1
+
+
+def test_what_is_known_of_the_first_rows_alone_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = [{"prompt": "a", "completion": "b"}] * 100 + [{"prompt": "a", "completion": "b", "system": "c"}]
+    with_format(DataConfig(dataset=write_rows(tmp_path / "d.jsonl", late)))
+    assert "the 101 rows" in (line := capsys.readouterr().out) and "prompt, completion in the first 100 rows" in line
+    with pytest.raises(ValueError, match=r"the first 100 rows of .* have the columns \['id'\]"):
+        with_format(DataConfig(dataset=write_rows(tmp_path / "e.jsonl", [{"id": 1}] * 100 + [{"text": "a"}])))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

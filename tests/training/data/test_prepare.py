@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.commands import prepare
 from nxd_memopt.commands.prepare import main
 from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.data.sources import corpora
 from nxd_memopt.training.data.tokenize import windows as tokens
 from nxd_memopt.training.data.tokenize import workers as token_workers
 from nxd_memopt.training.data.tokenize.windows import Window
+from nxd_memopt.training.reporting import tokenizing
 from tests.training.runs import exact, run_here, write_config
 
 
@@ -41,7 +41,7 @@ def test_a_run_reads_what_prepare_wrote(
         # The corpora are copies of each other, with one time.
         os.utime(tmp_path / name / "lines.jsonl", ns=(1, 1))
         if name == "with":
-            monkeypatch.setattr(prepare, "PROGRESS_S", 0.0)
+            monkeypatch.setattr(tokenizing, "PROGRESS_S", 0.0)
             assert main(["--config", str(config)]) == 0
             written = train_files(tmp_path / "with" / "run")
             printed = capsys.readouterr().out

@@ -8,13 +8,12 @@ that, for the text and the tokenizer together.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nxd_memopt.checkpoint.sharded.stored_run import StoredRun
 from nxd_memopt.options import WARM_START
-from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero, raise_together
 from nxd_memopt.training.data.packed.sequences import WindowFiles
 from nxd_memopt.training.resume.plan import ResumePlan
 from nxd_memopt.training.runtime.distributed import is_rank_zero
@@ -96,7 +95,7 @@ def with_same_tokens(plan: ResumePlan, fingerprint: str, windows: Mapping[str, W
     with raise_together("comparing the tokens with the checkpoint's"):
         if is_rank_zero():
             differing = _differing_splits(plan.stored, windows)
-    differing = json.loads(share_texts(json.dumps(differing))[0])
+    differing = from_rank_zero(differing)
     if not differing:
         return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, fingerprint)])
     is_allowed = "data.dataset" in plan.config.trainer.allow_changes

@@ -210,7 +210,6 @@ def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> RunTokens:
         # Held-out text that is trained on would say nothing about the model.
         if known.corpus_fingerprint == held_out.corpus_fingerprint:
             raise ValueError(f"data.validation_dataset {name!r} has the documents of {other!r}: name another one")
-    held_out.notes.append(f"data: the held-out text is all of {name!r}")
     return RunTokens(blend, list(feeds.values()), held_out)
 
 

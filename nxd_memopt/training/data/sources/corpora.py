@@ -98,12 +98,12 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     shards = find_shards(config, reader, streamed=True)
     if not _has_both_splits((is_held_out(text) for shard in shards for text, _ in shard.read(0)), every):
         corpus = _open_small(config, seed)
-        note = f"data: all of {config.source!r} is read before training: it has too few documents to stream"
+        note = f"order: all of {config.source!r} is read before training: it has too few documents to stream"
         return replace(corpus, notes=(note, *corpus.notes))
     facts = ["window", WINDOW_DOCUMENTS, every, [shard.identity for shard in shards]]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     note = (
-        f"data: {len(shards)} shards of {config.source!r} are read in a shuffled order, with a shuffled window of "
+        f"order: {len(shards)} shards of {config.source!r} are read in a shuffled order, with a shuffled window of "
         f"{WINDOW_DOCUMENTS:,} documents"
     )
     # Held-out documents are not shuffled: a window would read 10,000 x held_out_every documents
@@ -120,7 +120,7 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
 def _open_small(config: DataConfig, seed: int) -> Corpus:
     """Return documents in an exact permutation, after all were read."""
     documents = open_documents(config)
-    notes = [f"data: the last 1/{config.split_every} of each document is held out"] if documents.are_cut else []
+    notes = [f"the last 1/{config.split_every} of each document is held out"] if documents.are_cut else []
     return Corpus(
         PermutedDocuments(documents, documents.train, seed),
         PermutedDocuments(documents, documents.held_out, seed),
@@ -163,9 +163,9 @@ def _open_indexed(config: DataConfig, seed: int) -> Corpus:
             return ids[cut:] if held_out else ids[:cut]
         return ids if are_held_out(ids, every) == held_out else None
 
-    notes = [f"data: {len(tokens):,} documents of token ids in {config.source!r}, in an exact permutation"]
+    notes = [f"order: {len(tokens):,} documents of token ids in {config.source!r}, in an exact permutation"]
     if are_cut:
-        notes.append(f"data: the last 1/{every} of each document is held out")
+        notes.append(f"the last 1/{every} of each document is held out")
     return Corpus(
         PermutedTokens(tokens, seed, partial(part, held_out=False)),
         PermutedTokens(tokens, seed, partial(part, held_out=True)),

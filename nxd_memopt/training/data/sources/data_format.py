@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import from_rank_zero, raise_together
 from nxd_memopt.training.config.data import FIELDS, USUAL_COLUMNS, DataConfig, columns_by_field
 from nxd_memopt.training.data.sources.dataset_shards import columns_of
 from nxd_memopt.training.data.sources.indexed_tokens import SUFFIX
@@ -62,7 +62,7 @@ def with_format(config: DataConfig) -> DataConfig:
             mixture have different formats.
     """
     # Rank 0 reads and the others take its answer: each rank with its own view of a file could read another format.
-    found = ""
+    found: _Reading | None = None
     with raise_together("reading the columns of the data"):
         if is_rank_zero():
             readings = {name: _reading_of(config.of_source(name)) for name in config.sources}
@@ -78,8 +78,8 @@ def with_format(config: DataConfig) -> DataConfig:
                 held_out = config.of_source(config.validation_dataset)
                 if first.fits(rows := _rows(held_out)):
                     _print_reading(held_out, rows, first, [])
-            found = json.dumps(first)
-    form, columns = json.loads(share_texts(found)[0])
+            found = first
+    form, columns = from_rank_zero(found)
     return replace(config, format=form, columns=columns)
 
 
@@ -92,6 +92,7 @@ def _reading_of(config: DataConfig) -> _Reading:
     missing = [name for name in config.columns.values() if name not in found]
     if missing:
         raise ValueError(f"data.columns names {missing}, and the rows of {config.source!r} have the columns {found}")
+    seen = f"first {FIRST_ROWS} " if len(rows.columns) == FIRST_ROWS else ""
     # The order decides if several fit. A row may lack a column: one of the first rows is enough.
     fitting = [reading for reading in _readings(config) if reading.fits(rows)]
     chosen = [reading for reading in fitting if config.format in ("auto", reading.form)]
@@ -100,14 +101,14 @@ def _reading_of(config: DataConfig) -> _Reading:
         return chosen[0]
     if fitting:
         raise ValueError(
-            f"data.format {config.format!r} reads the columns {list(FIELDS[config.format][0])}, and the rows of "
+            f"data.format {config.format!r} reads the columns {list(FIELDS[config.format][0])}, and the {seen}rows of "
             f"{config.source!r} have the columns {found}, which is {fitting[0].form}: set data.format to "
             f"{fitting[0].form}, or leave it out"
         )
     known = ", ".join(f"{form} {list(required)}" for form, (required, _) in FIELDS.items())
     raise ValueError(
-        f"the rows of {config.source!r} have the columns {found}, and the values of data.format read others ({known}): "
-        "name them in data.columns, such as {text: COLUMN}, or rename them"
+        f"the {seen}rows of {config.source!r} have the columns {found}, and the values of data.format read others "
+        f"({known}): name them in data.columns, such as {{text: COLUMN}}, or rename them"
     )
 
 
@@ -128,7 +129,10 @@ def _print_reading(config: DataConfig, rows: _Rows, reading: _Reading, others: l
     given = {field: column for field, column in (required | optional).items() if column in columns}
     shown = ", ".join(column if field == column else f"{field} in {column!r}" for field, column in given.items())
     number = "the" if rows.count is None else f"the {rows.count:,}"
-    line = f"data: {number} rows of {config.source!r} are read as {reading.form}: columns {shown}"
+    line = f"format: {number} rows of {config.source!r} are read as {reading.form}: columns {shown}"
+    # Later rows may have more of the optional ones, which are read too.
+    if len(rows.columns) == FIRST_ROWS:
+        line += f" in the first {FIRST_ROWS} rows"
     if unread:
         line += f"; not read: {', '.join(unread)}"
     if others:

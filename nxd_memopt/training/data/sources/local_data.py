@@ -53,7 +53,9 @@ def local_files(name: str) -> list[Path]:
     # Files of one builder make one dataset with one set of columns. A suffix that is not known
     # stands for itself and is named in the message.
     kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
-    if len(kinds) > 1 or (kinds and kinds[0] not in BUILDERS.values()):
+    if len(kinds) > 1:
+        raise ValueError(f"{wrong}its files are of several kinds, {kinds}: name one by a pattern, such as '*.jsonl'")
+    if kinds and kinds[0] not in BUILDERS.values():
         raise ValueError(
             f"{wrong}its files are of kind {kinds}, and not of one of {', '.join(BUILDERS)}: unpack them, or write "
             "their rows as JSON lines"
