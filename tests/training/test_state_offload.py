@@ -229,6 +229,36 @@ def test_sharded_states_on_the_host(tmp_path: Path) -> None:
     assert parts == pytest.approx([row["loss"] for row in rows(tmp_path / str(LEAST) / "run")], rel=1e-5)  # other sums
 
 
+@pytest.mark.parametrize(
+    ("fraction", "remainders", "tied", "ranks"),
+    [
+        (0.4, True, False, 2),
+        pytest.param(1.0, False, False, 2, marks=pytest.mark.slow),
+        pytest.param(0.4, True, True, 2, marks=pytest.mark.slow),
+        pytest.param(1.0, False, True, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_stages(tmp_path: Path, fraction: float, remainders: bool, tied: bool, ranks: int) -> None:
+    """Two stages, resumed, have the losses of one rank; with a tied embedding of stages with resident states."""
+    model = {"config_overrides": LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": tied}}
+    # The norm is added in another order, and a factor from it would round otherwise.
+    same = {"store_param_remainders": remainders, "clip_grad": 0.0}
+    shared = {"model": model, "data": {"micro_batch_size": 1, "global_batch_size": 4}}
+    shared["data_parallel"] = {"sharding": "zero1" if ranks == 4 else "none"}
+    stages = {"pipeline_model_parallel_size": 2}
+    # Stages add the gradients of a tied embedding in another order.
+    without = write(tmp_path / "resident", **shared, optimizer=offload(LEAST) | same, parallel=stages if tied else {})
+    pool.run_on_ranks(_run_offloaded, ranks if tied else ranks // 2, str(without), ())
+    config = write(tmp_path / "host", **shared, optimizer=offload(fraction) | same, parallel=stages)
+    output = pool.run_on_ranks(_run_offloaded, ranks, str(config), HALF)[0]
+    assert f"optimizer states: {fraction:.0%} of " in output
+    pool.run_on_ranks(_run_offloaded, ranks, str(config), ())
+    found, expected = [[row["loss"] for row in rows(tmp_path / name / "run")] for name in ("host", "resident")]
+    assert found == expected
+    files = [load_file(tmp_path / name / "run" / "export" / "model.safetensors") for name in ("host", "resident")]
+    assert_bit_equal(*files, "export")
+
+
 def _run_offloaded(config: str, options: tuple[str, ...]) -> str:
     with mock.patch.object(type(backend), "host_transfers", lambda self: DeferredTransfers()), small_chunks():
         return _run_rank(config, options)
