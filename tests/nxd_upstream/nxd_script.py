@@ -58,6 +58,7 @@ CASES = (
     Case("meta", 2, ("--use_meta_device_init", "1")),
     Case("resumed_stages", 2, resumes="stages"),
     Case("stages_on_whole", 1, resumes="stages"),
+    Case("whole_on_stages", 2, resumes="whole"),
 )
 EXACT = {"resumed_stages": "stages"}
 """Runs that have the bits of another one; all have the losses of the first run."""
