@@ -63,6 +63,7 @@ test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, e
 	$(PYTHON) tests/nxd_upstream/run_nxd_tests.py --source $(NXD_SOURCE)
 	$(PYTHON) tests/nxd_upstream/train_examples.py --source $(NXD_SOURCE)
 	$(PYTHON) tests/nxd_upstream/nxd_checkpoints.py --source $(NXD_SOURCE)
+	$(PYTHON) tests/nxd_upstream/nxd_script.py --source $(NXD_SOURCE)
 
 golden: setup ## record the golden losses anew
 	$(PYTHON) -m scripts.golden

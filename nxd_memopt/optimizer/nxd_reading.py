@@ -44,14 +44,14 @@ class Target:
         param_groups: the optimizer's groups, frozen parameters included.
         options: options of each group without ``params``, as the optimizer class needs them.
         sharding: ``[rank, D]``.
-        stages: for each pipeline stage the positions of its parameters among all, in the order of the groups; needed
-            to merge several stages.
+        stages: [stage of the files][group][number in the group] -> position among the parameters, None for one of
+            another rank; needed if this run has another number of stages.
     """
 
     param_groups: Sequence[Mapping[str, Any]]
     options: Sequence[Mapping[str, Any]]
     sharding: Sequence[int]
-    stages: Sequence[frozenset[int]] = ()
+    stages: Sequence[Sequence[Sequence[int | None]]] = ()
 
     @property
     def params(self) -> list[Tensor]:
@@ -376,8 +376,8 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     """Return (stage, number in the files of the stage) for each parameter of ``target``."""
     num_stages = source.files.pipeline_model_parallel_size
     stages = target.stages
-    if num_stages == 1:
-        stages = [frozenset(range(len(target.params)))]
+    if num_stages == 1 and not stages:
+        stages = [number_parameters(target.param_groups)]
     if len(stages) != num_stages:
         raise ValueError(
             f"{source.files.directory} was written with {source.files.sizes()}: "
@@ -386,20 +386,19 @@ def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     # Each stage's files number only the parameters of the stage, group by group, in the model's
     # order. A parameter of several stages (tied embeddings) is read from the first one.
     locations: dict[int, tuple[int, int]] = {}
-    numbers = number_parameters(target.param_groups)
-    for stage, members in enumerate(stages):
+    for stage, groups in enumerate(stages):
         stored = source.content(_own_rank(source.files), stage)["param_groups"]
-        for group, positions in enumerate(numbers):
-            local = [i for i in positions if i in members]
+        for group, local in enumerate(groups):
             saved = stored[group]["params"] if group < len(stored) else []
-            if len(stored) != len(numbers) or len(saved) != len(local):
+            if len(stored) != len(groups) or len(saved) != len(local):
                 raise ValueError(
                     f"{source.files.file(_own_rank(source.files), stage)} has parameter groups of "
                     f"{[len(options['params']) for options in stored]} parameters, the optimizer's group {group} of "
-                    f"{len(numbers)} has {len(local)} of that stage: build the same parameter groups"
+                    f"{len(groups)} has {len(local)} of that stage: build the same parameter groups"
                 )
             for i, number in zip(local, saved, strict=True):
-                locations.setdefault(i, (stage, number))
+                if i is not None:
+                    locations.setdefault(i, (stage, number))
     missing = [i for i, param in enumerate(target.params) if param.requires_grad and i not in locations]
     if missing:
         raise ValueError(

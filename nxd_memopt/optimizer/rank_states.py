@@ -82,14 +82,14 @@ class StatesInRankFiles:
         self.load_rank_files(output_dir, num_workers_per_step)
 
     def load_rank_files(
-        self, directory: str | Path, num_workers: int = 8, *, stages: Sequence[frozenset[int]] = ()
+        self, directory: str | Path, num_workers: int = 8, *, stages: Sequence[Sequence[Sequence[int | None]]] = ()
     ) -> None:
         """Load the rank files in ``directory``. Every rank calls, after loading the model.
 
         Args:
             directory: directory of the files.
             num_workers: ranks of one host that read at the same time.
-            stages: see ``nxd_reading.Target``; needed if the files are of several pipeline stages.
+            stages: see ``nxd_reading.Target``; needed if the files are of another number of pipeline stages.
 
         Raises:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -106,10 +106,11 @@ class StatesInRankFiles:
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    stage = parallel_state.get_pipeline_model_parallel_rank()
-                    num_stages = parallel_state.get_pipeline_model_parallel_size()
-                    files = OptimizerFiles(find_rank_files(directory, "optim").of_stage(stage, num_stages))
-                    state = read_state(files, target)
+                    files = find_rank_files(directory, "optim")
+                    if not stages:
+                        stage = parallel_state.get_pipeline_model_parallel_rank()
+                        files = files.of_stage(stage, parallel_state.get_pipeline_model_parallel_size())
+                    state = read_state(OptimizerFiles(files), target)
         # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)
 

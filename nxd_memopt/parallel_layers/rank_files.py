@@ -80,7 +80,7 @@ class RankFiles:
         if self.pipeline_model_parallel_size != size:
             raise ValueError(
                 f"{self.directory} was written with {self.sizes()}, this run has pipeline_model_parallel_size {size}: "
-                "use the checkpoint's size"
+                "load the model and the optimizer together, or use the checkpoint's size"
             )
         own = {(data, tensor, 0): path for (data, tensor, stage), path in self.files.items() if stage == rank}
         return replace(self, files=own, pipeline_model_parallel_size=1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.exchange import Message
@@ -22,6 +23,11 @@ from nxd_memopt.planner.techniques.pipeline_schedule import (
     target,
     training_units,
 )
+
+WAITING = "nxd_memopt: part messages between stages"
+"""Range of a profile (``profiling/operations.py``) in which a rank sends, receives and waits for its neighbors."""
+_RECEIVED = "nxd_memopt: module messages between stages"
+"""Range that begins when memory for the inputs of a forward is allocated: backward keeps it like an activation."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +153,15 @@ class PipelineRunner:
         if not sends and not receives:
             return buffers
         # Without gradients: an input is a leaf, which may require one.
-        with torch.no_grad():
+        with torch.no_grad(), record_function(WAITING):
             received = iter(backend.start_exchange(sends, receives, self._group).wait())
         return [[_leaf_like(buffer, next(received)) for buffer in each] for each in buffers]
 
     def _buffers(self, compute: Compute) -> list[Tensor]:
         """Return memory for the inputs of a forward, or for the gradients of what it has sent."""
         if compute.is_forward:
-            return self._stages.inputs(compute.micro_batch, compute.chunk)
+            with record_function(_RECEIVED):
+                return self._stages.inputs(compute.micro_batch, compute.chunk)
         sent = self._saved[compute.micro_batch, compute.chunk].sent
         return [torch.empty(shape, dtype=dtype, device=backend.device) for _, shape, dtype in sent]
 

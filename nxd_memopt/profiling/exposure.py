@@ -27,6 +27,11 @@ def _is(name: str, kinds: tuple[str, ...]) -> bool:
     return any(kind in name.lower() for kind in kinds)
 
 
+def is_communication(name: str) -> bool:
+    """Return whether a kernel communicates with other ranks."""
+    return _is(name, COMMUNICATION)
+
+
 def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Split the time of a step into computation, exposed communication and idle time.
 

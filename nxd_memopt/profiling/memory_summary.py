@@ -21,6 +21,7 @@ CATEGORIES = ("weights", "optimizer states", "gradients", "activations", "recomp
 LARGEST = 10
 TIMELINE_POINTS = 1500
 _STACK_FRAMES = 12
+_RUNNER = "nxd_memopt/pipeline/runner.py("
 _INTERNAL = ("torch/", "nn.Module: ", MODULE, "nxd_memopt/profiling/", "contextlib.py", "<string>")
 
 
@@ -126,8 +127,10 @@ def _classify(blocks: list[Allocation], found: Sequence[Operation]) -> None:
         before = -1
         if started:
             before = bisect.bisect_right(backward_starts, forward_starts[started - 1])
+        # The runner of a pipeline allocates the gradients that it receives; the inputs of a forward its caller does.
+        is_received_gradient = _RUNNER in next(iter(block.stack), "")
         # No backward node has run since the forward began, and the block exists when the first one does.
-        if before == following < len(backward_starts) and end > backward_starts[following]:
+        if not is_received_gradient and before == following < len(backward_starts) and end > backward_starts[following]:
             block.category = "activations"
         elif block.stage == "recompute":
             index = bisect.bisect_right(recomputed, (block.start_ns, float("inf"))) - 1
@@ -233,8 +236,10 @@ def _by_layer(blocks: Sequence[Allocation]) -> dict[str, int]:
     for block in sorted(blocks, key=lambda block: block.start_ns):
         is_activation = block.category == "activations"
         has_begun = has_begun or is_activation
-        # Gradients from before the first activation are sums of earlier micro-batches.
-        if is_activation or (has_begun and block.category == "gradients"):
+        # Gradients from before the first activation are sums of earlier micro-batches. In a pipeline, backwards of
+        # other micro-batches make gradients between the forwards.
+        is_gradient = block.category == "gradients" and block.stage == "forward"
+        if is_activation or (has_begun and is_gradient):
             sums[layer_of(block.module)] += block.size
     return {name: sums[name] for name in in_layer_order(sums)}
 

@@ -35,6 +35,7 @@ class Operation:
         is_python: whether it is a Python function.
         allocation: (address, bytes, total bytes of the allocator); negative bytes are freed.
         child_ns: nanoseconds of the operators inside it.
+        after_parent_ns: nanoseconds by which it outlives the operator that contains it.
     """
 
     name: str
@@ -48,11 +49,12 @@ class Operation:
     is_python: bool = False
     allocation: tuple[int, int, int] | None = None
     child_ns: int = field(default=0, repr=False)
+    after_parent_ns: int = field(default=0, repr=False)
 
     @property
     def self_ns(self) -> int:
-        """Nanoseconds outside of the operators inside it."""
-        return self.end_ns - self.start_ns - self.child_ns
+        """Nanoseconds outside of the operators inside it, until the operator that contains it ends."""
+        return self.end_ns - self.start_ns - self.child_ns - self.after_parent_ns
 
     def ancestors(self) -> Iterator[Operation]:
         """Yield the operations that contain this one, from the inside out."""
@@ -131,13 +133,15 @@ def _operation(
 
 
 def _subtract_children(found: list[Operation]) -> None:
-    """Set ``child_ns``. Python functions are transparent: their operators are their caller's."""
+    """Set ``child_ns`` and ``after_parent_ns``. Python functions are transparent: operators are their caller's."""
     for operation in found:
         if operation.is_python or operation.allocation is not None:
             continue
         for ancestor in operation.ancestors():
             if not ancestor.is_python:
-                ancestor.child_ns += operation.end_ns - operation.start_ns
+                # A message is complete long after the operator that has started it.
+                operation.after_parent_ns = max(0, operation.end_ns - ancestor.end_ns)
+                ancestor.child_ns += operation.end_ns - operation.start_ns - operation.after_parent_ns
                 break
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +93,52 @@ def mean_step_s(profile: Mapping[str, Any]) -> float:
 
 
 def tables(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the tables of a profile: of rank 0, and one row for each rank."""
+    """Return the tables of a profile: of rank 0, in a pipeline of a rank of each stage, and one row for each rank."""
     profile = ranks[0]
-    time = profile["time"]
-    step_s = mean_step_s(profile)
     found = [
         Table("Step", ("", "time", "tokens/s", "MFU", "peak memory"), _step_rows(profile)),
         Table("Ranks", ("rank", "step", "peak memory"), [_rank_row(rank) for rank in ranks]),
+    ]
+    if profile.get("pipeline") is None:
+        return [*found, *_time_tables(profile), *memory_tables(profile), *run_tables(profile)]
+    columns = ("rank", "stages", "layers", "waits", "of the step", "equal stages wait")
+    found.append(Table("Messages between stages", columns, [_waiting_row(rank) for rank in ranks]))
+    for stage in _of_stages(ranks):
+        # Names of modules are the complete model's, so that the titles alone tell the stages apart.
+        place = f"; rank {stage['rank']}, stage {_stages(stage)}"
+        of_stage = [*_time_tables(stage), *memory_tables(stage)]
+        found += [replace(table, title=table.title + place) for table in of_stage]
+    return found + run_tables(profile)
+
+
+def _of_stages(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the first rank with each of the stages of a pipeline, in their order."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for rank in ranks:
+        first.setdefault(_stages(rank), rank)
+    return list(first.values())
+
+
+def _stages(rank: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, rank["pipeline"]["stages"]))
+
+
+def _waiting_row(rank: Mapping[str, Any]) -> tuple[Cell, ...]:
+    """Return what a rank waits for its neighbors, and what it would with equal stages and free messages."""
+    layers = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in rank["pipeline"]["layers"])
+    waits = rank["time"]["waiting_for_stages_s"]
+    measured = (Quantity(waits, "ms"), Quantity(waits / mean_step_s(rank), "%"))
+    return str(rank["rank"]), _stages(rank), layers, *measured, Quantity(rank["pipeline"]["ideal_wait"], "%")
+
+
+def _time_tables(profile: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of a rank's time."""
+    time = profile["time"]
+    found = [
         Table(
             f"Time by class of kernels ({time['clock']})",
             ("class", "time", "of the step"),
-            _rows(time["classes"], "ms", total=step_s),
+            _rows(time["classes"], "ms", total=mean_step_s(profile)),
         ),
         Table(
             "Time by module (* stands for all layers)",
@@ -115,7 +150,7 @@ def tables(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     if profile["counters"]:
         counters = [(name, f"{value:.4g}") for name, value in profile["counters"].items()]
         found.append(Table("Counters, for each step", ("counter", "value"), counters))
-    return found + memory_tables(profile) + run_tables(profile)
+    return found
 
 
 def _step_rows(profile: Mapping[str, Any]) -> list[tuple[Cell, ...]]:

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
+from nxd_memopt.pipeline.runner import WAITING
+from nxd_memopt.profiling.exposure import COMMUNICATION, exposure, is_communication
 from nxd_memopt.profiling.operations import (
     OPTIMIZER,
     OUTSIDE,
@@ -52,7 +53,8 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
 
     Returns:
         ``clock``: what was timed. ``classes``: class -> seconds. ``modules``: module -> pass ->
-        seconds. ``communication``: see ``exposure``.
+        seconds. ``communication``: see ``exposure``. ``waiting_for_stages_s``: seconds of sends, receives and waiting
+        for the neighbors in a pipeline during which nothing is computed.
     """
     found = operations(profiler)
     inside = [operation for operation in found if _is_in_step(operation)]
@@ -64,10 +66,15 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
         launched = {operation.correlation: operation for operation in found if operation.correlation}
         timed = [(name, (end - start) / 1e9, launched.get(correlation)) for name, start, end, correlation in kernels]
         streams = [(name, start, end) for name, start, end, _ in kernels]
+        # A kernel that receives runs until the sender is ready: its time is the waiting.
+        messages = [each for each in kernels if _is_message(each[0], launched.get(each[3]))]
+        others = [each[:3] for each in kernels if not is_communication(each[0])]
+        waiting_ns = exposure([*others, *(each[:3] for each in messages)])["exposed_communication"]
         clock = "kernels and copies of the device"
     else:
         timed = [(_host_name(each), each.self_ns / 1e9, each) for each in inside]
         streams = _host_streams(found, inside)
+        waiting_ns = sum(each.end_ns - each.start_ns for each in inside if each.name == WAITING)
         clock = "operators of the host"
     for name, seconds, operation in timed:
         title = _HOST
@@ -88,12 +95,21 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
         "modules": modules,
         # In nanoseconds as integers: seconds since 1970 would be rounded to 0.2 microseconds.
         "communication": {name: ns / 1e9 / num_steps for name, ns in exposure(streams).items()},
+        "waiting_for_stages_s": waiting_ns / 1e9 / num_steps,
     }
 
 
 def _is_in_step(operation: Operation) -> bool:
     """Return whether the operation is, or is inside, a step's range, or a backward node of one."""
     return operation.name == STEP or any(each.name == STEP for each in operation.ancestors())
+
+
+def _is_message(name: str, launcher: Operation | None) -> bool:
+    """Return whether a kernel sends or receives between stages."""
+    # NCCL may launch a group of messages outside of every operator.
+    if launcher is None:
+        return "sendrecv" in name.lower()
+    return any(each.name == WAITING for each in (launcher, *launcher.ancestors()))
 
 
 def _host_name(operation: Operation) -> str:

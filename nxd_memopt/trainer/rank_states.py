@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.nxd.reading import read_state_dicts
-from nxd_memopt.checkpoint.sharded.logical import name_of
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import parallel_state
@@ -22,6 +21,7 @@ from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, read_tensors, resolve
 from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded, shard_ranges
 from nxd_memopt.trainer.optimizer import NxDOptimizer
+from nxd_memopt.trainer.stage_files import StageParameters, parameters_of_stages
 
 
 def own_file_name(*, data_rank: int) -> str:
@@ -76,14 +76,13 @@ def _model_files(source: Path) -> RankFiles:
     size = parallel_state.get_pipeline_model_parallel_size()
     if files.pipeline_model_parallel_size != size:
         return files
-    return files.of_stage(parallel_state.get_pipeline_model_parallel_rank(), size)
+    return _of_own_stage(files)
 
 
-def _optimizer_files(source: Path) -> RankFiles:
-    """Return the optimizer's files of this rank's stage, whose states have the numbers of its parameters."""
+def _of_own_stage(files: RankFiles) -> RankFiles:
+    """Return the files of this rank's stage; all files in a run of one stage."""
     size = parallel_state.get_pipeline_model_parallel_size()
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    return find_rank_files(source / "optim", "optim").of_stage(rank, size)
+    return files.of_stage(parallel_state.get_pipeline_model_parallel_rank(), size)
 
 
 def _require_own_sizes(files: RankFiles) -> None:
@@ -206,7 +205,7 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     # Parameters without a master would keep their initial values.
     covered: set[int] = set()
     if isinstance(inner, NeuronZero1Optimizer):
-        files = OptimizerFiles(_optimizer_files(source))
+        files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
         if files.content(0).get("sharded_master_weights"):
             params = [param for group in inner.param_groups for param in group["params"]]
             covered = {id(param) for param in params if param.requires_grad}
@@ -236,21 +235,24 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
         ValueError: on every rank, if files are missing, damaged, or do not fit.
     """
     inner = unwrap(optimizer)
+    stages: StageParameters = []
+    if not isinstance(inner, dict):
+        stages = parameters_of_stages(source, inner, model)
     if isinstance(inner, NeuronZero1Optimizer):
-        with raise_together(f"loading {source}"):
-            stages = _stages(source, inner, model)
         # Not inside raise_together: loading all-gathers the parameters.
         inner.load_rank_files(source / "optim", num_workers, stages=stages)
         return
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
             if is_my_turn:
-                _load_unsharded(source, inner, model)
+                _load_unsharded(source, inner, stages)
 
 
-def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
+def _load_unsharded(source: Path, optimizer: Any, stages: StageParameters) -> None:
     """Load an optimizer whose full state every data-parallel rank has, or fill a dict."""
-    files = _optimizer_files(source)
+    files = find_rank_files(source / "optim", "optim")
+    if not stages:
+        files = _of_own_stage(files)
     rank = parallel_state.get_tensor_model_parallel_rank()
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
@@ -267,7 +269,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         return
     _require_unsharded(files, optimizer)
     # Same sizes: torch's own loading. Other sizes: states are merged and cut per parameter.
-    if _has_own_sizes(files):
+    if not stages and _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
     options = []
@@ -275,7 +277,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         options.append({name: value for name, value in group.items() if name != "params"})
     # (0, 1): the only chunk of one, because this optimizer's states are not sharded over
     # data-parallel ranks.
-    target = Target(optimizer.param_groups, options, (0, 1), _stages(source, optimizer, model))
+    target = Target(optimizer.param_groups, options, (0, 1), stages)
     state = read_state(OptimizerFiles(files), target)
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 
@@ -293,18 +295,3 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
             f"{path} comes from an optimizer with ZeRO-1 or master weights, {type(optimizer).__name__} has neither: "
             "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
         )
-
-
-def _stages(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> list[frozenset[int]]:
-    """Return the positions of each pipeline stage's parameters in the order of the groups; empty for one stage."""
-    if _optimizer_files(source).pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
-        return []
-    files = find_rank_files(source / "model")
-    # Parameter groups order the optimizer's files, names tell the stage.
-    names = {id(param): name for name, param in model.named_parameters()}
-    params = [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
-    stages: list[frozenset[int]] = []
-    for stage in range(files.pipeline_model_parallel_size):
-        stored = read_stored(files.file(0, stage))
-        stages.append(frozenset(i for i, name in enumerate(params) if name in stored))
-    return stages

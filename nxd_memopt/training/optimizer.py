@@ -119,6 +119,7 @@ class MasterWeightOptimizer:
             sharding_groups = [[rank] for rank in range(world_size())]
         # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
         options["use_grad_acc_hook"] = self._reduce_dtype is not None
+        options["sum_tied"] = parallel_state.get_pipeline_model_parallel_size() > 1
         if config.offloads_states:
             for name in ("fused", "optimizer_dtype", "loss_scaler"):
                 del options[name]
@@ -131,8 +132,7 @@ class MasterWeightOptimizer:
                 sharding_groups=sharding_groups,
                 **options,
             )
-        has_stages = parallel_state.get_pipeline_model_parallel_size() > 1
-        return NeuronZero1Optimizer(groups, AdamW, sharding_groups=sharding_groups, sum_tied=has_stages, **options)
+        return NeuronZero1Optimizer(groups, AdamW, sharding_groups=sharding_groups, **options)
 
     def use_configured_options(self) -> None:
         """Set the hyperparameters of the configuration again, after a checkpoint has been loaded.

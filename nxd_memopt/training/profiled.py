@@ -12,8 +12,11 @@ from typing import Any, cast
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.cuda_graph import WARM_UP_CALLS
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
-from nxd_memopt.planner.search.plan import planned_activations
+from nxd_memopt.planner.search.plan import memory_by_stage, planned_activations
+from nxd_memopt.planner.techniques.pipeline_schedule import bubble
 from nxd_memopt.profiling import ProfileRequest, StepProfiler
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.device_support import uses_cuda_graph
@@ -21,7 +24,7 @@ from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.parallelize import eager_forward_backward
 from nxd_memopt.training.reporting.mfu import utilization_per_token
 from nxd_memopt.training.reporting.run_record import changed_options, environment
-from nxd_memopt.training.runtime.distributed import profile_request
+from nxd_memopt.training.runtime.distributed import profile_request, world_size
 from nxd_memopt.training.runtime.start_phases import StartPhases
 from nxd_memopt.training.state import Training
 
@@ -150,6 +153,20 @@ def _facts(training: Training, config: TrainConfig, phases: StartPhases) -> dict
         "planned": _planned(training, config),
         "tokens_per_step": config.data.global_batch_size * config.data.seq_length,
         "utilization_per_token": utilization_per_token(config, model.config),
+        "pipeline": _pipeline(model, config),
+    }
+
+
+def _pipeline(model: ParallelCausalLM, config: TrainConfig) -> dict[str, Any] | None:
+    """Return the stages of this rank, and the share of a step that equal stages would wait; None without stages."""
+    stages = model.stages
+    if stages.is_whole:
+        return None
+    micro_batches = config.accumulation_steps(world_size())
+    return {
+        "stages": [chunk * stages.num_ranks + stages.rank for chunk in range(len(stages.chunks))],
+        "layers": [[layers.start, layers.stop - 1] for layers in stages.chunks],
+        "ideal_wait": bubble(stages.num_ranks, len(stages.chunks), micro_batches),
     }
 
 
@@ -162,32 +179,33 @@ def _planned(training: Training, config: TrainConfig) -> dict[str, Any]:
     config = replace(config, trainer=replace(config.trainer, enable_cuda_graph=False))
     try:
         problem, plan = planned(config, model.config)
-        kept = planned_activations(problem, plan.setting)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        memory = memory_by_stage(problem, plan.setting)[stage]
+        kept = planned_activations(problem, plan.setting, stage)
     except ValueError as error:
         return {"refusal": str(error)}
     at_peak: dict[str, int] = defaultdict(int)
-    for term, size in plan.memory.device.items():
+    for term, size in memory.device.items():
         at_peak[_CATEGORIES.get(term, "temporary")] += size
     # The fused loss computes the gradient of the head in forward: a gradient in a profile, an activation in the plan.
-    if plan.memory.moment == "loss":
-        head = kept.around.get("gradient of the head", 0)
+    if memory.moment == "loss":
+        # The last chunk's, of the micro-batch whose forward has just run: backward adds it to the sum.
+        head = kept[-1][0].around.get("gradient of the head", 0)
         at_peak["activations"] -= head
         at_peak["gradients"] += head
     names = {module: name for name, module in model.named_modules()}
-    layers = zip(model.decoder_layers(), kept.layer_bytes, strict=True)
+    layer_bytes = [size * count for each, count in kept for size in each.layer_bytes]
+    layers = zip(model.decoder_layers(), layer_bytes, strict=True)
     return {
-        "moment": plan.memory.moment,
+        "moment": memory.moment,
         "at_peak": dict(at_peak),
         "layers": {names[layer]: size for layer, size in layers},
-        "around_layers": sum(kept.around.values()),
+        "around_layers": sum(count * sum(each.around.values()) for each, count in kept),
     }
 
 
 def _refusal(request: ProfileRequest, training: Training, config: TrainConfig) -> str | None:
     """Return why this run is not profiled, equal on every rank, or None."""
-    stages = config.parallel.pipeline_model_parallel_size
-    if stages > 1:
-        return f"stages of a pipeline are not profiled: set parallel.pipeline_model_parallel_size {stages} to 1"
     left = config.trainer.max_steps - training.step
     if left < request.total_steps:
         return (

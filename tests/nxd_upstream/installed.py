@@ -22,6 +22,8 @@ PINS = {
     "mixtral": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
     "gpt_neox": ("transformers==4.26.0", "tokenizers==0.13.3", "huggingface_hub==0.36.0"),
 }
+# What scripts of these examples import besides.
+SCRIPT_PACKAGES = {"transformers==4.48.0": ("datasets==3.6.0", "tensorboard==2.20.0")}
 
 
 @functools.cache
@@ -82,11 +84,12 @@ def require_environment(pins: tuple[str, ...]) -> Path:
     done = folder / "complete.txt"
     requirements = (ROOT / "requirements" / "cpu.txt").read_text().split()
     pytorch = next(line for line in requirements if line.startswith("torch=="))
-    content = "\n".join([pytorch, *pins])
+    packages = [pytorch, *pins, *SCRIPT_PACKAGES.get(pins[0], ())]
+    content = "\n".join(packages)
     if not done.is_file() or done.read_text() != content:
         shutil.rmtree(folder, ignore_errors=True)
         _run([sys.executable, "-m", "venv", folder])
-        _run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", pytorch, *pins])
+        _run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages])
         done.write_text(content)
     return folder
 

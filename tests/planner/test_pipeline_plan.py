@@ -151,6 +151,8 @@ def test_settings_that_training_refuses_with_stages_are_not_tried() -> None:
     asked = replace(asked, stages=("none", "zero1", "zero2", "zero3"), offloads_optimizer=True)
     found = [each for each in settings(asked) if each.pipeline_model_parallel_size > 1]
     assert {each.sharding for each in found} == {"none", "zero1"}
+    stated = FixedOptions(stated=(("optimizer_offload_fraction", 0.5), ("pipeline_model_parallel_size", 2)))
+    assert {each.optimizer_offload_fraction for each in settings(asked, stated)} == {0.5}
     for each in found:
         replicas = 8 // each.ranks_of_replica
         count = 24 // (each.micro_batch_size * replicas)

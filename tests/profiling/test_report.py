@@ -12,6 +12,7 @@ import pytest
 from torch.autograd import DeviceType
 
 from nxd_memopt.commands import profile as profile_command
+from nxd_memopt.pipeline.runner import WAITING
 from nxd_memopt.profiling.memory_summary import in_layer_order
 from nxd_memopt.profiling.operations import MODULE
 from nxd_memopt.profiling.report import write_comparison, write_report
@@ -144,15 +145,22 @@ def test_kernels_of_a_device_belong_to_the_modules_that_launched_them():
         kineto("nvjet_gemm", 1_000, 4_000, 11),
         kineto("nvjet_gemm", 5_000, 7_000, 12),
         kineto("ncclDevKernel_AllGather", 6_000, 9_000, 0),
+        # Of 5 microseconds of messages 1 is next to a matmul and 1 in both kernels; the all-to-all is of experts.
+        kineto("ncclDevKernel_SendRecv", 3_000, 5_000, 21),
+        kineto("ncclDevKernel_SendRecv", 4_000, 5_000, 0),
+        kineto("ncclDevKernel_SendRecv", 9_000, 11_000, 12),
         kineto("evaluate", 0, 0, 13, forward_thread=1, device=DeviceType.CPU),
     ]
-    results = SimpleNamespace(experimental_event_tree=lambda: [forward, node], events=lambda: kernels)
+    messages = event(WAITING, 60, 80, (event("record_param_comms", 65, 75, (), -1, 21),))
+    results = SimpleNamespace(experimental_event_tree=lambda: [forward, messages, node], events=lambda: kernels)
     time = time_summary(SimpleNamespace(profiler=SimpleNamespace(kineto_results=results)), 1, "cuda")
-    assert time["classes"] == pytest.approx({"matmul": 5e-6, "communication": 3e-6})
+    assert time["classes"] == pytest.approx({"matmul": 5e-6, "communication": 8e-6})
     assert time["modules"]["layers.0.mlp"] == pytest.approx(
-        {"forward": 3e-6, "backward": 2e-6, "recompute": 0, "other": 0}
+        {"forward": 3e-6, "backward": 4e-6, "recompute": 0, "other": 0}
     )
-    assert time["communication"]["exposed_communication"] == pytest.approx(2e-6)
+    assert time["modules"]["messages between stages"]["other"] == pytest.approx(2e-6)
+    assert time["communication"]["exposed_communication"] == pytest.approx(5e-6)
+    assert time["waiting_for_stages_s"] == pytest.approx(1e-6)
 
 
 def test_classes_of_kernels():

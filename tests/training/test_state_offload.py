@@ -229,6 +229,60 @@ def test_sharded_states_on_the_host(tmp_path: Path) -> None:
     assert parts == pytest.approx([row["loss"] for row in rows(tmp_path / str(LEAST) / "run")], rel=1e-5)  # other sums
 
 
+STAGES = {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "remainders", "tied", "ranks"),
+    [
+        (0.4, True, False, 2),
+        (1.0, False, True, 2),
+        pytest.param(1.0, False, False, 2, marks=pytest.mark.slow),
+        pytest.param(0.4, False, True, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_stages(tmp_path: Path, fraction: float, remainders: bool, tied: bool, ranks: int) -> None:
+    """Two stages, resumed, have the losses and weights of one rank; four ranks have zero1."""
+    # The norm is added in another order, and a factor from it would round otherwise.
+    options = {"store_param_remainders": remainders, "clip_grad": 0.0}
+    shared: dict[str, Any] = {
+        "model": {"config_overrides": LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": tied}},
+        "data": {"micro_batch_size": 1, "global_batch_size": 4},
+        "data_parallel": {"sharding": "zero1" if ranks == 4 else "none"},
+        # Gradients of a tied embedding are added in another order too; in bf16 a weight may round otherwise.
+        "trainer": {"precision": "32-true" if tied else "bf16-mixed"},
+    }
+    whole = write(tmp_path / "whole", **shared, optimizer=offload(LEAST) | options)
+    pool.run_on_ranks(_run_offloaded, ranks // 2, str(whole), ())
+    stages = write(tmp_path / "stages", **shared, optimizer=offload(fraction) | options, parallel=STAGES)
+    output = pool.run_on_ranks(_run_offloaded, ranks, str(stages), HALF)[0]
+    assert f"optimizer states: {fraction:.0%} of " in output
+    pool.run_on_ranks(_run_offloaded, ranks, str(stages), ())
+    found, expected = [[row["loss"] for row in rows(tmp_path / name / "run")] for name in ("stages", "whole")]
+    files = [load_file(tmp_path / name / "run" / "export" / "model.safetensors") for name in ("stages", "whole")]
+    if tied:
+        assert found == pytest.approx(expected, rel=1e-6)
+        return
+    assert found == expected
+    assert_bit_equal(*files, "export")
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_weight_stay_equal(tmp_path: Path) -> None:
+    """The first stage may have its states on the host and the last one not; remainders do not change with the place."""
+    found = []
+    for fraction in (LEAST, 0.4):
+        config = write(
+            tmp_path / str(fraction),
+            model={"config_overrides": LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": True}},
+            optimizer=offload(fraction) | {"store_param_remainders": True},
+            parallel=STAGES,
+        )
+        pool.run_on_ranks(_run_offloaded, 2, str(config), ())
+        found.append(results(tmp_path / str(fraction)))
+    assert found[0] == found[1]
+
+
 def _run_offloaded(config: str, options: tuple[str, ...]) -> str:
     with mock.patch.object(type(backend), "host_transfers", lambda self: DeferredTransfers()), small_chunks():
         return _run_rank(config, options)

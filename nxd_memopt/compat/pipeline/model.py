@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.compat.pipeline import hooks, manual_stages, materialize, scheduler, shared_weights
-from nxd_memopt.compat.pipeline.local_module import LocalModule
-from nxd_memopt.compat.pipeline.micro_batches import loss_weights, split_batch
 from nxd_memopt.compat.pipeline.options import ModelOptions
 from nxd_memopt.compat.pipeline.partition import (
     StageIO,
@@ -23,14 +19,11 @@ from nxd_memopt.compat.pipeline.partition import (
     partition_traced_model,
     stage_to_pipeline_parallel_rank,
 )
-from nxd_memopt.compat.pipeline.stages import ForeignStages, Run, StagePlan
+from nxd_memopt.compat.pipeline.running import RunningModel
 from nxd_memopt.compat.pipeline.timeline import PPTimeline, mark_timeline
 from nxd_memopt.compat.pipeline.trace import trace_model
-from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.pipeline.runner import PipelineRunner
-from nxd_memopt.trainer.loss import find_loss_from_output_and_spec
 
 __all__ = ["INPUTS_ARG_NAME", "LABLES_ARG_NAME", "NxDPPModel", "mark_timeline", "parallel_state", "trace_model"]
 
@@ -40,7 +33,7 @@ INPUTS_ARG_NAME = manual_stages.INPUTS
 LABLES_ARG_NAME = manual_stages.LABELS
 
 
-class NxDPPModel(LocalModule):
+class NxDPPModel(RunningModel):
     """A model whose stages are on the ranks of a pipeline. Every rank of the world builds it from the same module.
 
     With ``pipeline_cuts`` or ``auto_partition`` it is traced and cut here; otherwise call ``trace``,
@@ -48,7 +41,7 @@ class NxDPPModel(LocalModule):
 
     Args:
         module: the whole model, which may be on the meta device; a list of layers with ``manual_pp_partition``.
-        args, kwargs: see ``options.ModelOptions``, whose fields are attributes too.
+        args, kwargs: see ``options.ModelOptions``.
 
     Raises:
         RuntimeError: process groups do not exist, or options contradict each other.
@@ -63,8 +56,7 @@ class NxDPPModel(LocalModule):
         if options.virtual_pipeline_size > 1 and refusal is not None:
             raise ValueError(f"virtual_pipeline_size {options.virtual_pipeline_size} {refusal}: use 1")
         self.options = options
-        for each in fields(options):
-            setattr(self, each.name, getattr(options, each.name))
+        self.transformer_layer_cls = options.transformer_layer_cls
         self.original_torch_module = module
         self.output_loss = options.has_loss
         self.pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_size()
@@ -102,7 +94,11 @@ class NxDPPModel(LocalModule):
         self.module_names = {}
         self.shared_weights_name_to_pg: dict[str, Any] = {}
         self._shared_weight_is_first: dict[str, bool] = {}
-        self._runner: tuple[ForeignStages, PipelineRunner] | None = None
+        self._runner = None
+
+    @property
+    def _parallel_state(self) -> Any:
+        return parallel_state
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -315,169 +311,6 @@ class NxDPPModel(LocalModule):
         for name, param in self.local_named_parameters(remove_duplicate=False):
             path, _, last = name.rpartition(".")
             whole.get_submodule(path)._parameters[last] = param
-
-    # Running
-
-    def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a batch; gradients accumulate. Every rank of the world calls.
-
-        Args:
-            args: none.
-            kwargs: the batch, one tensor for each of ``input_names``; the same on all ranks of a pipeline.
-
-        Returns:
-            The mean loss on the last rank (``broadcast_and_average_loss``: on all ranks), otherwise None.
-        """
-        if not self.output_loss:
-            raise RuntimeError("training needs a loss: pass output_loss_value_spec, or manual_pp_loss_fn")
-        stages, runner, run = self._prepare(args, kwargs, is_training=True)
-        with stages.running(run), shared_weights.summed_gradients(self._shared_weights()):
-            runner.train(self.options.num_microbatches)
-            if not (self.options.use_zero1_optimizer or self.options.use_optimizer_wrapper):
-                grads.bucket_allreduce_gradients(self.local_parameters())
-        return self._end(run)
-
-    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forwards of a batch without gradients; see ``run_train``. Without a loss, return the output.
-
-        With several micro-batches, the outputs are a list.
-        """
-        stages, runner, run = self._prepare(args, kwargs, is_training=False)
-        with torch.no_grad(), stages.running(run):
-            runner.evaluate(self.options.num_microbatches)
-        result = self._end(run)
-        if self.output_loss:
-            return result
-        if self.options.num_microbatches == 1:
-            return run.outputs[0] if run.outputs else None
-        return run.outputs or None
-
-    def _prepare(
-        self, args: Sequence[Any], batch: dict[str, Any], *, is_training: bool
-    ) -> tuple[ForeignStages, PipelineRunner, Run]:
-        """Return what runs the batch."""
-        self._validate_partitioned()
-        if args:
-            raise RuntimeError(
-                f"the batch is passed by name, got {len(args)} arguments by position: name {self.input_names}"
-            )
-        if self.options._mark_step_before_pp_runtime:
-            backend.mark_step()
-        self.move_model_to_device()
-        for module in self.local_stage_modules:
-            module.train(is_training)
-        if self.options.manual_pp_partition:
-            options = self.options
-            run = manual_stages.run_of(
-                batch, options.num_microbatches, options.manual_pp_loss_fn, options.micro_batch_weight_fn
-            )
-        else:
-            run = self._run_of(batch)
-        run.signature = (is_training, run.signature)
-        if self._runner is None:
-            stages = ForeignStages(self._plans(), self._method, self.timeline)
-            group = parallel_state.get_pipeline_model_parallel_group()
-            self._runner = (stages, PipelineRunner(stages, self.options.virtual_pipeline_size, group))
-        return *self._runner, run
-
-    def _run_of(self, batch: dict[str, Tensor]) -> Run:
-        """Return the micro-batches of a batch for a traced model."""
-        if self.input_names is not None and batch.keys() != set(self.input_names):
-            raise RuntimeError(f"the batch has {sorted(batch)}, the model was traced for {list(self.input_names)}")
-        micro_batches = split_batch(batch, self.options.num_microbatches)
-        shapes = {name: (tuple(value.shape), value.dtype) for name, value in sorted(micro_batches[0].items())}
-        weights = loss_weights(micro_batches, self.options.micro_batch_weight_fn) if self.output_loss else []
-        return Run(micro_batches, tuple(shapes.items()), weights, self._loss)
-
-    def _loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the loss in the output of the last stage; None without a loss."""
-        del batch
-        return find_loss_from_output_and_spec(self._with_names(output), self.options.output_loss_value_spec)
-
-    def _with_names(self, output: Any) -> Any:
-        """Return the last stage's outputs as the dict that the model returns, if it returns one."""
-        # fx returns the values of a dict as a tuple; which key has which is in the graph of the whole model.
-        (output_node,) = (node for node in self.paritioned_model.graph.nodes if node.op == "output")
-        structure = output_node.args[0]
-        if not isinstance(structure, dict):
-            return output
-        values = output if isinstance(output, tuple) else (output,)
-        of_nodes: dict[Any, Any] = {}
-        for node in structure.values():
-            of_nodes.setdefault(node, values[len(of_nodes)] if len(of_nodes) < len(values) else None)
-        return {name: of_nodes[node] for name, node in structure.items()}
-
-    def _plans(self) -> list[StagePlan]:
-        """Return what this rank's chunks receive and send."""
-        last = self.pipeline_parallel_size * self.options.virtual_pipeline_size - 1
-        plans: list[StagePlan] = []
-        for chunk, module in enumerate(self.local_stage_modules):
-            stage = self.get_current_stage(chunk)
-            plans.append(
-                StagePlan(
-                    module=module,
-                    receives=self.stage_id_to_IO_input_names[stage],
-                    takes=self.stage_id_to_model_input_names[stage],
-                    num_arguments=self.stage_id_to_input_count[stage],
-                    has_one_output=self.stage_id_to_output_count[stage] == 1,
-                    sends=None if stage == last else self.stage_id_to_IO_input_names[stage + 1],
-                )
-            )
-        return plans
-
-    @property
-    def _method(self) -> str:
-        """How descriptions of tensors travel."""
-        return "gloo" if self.options._use_gloo_for_metadata_comm else "tcp"
-
-    def _end(self, run: Run) -> Any:
-        """Return the loss, and end the step."""
-        loss = self._reported(run) if self.output_loss else None
-        if self.options._mark_step_after_pp_runtime:
-            backend.mark_step()
-        self.timeline.mark_step_end()
-        return loss
-
-    def _reported(self, run: Run) -> Any:
-        """Return the loss for the caller."""
-        has_loss = bool(run.losses)
-        if self.options.return_mb_loss:
-            return run.losses if has_loss else None
-        if not has_loss and not self.options.broadcast_and_average_loss:
-            return None
-        loss = torch.zeros((), device=backend.device)
-        if has_loss:
-            weights = torch.tensor(run.weights, dtype=run.losses[0].dtype, device=run.losses[0].device)
-            loss = (torch.stack([each.reshape(()) for each in run.losses]) * weights).sum()
-        if self.options.broadcast_and_average_loss:
-            # In fp32: the ranks without a loss do not know its dtype.
-            loss = self._average(loss.float())
-        return loss.cpu() if self.options.losses_on_host else loss
-
-    def _average(self, loss: Tensor) -> Tensor:
-        """Return the mean over data- and context-parallel ranks; stages before the last one have 0."""
-        for size, group in (
-            (parallel_state.get_context_model_parallel_size(), parallel_state.get_context_model_parallel_group()),
-            (parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_group()),
-            (1, parallel_state.get_pipeline_model_parallel_group()),
-        ):
-            loss = backend.all_reduce(loss.reshape(1), group).reshape(()) / size
-        return loss
-
-    # Which stage
-
-    def get_current_stage(self, model_chunk_id: int) -> int:
-        """Return the stage of a chunk of this rank."""
-        return self.pipeline_parallel_size * model_chunk_id + self.pipeline_parallel_rank
-
-    def is_last_pp_rank_last_model_chunk(self, model_chunk_id: int) -> bool:
-        """Return whether a chunk of this rank is the last stage."""
-        stages = self.pipeline_parallel_size * self.options.virtual_pipeline_size
-        return self.get_current_stage(model_chunk_id) == stages - 1
-
-    def is_last_stage(self) -> bool:
-        """Return whether this rank has the last stage."""
-        return self.is_last_pp_rank_last_model_chunk(self.options.virtual_pipeline_size - 1)
 
     # What a pipeline model cannot do
 

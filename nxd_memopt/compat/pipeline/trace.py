@@ -21,6 +21,10 @@ from nxd_memopt.compat.alias import AliasModule, target
 
 # What is never entered: its operations have collectives and autograd functions, which fx cannot trace.
 _OWN_PACKAGES = ("nxd_memopt.parallel_layers.", "nxd_memopt.modules.", "nxd_memopt.compat.")
+_HF_REMEDY = (
+    "install transformers 4.48, divide a list of layers with manual_pp_partition, or train a model of "
+    "nxd_memopt.models, which is divided without a trace"
+)
 _OWN_MODULES = ("neuronx_distributed", "neuronx_distributed.parallel_layers", "torch_xla.core.xla_model")
 
 
@@ -80,10 +84,7 @@ def _hf_tracer_class() -> Any:
 
         def __init__(self, **config: Any) -> None:
             if len(bases) == 1:
-                raise ImportError(
-                    "transformers.utils.fx, which traces transformers' models, is missing: install transformers 4.48, "
-                    "or use another tracer_cls"
-                )
+                raise ImportError(f"transformers.utils.fx, which traces transformers' models, is missing: {_HF_REMEDY}")
             super().__init__(
                 autowrap_modules=tuple(config["autowrap_modules"]),
                 autowrap_functions=tuple(config["autowrap_functions"]),
@@ -200,6 +201,9 @@ def trace_model(
         autowrap_functions: functions that are single calls.
         autowrap_modules: modules with such functions.
         autowrap_obj_methods: see ``patch_obj_method``.
+
+    Raises:
+        ValueError: torch.fx cannot trace the forward of a model of transformers.
     """
     owners, wrapped = _functions_of(autowrap_modules or ())
     tracer = get_tracer_class(model, tracer_cls)(
@@ -210,7 +214,14 @@ def trace_model(
     # Functions that a forward reaches as attributes of their modules are replaced there during the trace.
     tracer._autowrap_search.extend(owners)
     with patch_obj_method(autowrap_obj_methods):
-        graph = tracer.trace(model, concrete_args=get_concrete_args(model, input_names, args, kwargs))
+        concrete_args = get_concrete_args(model, input_names, args, kwargs)
+        try:
+            graph = tracer.trace(model, concrete_args=concrete_args)
+        except Exception as error:
+            if not is_hf_pretrained_model(model) or not isinstance(tracer, TorchTracerWrapper):
+                raise
+            # Decorators and branches of transformers' code fail in many ways, all of them deep inside of torch.fx.
+            raise ValueError(f"torch.fx cannot trace {type(model).__name__} ({error}): {_HF_REMEDY}") from error
     traced = GraphModule(model, graph)
     if is_hf_pretrained_model(model):
         # What transformers' code reads of its models.

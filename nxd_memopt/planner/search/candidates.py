@@ -194,9 +194,10 @@ def micro_batches(problem: Problem, replicas: int, fixed: FixedOptions = NOTHING
 
 def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterator[Setting]:
     """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
-    if problem.device.kind != "cuda" or setting.pipeline_model_parallel_size > 1:
+    if problem.device.kind != "cuda":
         yield setting
         return
+    has_stages = setting.pipeline_model_parallel_size > 1
     memory = setting.memory
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
     # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
@@ -204,7 +205,7 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
     spec = problem.model
     is_fixed = not (spec.has_experts or spec.attention_dropout or spec.hidden_dropout)
     is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs
-    if not offloads and is_supported and setting.sharding in ("none", "zero1"):
+    if not has_stages and not offloads and is_supported and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting
     if setting.optimizer_in_backward:
@@ -213,11 +214,14 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
     if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
         # The stated fraction may be 0, which the setting above has.
         (remainders,) = fixed.tried("store_param_remainders", (True,))
-        for fraction in filter(None, fixed.tried("optimizer_offload_fraction", (0.5, 1.0))):
+        # With stages only a stated fraction, because the search has many sizes of the pipeline to try.
+        fractions = () if has_stages else (0.5, 1.0)
+        for fraction in filter(None, fixed.tried("optimizer_offload_fraction", fractions)):
             offloaded = replace(setting, optimizer_offload_fraction=fraction, store_param_remainders=remainders)
             yield offloaded
-            # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
-            if setting.sharding == "none":
+            # Sharded parameters are gathered all at once, and so cannot be updated layer by layer. Stages begin their
+            # forwards at different times.
+            if setting.sharding == "none" and not has_stages:
                 yield replace(offloaded, optimizer_update_in_forward=True)
 
 

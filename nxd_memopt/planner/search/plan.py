@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
@@ -127,9 +128,24 @@ def evaluate(problem: Problem, setting: Setting, models: RankModels | None = Non
     return _timed(problem, setting, models, _memory(problem, setting, models))
 
 
-def planned_activations(problem: Problem, setting: Setting) -> Activations:
-    """Return what the forward of a micro-batch keeps, by layer; arguments and errors as ``evaluate``."""
-    return activations(_model(problem, setting, {}).sizes, setting.memory, kernels_of(problem, setting.memory))
+def planned_activations(problem: Problem, setting: Setting, rank: int = 0) -> list[tuple[Activations, int]]:
+    """Return what the forward of a micro-batch keeps, and for how many micro-batches when most is kept.
+
+    Args:
+        problem: as ``evaluate``, and errors too.
+        setting: as ``evaluate``.
+        rank: position in the pipeline; there is an entry for each of its chunks.
+    """
+    kernels = kernels_of(problem, setting.memory)
+    if setting.pipeline_model_parallel_size == 1:
+        return [(activations(_model(problem, setting, {}).sizes, setting.memory, kernels), 1)]
+    (of_rank,) = _pipeline_ranks(problem, setting, {}, [rank])
+    kept = [activations(chunk.model.sizes, chunk.memory, kernels) for chunk in of_rank.chunks]
+    numbers: list[list[int]] = []
+    for own, chunk in enumerate(of_rank.chunks):
+        numbers += [[other + (index == own) for index, other in enumerate(others)] for others in chunk.others]
+    sizes = [each.device_bytes for each in kept]
+    return list(zip(kept, max(numbers, key=lambda counts: sum(map(mul, counts, sizes))), strict=True))
 
 
 def _memory(problem: Problem, setting: Setting, models: RankModels, limit: int | None = None) -> StepMemory:

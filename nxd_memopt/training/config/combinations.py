@@ -155,12 +155,11 @@ _EXCLUDED_BY_STAGES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         ("zero2", "zero3"),
         "the stage reduces gradients in each backward",
     ),
-    (OFFLOAD, NOT_DEFAULT, "states on the host are not supported with stages"),
     (IN_BACKWARD, (True,), "backward would update weights that micro-batches in flight still need"),
     (IN_FORWARD, (True,), "the update would wait for forwards that other ranks begin"),
     ("memory.cpu_offloading_num_layers", NOT_DEFAULT, "offload of several micro-batches in flight is not supported"),
     ("memory.cpu_offloading_activations", (True,), "offload of several micro-batches in flight is not supported"),
-    (OFFLOADED_WEIGHTS, (True,), "offload of several micro-batches in flight is not supported"),
+    (OFFLOADED_WEIGHTS, (True,), "weights on the host serve one forward and its backward"),
     ("trainer.compile", NOT_DEFAULT, "compiled layers are not supported with stages"),
     ("parallel.use_cpu_initialization", (False,), "stages would draw the same weights"),
 )

@@ -184,6 +184,15 @@ def test_schedules_name_their_first_tasks():
         scheduler.TrainInterleavedSchedule(4, 1, 2, 0)
 
 
+@pytest.mark.parametrize(("tracer", "error"), [(None, ImportError), ("torch", ValueError)])
+def test_models_of_transformers_5_are_refused_with_the_remedies(tracer, error):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(error, match=r"install transformers 4\.48.*manual_pp_partition.*nxd_memopt\.models"):
+        trace.trace_model(LlamaForCausalLM(config), input_names=["input_ids", "labels"], tracer_cls=tracer)
+
+
 def test_helpers_of_model_building():
     with model_utils.init_on_device(torch.device("meta")):
         model = Model(1)

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import neuronx_distributed as nxd
 import pytest
@@ -277,6 +278,55 @@ def resume(zero_one: bool) -> None:
     other.step()
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+def check_checkpoints_of_other_sizes() -> None:
+    """A checkpoint of one stage goes on with two, and one of two with one: tied and untied, with and without ZeRO-1."""
+    for tied in (False, True):
+        for zero_one in (False, True):
+            for before, after in ((1, 2), (2, 1)):
+                resume_at_other_size(before, after, tied=tied, zero_one=zero_one)
+
+
+def resume_at_other_size(before: int, after: int, *, tied: bool, zero_one: bool) -> None:
+    """Compare all states and the next step of runs with ``before`` and ``after`` stages."""
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    stages = {"num_microbatches": 2, "input_names": INPUTS, "auto_partition": True, "tracer_cls": "torch"}
+    stages |= {"transformer_layer_cls": Block, "output_loss_value_spec": (True, False), "use_optimizer_wrapper": True}
+    weights: list[dict[str, torch.Tensor]] = []
+    for size, step in ((before, "write"), (before, "go on"), (after, "go on")):
+        torch.manual_seed(11)
+        parallel_state.destroy_model_parallel()
+        config = nxd.neuronx_distributed_config(
+            pipeline_parallel_size=size, pipeline_config=stages, optimizer_config={"zero_one_enabled": zero_one}
+        )
+        model = nxd.initialize_parallel_model(config, lambda: Model(tied=tied))
+        # Matrices and biases, as in most scripts.
+        named = dict(model.named_parameters())
+        groups = [
+            {"params": [p for p in named.values() if p.dim() == dim], "weight_decay": 0.1 * dim} for dim in (2, 1)
+        ]
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=0.1)
+        if step == "write":
+            run_step(model, optimizer, 3)
+            nxd.save_checkpoint(shared[0], "one", model=model, optimizer=optimizer)
+            continue
+        nxd.load_checkpoint(shared[0], "one", model=model, optimizer=optimizer)
+        run_step(model, optimizer, 4)
+        gathered: list[dict[str, torch.Tensor]] = [{}, {}]
+        dist.all_gather_object(gathered, {name: value.clone() for name, value in model.state_dict().items()})
+        weights.append(gathered[0] | gathered[1])
+    assert weights[0].keys() == weights[1].keys() and len(weights[0]) == 10
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-6, atol=1e-6, msg=f"{name} {before} {tied}")
+
+
+def run_step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """Train the same batch on every data-parallel rank."""
+    model.run_train(**batch(seed))  # pyright: ignore[reportCallIssue]
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def check_unequal_labels() -> None:
