@@ -157,6 +157,11 @@ class AdaptedColumnParallel(torch.autograd.Function):
         columns = updates.columns(gathered, _ranks(downs))
         for i, scale, part, up in zip(updates.layers, updates.scales, columns, ups, strict=True):
             results[i] = _accumulated(results[i], part, up.t(), scale)
+        # Before the first adapter of a model X has no gradient. A layer without an adapter has none then.
+        needs_input, _, _, *needs = ctx.needs_input_grad
+        if not needs_input:
+            frozen = (i for i in range(updates.num_layers) if i not in updates.layers and not any(needs[2 * i :][:2]))
+            ctx.mark_non_differentiable(*(results[i] for i in frozen))
         return tuple(comm.original_layout(result) for result in results)
 
     @staticmethod
