@@ -10,8 +10,9 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
 from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.parallel_layers.base_linear import bypassed_layer
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, bypassed_layer
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 RopeTables = tuple[Tensor, Tensor]

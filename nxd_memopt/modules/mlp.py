@@ -16,10 +16,11 @@ from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.options import require_one_of
+from nxd_memopt.parallel_layers.base_linear import bypassed_layer
 from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_gated_mlp
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
-from nxd_memopt.parallel_layers.layers import RowParallelLinear, bypassed_layer
+from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from nxd_memopt.parallel_layers.wrapping import is_only_wrapped
 
 

@@ -90,7 +90,10 @@ class SavedInputs:
         self.is_read = is_read
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors, None for one that is not read; call once, in the backward of the Function that uses them."""
+        """Return the saved tensors, None for one that is not read.
+
+        Call once, in the backward of the Function that uses them.
+        """
         return self._ctx.saved_tensors
 
     def needs_grad(self) -> tuple[bool, ...]:

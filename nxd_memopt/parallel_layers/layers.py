@@ -8,7 +8,7 @@ with ``sequence_dimension=1``. Sources: arXiv:1909.08053, arXiv:2205.05198.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,7 +21,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors, adapted_column_parallel
+from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_column_parallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -155,16 +155,6 @@ class ColumnParallelLinear(BaseParallelLinear):
             skipped_bias = self._gathered(skipped_bias)
         return output, skipped_bias
 
-    @property
-    def factors(self) -> LowRankFactors | None:
-        """The adapter that is computed with the layer; a subclass may have one."""
-        return None
-
-    def adapted(self, input: Tensor, output: Tensor) -> Tensor:
-        """Return ``output`` with what a subclass adds to it besides ``factors``."""
-        del input
-        return output
-
     def _gathered(self, columns: Tensor) -> Tensor:
         """Gather the columns ``[..., n]`` of all ranks, in the order of the full weight's rows.
 
@@ -195,7 +185,7 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
     parameters = [(layer.weight, layer.bias) for layer in layers]
     comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     factors = [layer.factors for layer in layers]
-    if any(each is not None for each in factors):
+    if any(factors):
         return adapted_column_parallel(input, parameters, factors, comm)
     return column_parallel(input, parameters, comm)
 
@@ -234,22 +224,6 @@ def _linear_class(layer: nn.Module) -> type[nn.Module]:
     """Return the class of a layer that ``SharedInput`` may compute without a call of its forward."""
     # A class that defines ``adapted`` itself: any other subclass may compute something else.
     return type(layer) if "adapted" in vars(type(layer)) else ColumnParallelLinear
-
-
-def bypassed_layer(owner: nn.Module, name: str, expected: type[nn.Module]) -> dict[str, type[nn.Module]]:
-    """Return the classes of layer ``name`` and of its adapter, for a fused path that computes its ``factors``.
-
-    Args:
-        owner: module with the layer.
-        name: name of the layer in ``owner``.
-        expected: class of the layer without an adapter.
-    """
-    layer: Any = owner.get_submodule(name)
-    # A class that defines ``factors`` itself: any other subclass may compute something else. None: the
-    # adapter is not computed with the layer, so that the layer must be called.
-    if "factors" not in vars(type(layer)) or type(layer) is expected or layer.factors is None:
-        return {name: expected}
-    return {name: type(layer)} | {f"{name}.{each}": type(module) for each, module in layer.named_children()}
 
 
 def column_parallel(
@@ -358,11 +332,6 @@ class RowParallelLinear(BaseParallelLinear):
         self.bias_shape = (self.output_size,) if self.use_bias else None
         self.bias_partition_dim = None
 
-    @property
-    def factors(self) -> LowRankFactors | None:
-        """The adapter that is computed with the layer; a subclass may have one."""
-        return None
-
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
         if self.reduce_output:
@@ -416,7 +385,6 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     with torch.autocast(tensors[0].device.type, enabled=False):
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
-        is_read = [True] * len(tensors)
-        is_read[0::2] = [weight.requires_grad for weight in tensors[1::2]]
+        is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]
         handle, saved = save_inputs_first(*tensors, is_read=is_read)
         return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *saved))

@@ -1,4 +1,4 @@
-"""Layers that compute their adapters in their matmuls, against the same layers and factors called one by one, in float64."""
+"""Layers that compute their adapters in their matmuls, against layers and factors called one by one, in float64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.dist.pool import distributed
 from tests.reference import assert_float64_close, shard, tensors
 
 LENGTH, BATCH, HIDDEN, WIDTH = 20, 3, 14, 12
-LORA = {"lora_rank": 3, "lora_alpha": 5}
-F64 = {"dtype": torch.float64}
+F64: dict[str, Any] = {"dtype": torch.float64}
 
 
 class Layers(nn.Module):
@@ -36,7 +35,7 @@ class Layers(nn.Module):
 def adapted(targets: tuple[str, ...], **options: Any) -> Any:
     """Layers with adapters whose B is not 0."""
     torch.manual_seed(3)
-    layers = get_lora_model(Layers(**options), LoraConfig(target_modules=targets, **LORA))
+    layers = get_lora_model(Layers(**options), LoraConfig(3, 5, target_modules=targets))
     for name, parameter in layers.named_parameters():
         if "lora_B" in name:
             full = tensors(*parameter.full_shape, seed=len(name))  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,9 +52,7 @@ def results(function: Any, layers: nn.Module, inputs: list[Tensor]) -> list[Tens
     wanted = [x for x in (*inputs, *trained) if x.requires_grad]
     upstream = [tensors(*output.shape, seed=5 + i) for i, output in enumerate(outputs)]
     kept = [i for i, output in enumerate(outputs) if output.requires_grad]
-    found = torch.autograd.grad(
-        [outputs[i] for i in kept], wanted, [upstream[i] for i in kept], allow_unused=True
-    )
+    found = torch.autograd.grad([outputs[i] for i in kept], wanted, [upstream[i] for i in kept], allow_unused=True)
     empty = torch.zeros(1, **F64)
     return [*(output.detach() for output in outputs), *(empty if x is None else x.clone() for x in found)]
 
@@ -185,7 +182,7 @@ def test_a_factor_with_a_hook_is_called():
 @distributed(world_size=1)
 def test_autocast_casts_factors_and_gradients_add_up():
     parallel_state.initialize_model_parallel(1)
-    layers = adapted(("q", "k", "v", "row")).float()
+    layers = adapted(("q", "k", "row")).float()
     x = tensors(LENGTH, BATCH, HIDDEN, seed=0).float().requires_grad_()
 
     def step() -> dict[str, Tensor]:

@@ -173,10 +173,8 @@ class ColumnParallel(torch.autograd.Function):
         weights = cast("tuple[Tensor, ...]", parameters[0::2])
         biases = parameters[1::2]
         ctx.comm = comm
-        ctx.input_dtype = x.dtype
         # dW alone reads X.
-        needs_weight = any(ctx.needs_input_grad[2::2])
-        ctx.save_for_backward(x if needs_weight else None, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2::2]) else None, *weights)
         gathering = comm.gather(comm.sequence_first(x), materialize=False)
         outputs = packed_products(gathering, weights, biases)
         return tuple(comm.original_layout(output) for output in outputs)
@@ -188,9 +186,8 @@ class ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         # On XLA the barrier keeps common-subexpression elimination from reusing forward's
         # gathered X, which would keep the full X alive between forward and backward.
-        if x is None:
-            barriered = backend.optimization_barrier(list(grads))
-        else:
+        barriered = grads
+        if x is not None:
             x, *barriered = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         output_grads = [comm.sequence_first(grad) for grad in barriered]
@@ -207,7 +204,7 @@ class ColumnParallel(torch.autograd.Function):
         grads_of_parameters = parameter_grads(full, output_grads, needs_parameters, comm.replica_groups)
         input_grad = None
         if reduction is not None:
-            input_grad = comm.original_layout(reduction.wait().to(ctx.input_dtype))
+            input_grad = comm.original_layout(reduction.wait().to(grads[0].dtype))
         return input_grad, None, *grads_of_parameters
 
 
