@@ -86,14 +86,17 @@ def with_adapters(config: Any, full: dict[str, Tensor], factors: dict[str, Any],
     return model
 
 
-def check_against_peft(name: str, *, sequence_parallel: bool = False, **options: Any) -> None:
+def check_against_peft(
+    name: str, *, sequence_parallel: bool = False, targets: tuple[str, ...] = (), **options: Any
+) -> None:
     config = CONFIGS[name]()
     base = hugging_face(config)
     full = full_parameters(base)
-    reference, factors = of_peft(base, targets_of(name), use_rslora=options.get("use_rslora", False))
+    targets = targets or targets_of(name)
+    reference, factors = of_peft(base, targets, use_rslora=options.get("use_rslora", False))
     expected = reference(**batch()).loss
     expected.backward()
-    model = with_adapters(config, full, factors, targets_of(name), sequence_parallel=sequence_parallel, **options)
+    model = with_adapters(config, full, factors, targets, sequence_parallel=sequence_parallel, **options)
     assert relative_error(model(**batch(), return_logits=True).loss, expected) < TOLERANCE
     loss = model(**batch()).loss
     assert relative_error(loss, expected) < TOLERANCE
@@ -128,6 +131,24 @@ MODELS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_is_peft(name: str) -> None:
     check_against_peft(name, use_rslora=name == "llama")
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ("q_proj", "v_proj")),
+        ("llama", ("gate_proj",)),
+        ("llama", ("k_proj", "down_proj")),
+        ("phi3", ("qkv_proj",)),
+        ("phi3", ("gate_up_proj", "o_proj")),
+        ("neox", ("dense_4h_to_h",)),
+    ],
+)
+def test_some_layers_are_peft(name: str, targets: tuple[str, ...]) -> None:
+    """The others keep no input, and what is before the first adapter has no gradient."""
+    initialize(dist.get_world_size())
+    check_against_peft(name, sequence_parallel=dist.get_world_size() > 1, targets=targets)
 
 
 @distributed(world_size=2, slow=[4])
