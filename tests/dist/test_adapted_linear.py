@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nxd_memopt.modules.lora import LoraConfig, get_lora_model
 from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.parts import packed_view
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.functional import gated_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
@@ -96,6 +97,39 @@ def test_column_layers_with_one_input(targets, has_grad, sequence_dimension):
         x = shard(x.movedim(0, sequence_dimension).contiguous(), sequence_dimension, size=size)
     layers = adapted(targets, **options)
     compare(columns(layers), layers, [x.requires_grad_(has_grad)])
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("targets", [("q", "k", "v"), ("v",)])
+def test_packed_weights_and_gradients(targets):
+    """As on GPUs: weights, outputs and their gradients are parts of one tensor each."""
+    parallel_state.initialize_model_parallel(1)
+    layers = adapted(targets)
+    packed = torch.cat([layer.weight.detach() for layer in (layers.q, layers.k, layers.v)])
+    for layer, rows in zip((layers.q, layers.k, layers.v), packed.split(WIDTH), strict=True):
+        layer.weight.data = rows
+
+    def joint(x: Tensor) -> list[Tensor]:
+        outputs = columns(layers)(x)
+        view = packed_view(outputs, -1)
+        if layers.v.fused_adapter.unavailable is None:
+            assert view is not None
+        return [Packed.apply(*outputs)]
+
+    compare(joint, layers, [tensors(LENGTH, BATCH, HIDDEN, seed=0).requires_grad_()])
+
+
+class Packed(torch.autograd.Function):
+    """The parts as one tensor, whose gradients are parts of one."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.size(-1) for part in parts]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.contiguous().split(ctx.sizes, -1)
 
 
 @distributed(world_size=1)
