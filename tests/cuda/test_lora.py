@@ -44,6 +44,11 @@ def step(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Sum of the relative errors of all tensors."""
+    return sum(float((found[name] - value).norm() / value.norm()) for name, value in exact.items())
+
+
 def call_factors(model: Any) -> None:
     for layer in model.modules():
         if hasattr(layer, "fused_adapter"):
@@ -52,17 +57,22 @@ def call_factors(model: Any) -> None:
             layer.share_input()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.06)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("gate_proj",), ("down_proj",)], ids=str)
 @pytest.mark.parametrize("config", [llama_config, qwen3_config])
 @pytest.mark.parametrize("recompute", [None, "full"])
-def test_equals_factors_that_are_called(config, targets, dtype, bound, recompute):
-    """bf16 has 8 bits, and both round in other places; fp32 may use TF32, with 11 bits."""
+def test_equals_factors_that_are_called(config, targets, dtype, recompute):
+    """fp32 may use TF32, with 11 bits. In bf16, with 8, both are compared with fp32: theirs is the larger error."""
     model = adapted(config, targets, dtype, recompute_granularity=recompute)
     found = step(model)
     call_factors(model)
-    for name, expected in step(model).items():
-        assert (found[name] - expected).norm() <= bound * expected.norm() + 1e-6, name
+    called = step(model)
+    if dtype == torch.float32:
+        for name, expected in called.items():
+            assert (found[name] - expected).norm() <= 5e-3 * expected.norm(), name
+        return
+    exact = step(model.float())
+    assert errors(found, exact) <= 1.1 * errors(called, exact)
 
 
 def test_fused_paths_stay_on_and_keep_what_they_did():
