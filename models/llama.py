@@ -78,6 +78,9 @@ class LlamaAttention(PackedWeights):
         # After the layers exist: packs their weights, and then registers what a fused path
         # bypasses.
         self.share_input()
+
+    def share_input(self) -> None:
+        super().share_input()
         self.in_place_rope = in_place_rope_path(self, *self.shared_input_layers)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:

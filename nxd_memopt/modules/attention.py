@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
 from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.parallel_layers.base_linear import bypassed_layer
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.random import get_rng_tracker
@@ -112,7 +113,9 @@ def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
     """
     # core_attn is not bypassed, but it reads q, k and v: a hook on it would see, or keep, tensors
     # that are overwritten later.
-    observers = dict.fromkeys(projections, ColumnParallelLinear) | {"core_attn": CoreAttention}
+    observers: dict[str, type[nn.Module]] = {"core_attn": CoreAttention}
+    for name in projections:
+        observers |= bypassed_layer(owner, name, ColumnParallelLinear)
     return FusedPath(
         owner, "in-place RoPE", observers, cost="q, k and v are copied", unavailable=unavailable_reason(backend.device)
     )

@@ -16,6 +16,8 @@ from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.options import require_one_of
+from nxd_memopt.parallel_layers.base_linear import bypassed_layer
+from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_gated_mlp
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
@@ -62,6 +64,7 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
         ValueError: T does not divide the sequence length to be scattered.
         RuntimeError: second backward of one graph.
     """
+    factors = layer.factors
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
     comm = layer.activation_sharding()
@@ -70,9 +73,12 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     first = comm.sequence_first(gate)
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.
-    with torch.autocast(gate.device.type, enabled=False):
-        handle, saved = save_inputs_first(*rows, weight)
-        output = cast(Tensor, GatedRowParallel.apply(comm, hidden_act, handle, *saved))
+    if factors is not None:
+        output = adapted_gated_mlp(rows[0], rows[1], weight, factors, comm, hidden_act)
+    else:
+        with torch.autocast(gate.device.type, enabled=False):
+            handle, saved = save_inputs_first(*rows, weight)
+            output = cast(Tensor, GatedRowParallel.apply(comm, hidden_act, handle, *saved))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
@@ -109,11 +115,14 @@ class GatedMLP(PackedWeights):
         self.down_proj = factory.row("down_proj", intermediate_size, hidden_size, bias=bias)
         self.act = GatedActivation(hidden_act)
         self.share_input()
+
+    def share_input(self) -> None:
+        super().share_input()
         # The gain is a Triton kernel that computes the activation together with its gradient.
         self.fused = FusedPath(
             self,
             "gated activation with down projection",
-            {"act": GatedActivation, "down_proj": RowParallelLinear},
+            {"act": GatedActivation, **bypassed_layer(self, "down_proj", RowParallelLinear)},
             cost="the activation is stored for backward",
             unavailable=unavailable_reason(backend.device),
             accepts_forward=_is_recomputed_activation,

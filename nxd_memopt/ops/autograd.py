@@ -10,7 +10,7 @@ Function after it reads the saved tensors from there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,12 +78,22 @@ def as_contiguous(tensor: Tensor) -> Tensor:
 
 
 class SavedInputs:
-    """Handle of the tensors that ``save_inputs_first`` saved."""
+    """Handle of the tensors that ``save_inputs_first`` saved.
+
+    Args:
+        is_read: for each tensor whether backward reads it; None for all.
+    """
 
     _ctx: Any = None
 
+    def __init__(self, is_read: Sequence[bool] | None = None) -> None:
+        self.is_read = is_read
+
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors; call once, in the backward of the Function that uses them."""
+        """Return the saved tensors, None for one that is not read.
+
+        Call once, in the backward of the Function that uses them.
+        """
         return self._ctx.saved_tensors
 
     def needs_grad(self) -> tuple[bool, ...]:
@@ -98,7 +108,8 @@ class _SaveInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: SavedInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        is_read = handle.is_read or [True] * len(tensors)
+        ctx.save_for_backward(*(x if is_kept else None for x, is_kept in zip(tensors, is_read, strict=True)))
         # The handle reads the tensors from this node, so checkpoint's saved-tensor hooks apply to
         # them: offloading moves them, and a recomputation ends when the last one is saved again.
         handle._ctx = ctx
@@ -110,15 +121,21 @@ class _SaveInputs(torch.autograd.Function):
         return None, *grads
 
 
-def save_inputs_first(*tensors: Tensor) -> tuple[SavedInputs | None, tuple[Tensor, ...]]:
+def save_inputs_first(
+    *tensors: Tensor, is_read: Sequence[bool] | None = None
+) -> tuple[SavedInputs | None, tuple[Tensor, ...]]:
     """Save ``tensors`` for backward; pass the returned handle and tensors to the next Function.
 
     The handle is ``None`` under torch.compile, whose partitioner recomputes only what backward
     needs.
+
+    Args:
+        tensors: tensors to save.
+        is_read: for each tensor whether backward reads it; others are not kept. Default all.
     """
     if torch.compiler.is_compiling():
         return None, tensors
-    handle = SavedInputs()
+    handle = SavedInputs(is_read)
     return handle, _SaveInputs.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
 
 

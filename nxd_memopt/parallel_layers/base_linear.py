@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
     default_bias_init,
@@ -43,6 +46,16 @@ class BaseParallelLinear(ShardedModule):
     weight_partition_dim: int
     bias_shape: tuple[int] | None
     bias_partition_dim: int | None  # None: the bias is replicated
+
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter that is computed with the layer; a subclass may have one."""
+        return None
+
+    def adapted(self, input: Tensor, output: Tensor) -> Tensor:
+        """Return ``output`` with what a subclass adds to it besides ``factors``."""
+        del input
+        return output
 
     def set_weight_and_bias_config(self) -> None:
         """Set ``weight_shape``, ``bias_shape`` and the dimensions along which they are sharded."""
@@ -123,3 +136,19 @@ def check_padding(pad: bool, stride: int) -> None:
     """Raise ValueError if ``pad`` is combined with strided blocks."""
     if pad and stride > 1:
         raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
+
+
+def bypassed_layer(owner: nn.Module, name: str, expected: type[nn.Module]) -> dict[str, type[nn.Module]]:
+    """Return the classes of layer ``name`` and of its adapter, for a fused path that computes its ``factors``.
+
+    Args:
+        owner: module with the layer.
+        name: name of the layer in ``owner``.
+        expected: class of the layer without an adapter.
+    """
+    layer: Any = owner.get_submodule(name)
+    # A class that defines ``factors`` itself: any other subclass may compute something else. None: the
+    # adapter is not computed with the layer, so that the layer must be called.
+    if "factors" not in vars(type(layer)) or type(layer) is expected or layer.factors is None:
+        return {name: expected}
+    return {name: type(layer)} | {f"{name}.{each}": type(module) for each, module in layer.named_children()}

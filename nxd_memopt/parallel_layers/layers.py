@@ -21,6 +21,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
+from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_column_parallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -154,11 +155,6 @@ class ColumnParallelLinear(BaseParallelLinear):
             skipped_bias = self._gathered(skipped_bias)
         return output, skipped_bias
 
-    def adapted(self, input: Tensor, output: Tensor) -> Tensor:
-        """Return ``output`` with what a subclass adds to it; ``SharedInput`` computes the rest for all layers."""
-        del input
-        return output
-
     def _gathered(self, columns: Tensor) -> Tensor:
         """Gather the columns ``[..., n]`` of all ranks, in the order of the full weight's rows.
 
@@ -175,7 +171,7 @@ class ColumnParallelLinear(BaseParallelLinear):
 
 
 def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Apply several column-parallel layers to one input with one all-gather and one reduction.
+    """Apply several column-parallel layers to one input with one all-gather and one reduction, with their ``factors``.
 
     The first layer defines the process group and the layout of the input.
 
@@ -186,11 +182,12 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
     Returns:
         The local output of each layer, ``[..., output_size/T]``, with the full sequence.
     """
-    return column_parallel(
-        input,
-        [(layer.weight, layer.bias) for layer in layers],
-        layers[0].activation_sharding(*(layer.replica_group for layer in layers)),
-    )
+    parameters = [(layer.weight, layer.bias) for layer in layers]
+    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
+    factors = [layer.factors for layer in layers]
+    if any(factors):
+        return adapted_column_parallel(input, parameters, factors, comm)
+    return column_parallel(input, parameters, comm)
 
 
 class SharedInput(FusibleModule):
@@ -387,6 +384,7 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
-        # GEMM and its reduction (``ops.autograd``).
-        handle, saved = save_inputs_first(*tensors)
+        # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
+        is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]
+        handle, saved = save_inputs_first(*tensors, is_read=is_read)
         return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *saved))

@@ -17,6 +17,7 @@ from nxd_memopt.checkpoint import TrainingState, save_pretrained, save_training_
 from nxd_memopt.checkpoint.huggingface.adapters import save_adapters
 from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.loading import load_weights
+from nxd_memopt.modules import mlp
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -86,14 +87,17 @@ def with_adapters(config: Any, full: dict[str, Tensor], factors: dict[str, Any],
     return model
 
 
-def check_against_peft(name: str, *, sequence_parallel: bool = False, **options: Any) -> None:
+def check_against_peft(
+    name: str, *, sequence_parallel: bool = False, targets: tuple[str, ...] = (), **options: Any
+) -> None:
     config = CONFIGS[name]()
     base = hugging_face(config)
     full = full_parameters(base)
-    reference, factors = of_peft(base, targets_of(name), use_rslora=options.get("use_rslora", False))
+    targets = targets or targets_of(name)
+    reference, factors = of_peft(base, targets, use_rslora=options.get("use_rslora", False))
     expected = reference(**batch()).loss
     expected.backward()
-    model = with_adapters(config, full, factors, targets_of(name), sequence_parallel=sequence_parallel, **options)
+    model = with_adapters(config, full, factors, targets, sequence_parallel=sequence_parallel, **options)
     assert relative_error(model(**batch(), return_logits=True).loss, expected) < TOLERANCE
     loss = model(**batch()).loss
     assert relative_error(loss, expected) < TOLERANCE
@@ -130,6 +134,24 @@ def test_one_process_is_peft(name: str) -> None:
     check_against_peft(name, use_rslora=name == "llama")
 
 
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ("q_proj", "v_proj")),
+        ("llama", ("gate_proj",)),
+        ("llama", ("k_proj", "down_proj")),
+        ("phi3", ("qkv_proj",)),
+        ("phi3", ("gate_up_proj", "o_proj")),
+        ("neox", ("dense_4h_to_h",)),
+    ],
+)
+def test_some_layers_are_peft(name: str, targets: tuple[str, ...]) -> None:
+    """The others keep no input, and what is before the first adapter has no gradient."""
+    initialize(dist.get_world_size())
+    check_against_peft(name, sequence_parallel=dist.get_world_size() > 1, targets=targets)
+
+
 @distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["llama", "llama one KV head", "phi3", "neox"])
@@ -151,6 +173,31 @@ def test_ranks_are_peft(world_size: int, name: str, sequence_parallel: bool) -> 
 def test_recompute_is_peft(options: dict[str, Any]) -> None:
     initialize(2)
     check_against_peft("llama", sequence_parallel=True, **options)
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("options", [{}, {"recompute_granularity": "full"}], ids=["none", "full"])
+@pytest.mark.parametrize("targets", [LLAMA, ("up_proj", "o_proj"), ("down_proj",)])
+def test_the_gated_kernels_path_is_peft(targets: tuple[str, ...], options: dict[str, Any]) -> None:
+    """The path of GPUs through plain operations: adapters of each layer keep it on, dropout turns it off."""
+    size = dist.get_world_size()
+    initialize(size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "unavailable_reason", lambda device: None)
+        patch.setattr(mlp, "can_use_triton", lambda *tensors: True)
+        check_against_peft("llama", sequence_parallel=size > 1, targets=targets, **options)
+        described = []
+        model_parallel_manual_seed(3)
+        for dropout in (0.0, 0.1):
+            model = parallel_model(CONFIGS["llama"]())
+            add_adapters(model, LoraConfig(3, 5, dropout, LLAMA))
+            described.append({line.partition(":")[0]: line.partition(": ")[2] for line in model.fusions.describe()})
+            assert torch.isfinite(model(**batch()).loss)
+    on, off = described
+    assert on["gated activation with down projection"] == "on in 2 of 2" and on["residual + norm"] == "on in 4 of 4"
+    assert on["adapter with its layer"] == "on in 14 of 14"
+    assert off["adapter with its layer"] == "off (lora_dropout is 0.1)"
+    assert off["gated activation with down projection"].startswith("off (down_proj is a LoraRowParallelLinear")
 
 
 def _step(size: int, dropout: float, *, sequence_parallel: bool, **options: Any) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
                 first, *others = (adapt(part, (own if is_here else named)[part], config) for part in parts[name])
             for other in others:
                 other.lora_A = first.lora_A
-    # One all-gather of the input of query, key and value remains, whichever of them have adapters.
+    # One all-gather of the input of query, key and value remains, whichever of them have adapters, and the other
+    # fused paths of their modules.
     for module in model.modules():
         if isinstance(module, SharedInput):
             module.share_input()

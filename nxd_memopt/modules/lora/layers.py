@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.modules.dropout import ParallelDropout
+from nxd_memopt.modules.plain_layers import add_bias
 from nxd_memopt.parallel_layers.data_shards import gather_rows, local_rows, model_dtype
+from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors, adapted_row_parallel
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.initialization import InitMethod, default_weight_init, initialize_sharded_
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
 
 
@@ -60,13 +63,42 @@ class ReplicatedLinear(ShardedModule):
 
 
 class Adapted:
-    """What both layers with an adapter have: dropout, scale, and the adapter as an update of the weight."""
+    """What both layers with an adapter have: dropout, scale, and the adapter as an update of the weight.
+
+    Without dropout the adapter is computed inside the layer's matmuls (``fused_adapter``). Dropped
+    inputs differ from the layer's, so that the factors are then called as layers.
+    """
 
     weight: nn.Parameter
     lora_A: Any  # noqa: N815
     lora_B: Any  # noqa: N815
     lora_dropout: ParallelDropout
     scale: float
+    fused_adapter: FusedPath
+
+    def fuse_adapter(self) -> None:
+        """Let the layer compute the adapter with its matmuls. Call after the factors are set."""
+        unavailable = None
+        if self.lora_dropout.p:
+            unavailable = f"lora_dropout is {self.lora_dropout.p:g}"
+        owner = cast(FusibleModule, self)
+        self.fused_adapter = FusedPath(
+            owner,
+            "adapter with its layer",
+            {name: type(module) for name, module in owner.named_children()},
+            cost="the adapter's output is added in passes of its own",
+            unavailable=unavailable,
+        )
+
+    def _factors(self) -> LowRankFactors | None:
+        """Return the adapter, or None if its factors must be called."""
+        if not self.fused_adapter.is_active:
+            return None
+        return LowRankFactors(self.lora_A.weight, self.lora_B.weight, self.scale)
+
+    def _added(self, input: Tensor, output: Tensor) -> Tensor:
+        """Return ``output`` with the output of the factors, called as layers, added."""
+        return output + self.scale * self.lora_B(self.lora_A(self.lora_dropout(input)))
 
     def delta(self) -> Tensor:
         """Return this rank's part of ``scale * B A``, float64, on the host. All data-parallel ranks call."""
@@ -85,12 +117,18 @@ class LoraColumnParallelLinear(Adapted, ColumnParallelLinear):
     reduce-scattered. Otherwise that gradient is all-reduced. Created by ``adapt``.
     """
 
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter, if it is computed with the layer."""
+        return self._factors()
+
     def forward(self, input: Tensor) -> Tensor:
-        return self.adapted(input, cast(Tensor, super().forward(input)))
+        (output,) = column_parallel_linears(input, [self])
+        return self.adapted(input, output)
 
     def adapted(self, input: Tensor, output: Tensor) -> Tensor:
-        """Return ``output`` with the adapter's output added."""
-        return output + self.scale * self.lora_B(self.lora_A(self.lora_dropout(input)))
+        """Return ``output`` with the adapter's output added, unless it is computed with the layer."""
+        return output if self.fused_adapter.is_active else self._added(input, output)
 
 
 class LoraRowParallelLinear(Adapted, RowParallelLinear):
@@ -100,9 +138,18 @@ class LoraRowParallelLinear(Adapted, RowParallelLinear):
     by ``adapt``.
     """
 
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter, if it is computed with the layer."""
+        return self._factors()
+
     def forward(self, input: Tensor) -> Tensor:
-        output = cast(Tensor, super().forward(input))
-        return output + self.scale * self.lora_B(self.lora_A(self.lora_dropout(input)))
+        factors = self.factors
+        if factors is None:
+            return self._added(input, cast(Tensor, super().forward(input)))
+        self.require_divisible_sequence(input.shape)
+        output = adapted_row_parallel(input, self.weight, factors, self.activation_sharding())
+        return add_bias(output, self)
 
 
 AdaptedLinear = LoraColumnParallelLinear | LoraRowParallelLinear
@@ -197,12 +244,13 @@ def _adapted(
 ) -> Any:
     """Make ``layer`` one of class ``cls`` with the factors A and B."""
     # The class is replaced, not the module: names, shard attributes and packed storages stay, and
-    # fused paths that would bypass the adapter see another class.
+    # fused paths that would bypass the adapter see another class. Those that compute it are built again.
     layer.__class__ = cls
     layer.lora_A = first
     layer.lora_B = second
     layer.lora_dropout = ParallelDropout(config.lora_dropout, sharded=is_sharded)
     layer.scale = config.scale  # pyright: ignore[reportArgumentType]
+    cast(Adapted, layer).fuse_adapter()
     return layer
 
 

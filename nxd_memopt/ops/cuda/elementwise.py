@@ -100,7 +100,8 @@ class _AddRMSNorm(torch.autograd.Function):
             # only the sum was used: it passes its gradient on unchanged
             dx, dweight = total_grad, None
         else:
-            dx, dweight = _rms_norm_backward(x, weight, rstd, grad, total_grad)
+            needs_weight = ctx.needs_input_grad[2]
+            dx, dweight = _rms_norm_backward(x, weight, rstd, grad, total_grad, needs_weight=needs_weight)
         # x and added have the same gradient, that of their sum
         dadded = None
         if ctx.adds:
@@ -114,8 +115,10 @@ def _rms_norm_backward(
     rstd: Tensor,
     grad: Tensor,
     total_grad: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the norm's input and weight, with two kernel launches.
+    *,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the norm's input and weight, with two kernel launches; one for a frozen weight.
 
     The input has two uses, the norm and the residual stream: its gradient is the norm's plus
     ``total_grad``.
@@ -126,6 +129,7 @@ def _rms_norm_backward(
         rstd: fp32, one number per row, from forward.
         grad: ``[..., H]``, gradient of the norm's result.
         total_grad: ``[..., H]``, gradient of the residual stream; ``None``: it has no other use.
+        needs_weight: whether the weight has a gradient.
     """
     rows = rstd.numel()
     hidden = x.size(-1)
@@ -140,17 +144,19 @@ def _rms_norm_backward(
     # programs with many rows each keep these partial sums small compared with x.
     programs, rows_each = ranges_of_rows(rows, 1, _NORM_PROGRAMS)
     dx = torch.empty_like(flat)
-    parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+    parts = rstd  # without TRAINS the kernel does not write them: pass any tensor
+    if needs_weight:
+        parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     # Rows of x, dy (and dtotal) are prefetched, unless two stages of them exceed the shared
     # memory.
     block = power_of_2(hidden)
     staged_bytes = 2 * (2 + adds) * block * flat.element_size()
     stages = 3 if staged_bytes <= _STAGED_BYTES else 1
-    options = {"ADDS": adds, "BLOCK": block, "STAGES": stages, "num_warps": 8}
+    options = {"ADDS": adds, "BLOCK": block, "STAGES": stages, "TRAINS": needs_weight, "num_warps": 8}
     _kernels().rms_norm_backward[(programs,)](
         flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
     )
-    return dx, sum_of_parts(parts, weight.dtype)
+    return dx, sum_of_parts(parts, weight.dtype) if needs_weight else None
 
 
 class _AddResidual(torch.autograd.Function):

@@ -58,11 +58,13 @@ def rms_norm_backward(
     ADDS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
+    TRAINS: tl.constexpr,  # noqa: N803
 ):
     """Compute dx and a part of the weight's gradient for a range of rows per program.
 
     The part is in fp32. With ``ADDS``, ``dtotal`` is added to dx. ``STAGES`` is the number of rows
-    whose loads are in flight at once.
+    whose loads are in flight at once. Without ``TRAINS`` the weight is frozen, and ``dweight`` is not
+    written.
     """
     first = tl.program_id(0).to(tl.int64) * rows_each
     column = tl.arange(0, BLOCK)
@@ -77,14 +79,16 @@ def rms_norm_backward(
         grad = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
         # With n = x * rstd and y = n * w: dw = sum over rows of dy * n, with n rounded as in
         # forward; dn = dy * w; dx = rstd * (dn - n * mean(dn * n)).
-        sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
+        if TRAINS:
+            sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
         grad *= weights
         projection = tl.sum(grad * normalised, 0) / hidden
         result = scale * (grad - normalised * projection)
         if ADDS:
             result += tl.load(dtotal + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, sums, mask=mask)
+    if TRAINS:
+        tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, sums, mask=mask)
 
 
 @triton.jit

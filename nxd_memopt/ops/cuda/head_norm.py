@@ -46,7 +46,7 @@ class _HeadNorm(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         _, tokens, heads, width = x.shape
         count = rstd.numel()
@@ -56,13 +56,23 @@ class _HeadNorm(torch.autograd.Function):
         block = power_of_2(width)
         rows = max(_ELEMENTS // block, 1)
         programs, rows_each = ranges_of_rows(count, rows, _BACKWARD_PROGRAMS)
-        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        needs_weight = ctx.needs_input_grad[1]
+        parts = rstd  # without TRAINS the kernel does not write them: pass any tensor
+        if needs_weight:
+            parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         tensors = (x, weight, rstd, grad, dx, parts)
         strides = (*_strides(x), *_strides(grad))
         _kernels().head_norm_backward[(programs,)](
-            *tensors, count, width, heads, tokens, *strides, rows_each, ROWS=rows, BLOCK=block, num_warps=4
+            *tensors,
+            *(count, width, heads, tokens),
+            *strides,
+            rows_each,
+            ROWS=rows,
+            BLOCK=block,
+            TRAINS=needs_weight,
+            num_warps=4,
         )
-        return dx, sum_of_parts(parts, weight.dtype), None
+        return dx, sum_of_parts(parts, weight.dtype) if needs_weight else None, None
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -66,8 +66,12 @@ def head_norm_backward(
     rows_each,
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    TRAINS: tl.constexpr,  # noqa: N803
 ):
-    """Compute dx, rows next to each other, and a part of the weight's gradient in fp32 for a range of rows."""
+    """Compute dx, rows next to each other, and a part of the weight's gradient in fp32 for a range of rows.
+
+    Without ``TRAINS`` the weight is frozen, and ``dweight`` is not written.
+    """
     first = tl.program_id(0) * rows_each
     column = tl.arange(0, BLOCK)
     weights = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
@@ -82,10 +86,12 @@ def head_norm_backward(
         grad = tl.load(dy + dy_at, mask=mask, other=0.0).to(tl.float32)
         # As in elementwise_kernels.rms_norm_backward, with n = x * rstd and y = n * w:
         # dw = sum over rows of dy * n, n rounded as in forward; dx = rstd * (dy w - n * mean(dy w n)).
-        sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
+        if TRAINS:
+            sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
         grad *= weights
         projection = (tl.sum(grad * normalised, 1) / width)[:, None]
         result = scale * (grad - normalised * projection)
         where = row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(dx + where, result.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dweight + tl.program_id(0) * width + column, tl.sum(sums, 0), mask=column < width)
+    if TRAINS:
+        tl.store(dweight + tl.program_id(0) * width + column, tl.sum(sums, 0), mask=column < width)

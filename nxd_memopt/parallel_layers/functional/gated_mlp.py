@@ -60,7 +60,7 @@ class GatedRowParallel(torch.autograd.Function):
         weight_grad: Tensor | None = None
         # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG
         # and dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
-        for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
+        for start, grads in row_tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
             if needs_weight:
@@ -72,7 +72,7 @@ class GatedRowParallel(torch.autograd.Function):
         return None, None, None, gate, up, weight_grad
 
 
-def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
+def row_tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
     """Yield chunks of rows as they arrive, split so that the activation fits ``ACTIVATION_TILE_BYTES``."""
     most = max(1, ACTIVATION_TILE_BYTES // (gate.size(-1) * gate.element_size()))
     for first, rows in gathering.chunks(operations_per_element):

@@ -157,8 +157,8 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 class ColumnParallel(torch.autograd.Function):
     """``Y_i = X W_i^t + b_i`` for several weights; one all-gather of X, one reduction of dX.
 
-    Only the sequence shard of X is saved. Backward gathers X again while it computes dX, and
-    reduces dX while it computes dW.
+    Only the sequence shard of X is saved, and nothing if all weights are frozen. Backward gathers X
+    again while it computes dX, and reduces dX while it computes dW.
     """
 
     @staticmethod
@@ -173,7 +173,8 @@ class ColumnParallel(torch.autograd.Function):
         weights = cast("tuple[Tensor, ...]", parameters[0::2])
         biases = parameters[1::2]
         ctx.comm = comm
-        ctx.save_for_backward(x, *weights)
+        # dW alone reads X.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2::2]) else None, *weights)
         gathering = comm.gather(comm.sequence_first(x), materialize=False)
         outputs = packed_products(gathering, weights, biases)
         return tuple(comm.original_layout(output) for output in outputs)
@@ -185,23 +186,25 @@ class ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         # On XLA the barrier keeps common-subexpression elimination from reusing forward's
         # gathered X, which would keep the full X alive between forward and backward.
-        x, *barriered = backend.optimization_barrier([x, *grads])
+        barriered = grads
+        if x is not None:
+            x, *barriered = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         output_grads = [comm.sequence_first(grad) for grad in barriered]
         # Order of launches: all-gather X, dX GEMM (overlaps with the gather), reduction of dX, dW
         # GEMM (overlaps with the reduction).
         gathering = None
-        if any(needs_parameters[0::2]):
+        if x is not None:
             gathering = comm.gather(comm.sequence_first(x))
         reduction = None
         if needs_input:
             reduction = input_grad_reduction(comm, output_grads, weights)
         # Without a gather no weight gradient is computed: the argument only has to be a tensor.
-        full = x if gathering is None else gathering.wait()
+        full = output_grads[0] if gathering is None else gathering.wait()
         grads_of_parameters = parameter_grads(full, output_grads, needs_parameters, comm.replica_groups)
         input_grad = None
         if reduction is not None:
-            input_grad = comm.original_layout(reduction.wait().to(x.dtype))
+            input_grad = comm.original_layout(reduction.wait().to(grads[0].dtype))
         return input_grad, None, *grads_of_parameters
 
 
@@ -335,14 +338,13 @@ class RowParallel(torch.autograd.Function):
         factors, needs_grad = saved_inputs(ctx)
         inputs = factors[0::2]
         weights = factors[1::2]
-        gathering = comm.gather(comm.sequence_first(grad))
+        gathering = comm.gather(comm.sequence_first(grad), materialize=any(needs_grad[1::2]))
         # dX_i = dY W_i for each chunk of dY; dW_i = dY^t X_i needs all rows of dY.
         input_grads = products(gathering, [weight.t() for weight in weights])
-        full = _flat(gathering.wait())
         results: list[Tensor | None] = []
         for x, input_grad, needs_weight in zip(inputs, input_grads, needs_grad[1::2], strict=True):
             weight_grad = None
             if needs_weight:
-                weight_grad = full.t() @ _flat(comm.sequence_first(x))
+                weight_grad = _flat(gathering.wait()).t() @ _flat(comm.sequence_first(x))
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results

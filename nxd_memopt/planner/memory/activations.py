@@ -252,7 +252,7 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
 
     The fused loss computes its gradients in forward and keeps them instead of its inputs; in fp16,
     where the loss scale must enter before rounding, it keeps the inputs and computes in backward.
-    Without it, the head keeps its input, and the loss the gradient of all logits and the number of
+    Without it, the head keeps its input unless it is frozen, and the loss the gradient of all logits and the number of
     labels.
 
     Args:
@@ -262,7 +262,9 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
     stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
     if not fused:
         logits = sizes.tokens * sizes.vocab * sizes.element_bytes
-        return {"loss": FP32_BYTES, "head input": stream, "labels": _INT64_BYTES, "gradient of the logits": logits}
+        tensors = {"loss": FP32_BYTES, "labels": _INT64_BYTES, "gradient of the logits": logits}
+        # A frozen head keeps no input.
+        return tensors if sizes.adapters is not None else tensors | {"head input": stream}
     if sizes.is_fp16:
         # Of one sequence they are a view of the padded labels, of several rows a copy.
         labels = sizes.tokens + int(sizes.micro_batch_size == 1)

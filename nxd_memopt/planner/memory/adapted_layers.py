@@ -1,8 +1,8 @@
 """The tensors that a decoder layer with adapters (LoRA) keeps for backward.
 
-The model's own weights are frozen. A norm does not keep its normalised input, and nothing before the
-first adapter of layer 0 has a gradient, so that its operations keep nothing. ``has_grad`` says of a
-tensor whether it has one; the inputs of all other layers do.
+The model's own weights are frozen. A linear layer keeps its input for its adapter only, a norm does not
+keep its normalised input, and nothing before the first adapter of layer 0 has a gradient, so that its
+operations keep nothing. ``has_grad`` says of a tensor whether it has one; the inputs of all other layers do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxd_memopt.architectures.adapters import Adapters
+from nxd_memopt.architectures.layers import fused_name
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import (
     MODEL_TYPES_WITH_QK_NORM,
@@ -97,9 +98,11 @@ class _AdaptedLayer:
             return {}
         element = self.sizes.element_bytes
         # Under sequence parallelism this rank's tokens: A is applied to a shard, or its result is scattered.
-        result = {f"{name} A": self.sizes.shard_tokens * self.adapters.rank * element}
+        size = self.sizes.shard_tokens * self.adapters.rank * element
         if not self.adapters.has_dropout:
-            return source | result
+            # The parts of a fused layer have one A, which is applied once.
+            return source | {f"{fused_name(self.sizes.model_type, name)} A": size}
+        result = {f"{name} A": size}
         size = sum(source.values())
         result[f"{name} dropped input"] = size
         if has_grad:
@@ -122,12 +125,8 @@ class _AdaptedLayer:
         inputs = {"normed attention input": residual_bytes(sizes)}
         context = {"attention": column_bytes(sizes, sizes.query)}
         saves: Tensors = {}
-        if has_grad:
-            saves |= inputs
         for name in names:
             saves |= self._adapter(name, inputs, has_grad=has_grad)
-        if has_core:
-            saves |= context
         saves |= self._adapter(output_name, context, has_grad=has_core)
         if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
             heads = (("query", sizes.heads), ("key", sizes.kv_heads))
@@ -169,32 +168,33 @@ class _AdaptedLayer:
         inputs = {"normed mlp input": residual_bytes(sizes)}
         result = {"mlp activation": column_bytes(sizes, sizes.width)}
         saves: Tensors = {}
-        if has_grad:
-            saves |= inputs
         for name in ("gate_proj", "up_proj"):
             saves |= self._adapter(name, inputs, has_grad=has_grad)
         has_act = gate or up
+        # The kernel of the gated activation with its projection recomputes the result. It does not run with an
+        # adapter on the projection that has dropout.
+        drops = self.adapters.has_dropout
+        if self.kernels.fused and not (drops and self.adapters.on("down_proj")):
+            saves |= self._adapter("down_proj", {}, has_grad=True)
+            return Part("mlp", inputs, saves, (self._fused_act(),)), True
         act = Part("mlp_act")
         if has_act and self.kernels.fused:
             act = self._fused_act()
         elif has_act:
             act = self._plain_act(gate=gate, up=up)
-        # The kernel of the gated activation with its projection recomputes the result; an adapter on the
-        # projection needs it.
-        if has_act and (not self.kernels.fused or self.adapters.on("down_proj")):
-            saves |= result
         saves |= self._adapter("down_proj", result, has_grad=has_act)
         return Part("mlp", inputs, saves, (act,)), True
 
     def _fused_act(self) -> Part:
         """Return what the kernel of the gated activation saves: gate and up.
 
-        Both are views of one storage, of which a projection without an adapter keeps all.
+        Both are views of one storage. An adapter with dropout adds its output to a copy of its projection's, and
+        a projection without an adapter keeps all of the storage.
         """
         width = column_bytes(self.sizes, self.sizes.width)
         both: Tensors = {}
         for name in ("gate_proj", "up_proj"):
-            if self.adapters.on(name):
+            if self.adapters.has_dropout and self.adapters.on(name):
                 both[f"adapted {name}"] = width
             else:
                 both["gate, up"] = 2 * width
@@ -222,17 +222,13 @@ class _AdaptedLayer:
         width = column_bytes(sizes, sizes.width)
         result = {"mlp activation": width}
         expanded = {"expanded": width}
-        saves: Tensors = {}
-        if has_grad:
-            saves |= inputs
-        saves |= self._adapter("dense_h_to_4h", inputs, has_grad=has_grad)
+        saves = self._adapter("dense_h_to_4h", inputs, has_grad=has_grad)
         act = Part("mlp_act")
         if has_act:
             act = Part("mlp_act", expanded, expanded)
             # ReLU's gradient needs its result, not its input.
             if sizes.hidden_act == "relu":
                 act = Part("mlp_act", expanded, result)
-            saves |= result
         saves |= self._adapter("dense_4h_to_h", result, has_grad=has_act)
         return Part("mlp", inputs, saves, (act,)), True
 

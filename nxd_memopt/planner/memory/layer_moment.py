@@ -118,12 +118,13 @@ class LayerBytes:
 def _adapter_bytes(sizes: RankSizes) -> int:
     """Return what the backward of a linear layer's adapters has besides the layer's own tensors.
 
-    The gradient of the adapter's input, which is added to the gradient of the layer's input, and with dropout one more;
-    the gradients of the results of A, gathered, and of A and B.
+    The gradients of the results of A, gathered, and of A and B. With dropout also the gradient of the adapter's input,
+    which is added to the gradient of the layer's input, and the gradient of the dropped input; otherwise a matmul adds
+    to the gradient of the layer's input.
     """
     if sizes.adapters is None:
         return 0
     widest = max(sizes.hidden, sizes.query, sizes.width)
-    inputs = (2 + sizes.adapters.has_dropout) * sizes.tokens * widest
+    inputs = 3 * int(sizes.adapters.has_dropout) * sizes.tokens * widest
     factors = sizes.adapters.rank * (2 * sizes.tokens + sizes.hidden + widest)
     return (inputs + factors) * sizes.element_bytes

@@ -293,9 +293,11 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
         shares: one projection computes all three, so that the values are a view of its output.
     """
     projected = {"query, key, value": column_bytes(sizes, sizes.query + 2 * sizes.kv)}
-    # Qwen3's norms come between the projections and RoPE. An adapter adds its output to a projection's.
+    # Qwen3's norms come between the projections and RoPE. An adapter with dropout adds its output to a projection's,
+    # as does every adapter of GPT-NeoX's projection for RoPE.
     in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in MODEL_TYPES_WITH_QK_NORM
-    in_place = in_place and (sizes.adapters is None or not sizes.adapters.on(*QKV))
+    if sizes.adapters is not None and sizes.adapters.on(*QKV):
+        in_place = in_place and sizes.is_gated and not sizes.adapters.has_dropout
     if kernels.fused and in_place:
         return projected, projected, projected
     value = {"value": column_bytes(sizes, sizes.kv)}

@@ -44,8 +44,8 @@ def mlp_moments(
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
     written: Tensors = {}
-    # An adapter on the last projection needs the activation, which the kernel does not have.
-    is_adapted = sizes.adapters is not None and sizes.adapters.on("down_proj")
+    # An adapter with dropout on the last projection needs the activation, which the kernel does not have.
+    is_adapted = sizes.adapters is not None and sizes.adapters.has_dropout and sizes.adapters.on("down_proj")
     if kernels.fused and projections == 1 and sizes.moe is None and not is_adapted:
         return _activation_moments(b)
     if is_adapted or not (kernels.fused and projections == 2 and sizes.moe is None):
