@@ -344,6 +344,10 @@ class Backend(Collectives):
         """Return why fp32 matmuls cannot use TF32 on this device, or ``None`` if they can."""
         return f"needs an NVIDIA GPU, and the backend is {self.name}"
 
+    def fp8_refusal(self) -> str | None:
+        """Return why matmuls cannot have float8 operands on this device, or ``None`` if they can."""
+        return f"needs an NVIDIA GPU of compute capability 9.0 or higher, and the backend is {self.name}"
+
     def set_tf32(self, allowed: bool) -> None:
         """Allow or forbid TF32 in the fp32 matmuls of this process; without TF32 do nothing."""
         del allowed

@@ -18,6 +18,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers.base_linear import bypassed_layer
 from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_gated_mlp
+from nxd_memopt.parallel_layers.functional.fp8_gated_mlp import Fp8GatedRowParallel
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
@@ -78,7 +79,8 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     else:
         with torch.autocast(gate.device.type, enabled=False):
             handle, saved = save_inputs_first(*rows, weight)
-            output = cast(Tensor, GatedRowParallel.apply(comm, hidden_act, handle, *saved))
+            function = GatedRowParallel if comm.fp8 is None else Fp8GatedRowParallel
+            output = cast(Tensor, function.apply(comm, hidden_act, handle, *saved))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)

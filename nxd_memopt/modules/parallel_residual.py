@@ -135,13 +135,16 @@ def normalised_column_parallel_linears(
         raise ValueError(
             f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
         )
+    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
+    # In float8 each branch has an input of its own: the affine parts come before the gather.
+    if comm.fp8 is not None:
+        return tuple(cast(Tensor, layer(norm(input))) for norm, layer in branches)
     parameters: list[Tensor | None] = []
     for norm, layer in branches:
         parameters += [norm.weight, norm.bias, layer.weight, layer.bias]
     # The casts are done here; autocast must not change dtypes inside the Function, whose backward
     # runs without it. All layers share one gather, so the first one defines group and layout.
     x, *flat = cast_if_autocast_enabled(input, *parameters)
-    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     with torch.autocast(input.device.type, enabled=False):
         return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
 

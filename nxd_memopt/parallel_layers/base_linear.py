@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
@@ -34,6 +35,7 @@ class BaseParallelLinear(ShardedModule):
     stride: int
     sequence_parallel_enabled: bool
     sequence_dimension: int
+    reduce_dtype: torch.dtype | None
     dtype: torch.dtype
     device: torch.device | str | None
     init_method: InitMethod | None
@@ -46,6 +48,7 @@ class BaseParallelLinear(ShardedModule):
     weight_partition_dim: int
     bias_shape: tuple[int] | None
     bias_partition_dim: int | None  # None: the bias is replicated
+    fp8: Fp8Recipe | None = None  # set by modules.fp8.use_fp8
 
     @property
     def factors(self) -> LowRankFactors | None:
@@ -119,11 +122,15 @@ class BaseParallelLinear(ShardedModule):
             f"sequence_parallel_enabled={self.sequence_parallel_enabled}"
         )
 
-    def _sharded_sequence_dimension(self) -> int | None:
-        """Return the dimension of activations that is sharded, or None without sequence parallelism."""
-        if self.sequence_parallel_enabled:
-            return self.sequence_dimension
-        return None
+    def _sharding(self) -> dict[str, Any]:
+        """Return the arguments of ``ActivationSharding``."""
+        return {
+            "group": self.tensor_parallel_group,
+            "sequence_dimension": self.sequence_dimension if self.sequence_parallel_enabled else None,
+            "reduce_dtype": self.reduce_dtype,
+            # Evaluation is of the model that is exported, which does not round.
+            "fp8": self.fp8 if self.training else None,
+        }
 
     def _group_size(self) -> int:
         return backend.group_size(self.tensor_parallel_group)

@@ -22,6 +22,7 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_column_parallel
+from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, Fp8RowParallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -135,10 +136,7 @@ class ColumnParallelLinear(BaseParallelLinear):
 
     def activation_sharding(self, *replica_groups: ProcessGroup | None) -> ColumnActivationSharding:
         """Return the sharding of the input, for weights replicated over ``replica_groups``."""
-        sequence_dimension = self._sharded_sequence_dimension()
-        return ColumnActivationSharding(
-            self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups
-        )
+        return ColumnActivationSharding(**self._sharding(), replica_groups=replica_groups)
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
@@ -243,7 +241,8 @@ def column_parallel(
     # An autograd Function takes tensors as separate arguments: W_1, b_1, W_2, b_2, ...
     tensors = [tensor for pair in parameters for tensor in pair]
     x, *tensors = cast_if_autocast_enabled(input, *tensors)
-    return cast("tuple[Tensor, ...]", ColumnParallel.apply(x, comm, *tensors))
+    function = ColumnParallel if comm.fp8 is None else Fp8ColumnParallel
+    return cast("tuple[Tensor, ...]", function.apply(x, comm, *tensors))
 
 
 class RowParallelLinear(BaseParallelLinear):
@@ -358,8 +357,8 @@ class RowParallelLinear(BaseParallelLinear):
         return input
 
     def activation_sharding(self) -> ActivationSharding:
-        """Return the group, sequence dimension and dtype of the output reduction."""
-        return ActivationSharding(self.tensor_parallel_group, self._sharded_sequence_dimension(), self.reduce_dtype)
+        """Return the sharding of the output."""
+        return ActivationSharding(**self._sharding())
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """Raise ValueError if T does not divide the sequence length to be scattered."""
@@ -387,4 +386,6 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
         # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
         is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]
         handle, saved = save_inputs_first(*tensors, is_read=is_read)
-        return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *saved))
+        comm = layer.activation_sharding()
+        function = RowParallel if comm.fp8 is None else Fp8RowParallel
+        return cast(Tensor, function.apply(comm, handle, *saved))

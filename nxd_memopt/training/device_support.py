@@ -59,6 +59,7 @@ def require_executable(
     # imports torch._dynamo.
     refusals = (
         ("trainer.allow_tf32", trainer.allow_tf32, device.tf32_refusal, "set it to false"),
+        ("trainer.fp8", trainer.fp8 is not None, device.fp8_refusal, "set it to null"),
         ("trainer.precision", trainer.precision == "16-mixed", device.loss_scaling_refusal, "use bf16-mixed"),
         ("trainer.compile", trainer.compile is not None, device.compile_refusal, "set it to null"),
     )

@@ -43,6 +43,7 @@ from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_trans
 from nxd_memopt.training.lora import apply_lora, find_adapter_base, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.model import (
+    apply_fp8,
     build_model,
     load_hf_config,
     load_initial_weights,
@@ -158,6 +159,7 @@ def run_prepared(
     phases.end("model")
     load_initial_weights(model, config, hf_config, plan.base)
     lora_notes = apply_lora(model, config)
+    fp8_notes = apply_fp8(model, config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
     phases.end("weights")
@@ -185,6 +187,7 @@ def run_prepared(
             *packing_lines,
             *conversation_notes(training, config, vocabulary),
             *lora_notes,
+            *fp8_notes,
             *describe_step(model, config),
             *vocabulary.notes,
             *warm_notes,

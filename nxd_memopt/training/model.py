@@ -16,8 +16,10 @@ from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
 from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.fp8 import use_fp8
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.initialization import zeros_for_weights
 from nxd_memopt.parallel_layers.utils import move_model_to_device
@@ -174,6 +176,24 @@ def load_initial_weights(
     # On XLA the graph of initialization and loading ends here, or it would become part of the
     # first micro-batch's graph.
     backend.mark_step()
+
+
+def apply_fp8(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
+    """Let the model's linear layers multiply in float8 if the run does; return the start report's lines about it."""
+    trainer = config.trainer
+    if trainer.fp8 is None:
+        return []
+    recipe = Fp8Recipe(trainer.fp8, trainer.fp8_recipe)
+    tokens = config.data.micro_batch_size * config.data.seq_length
+    names = use_fp8(model, recipe, first_last_layers_bf16=trainer.first_last_layers_bf16, tokens=tokens)
+    if not names:
+        return [f"fp8: in no layer, because all are faster in {config.dtype} with {tokens:,} tokens in a micro-batch"]
+    kinds = sorted({name.rpartition(".")[2] for name in names})
+    layers = {name.partition(".")[0] for name in names}
+    return [
+        f"fp8: {trainer.fp8}, {trainer.fp8_recipe}, in {', '.join(kinds)} of {len(layers)} of "
+        f"{model.spec.num_layers} decoder layers; all else, and evaluation, in {config.dtype}"
+    ]
 
 
 def expert_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str, MoEConfig]:

@@ -163,6 +163,11 @@ class CudaBackend(C10dBackend):
             return f"needs a GPU of compute capability 8.0 or higher, this one has {self.compute_capability:.1f}"
         return None
 
+    def fp8_refusal(self) -> str | None:
+        if self.compute_capability < 9:
+            return f"needs a GPU of compute capability 9.0 or higher, this one has {self.compute_capability:.1f}"
+        return None
+
     def set_tf32(self, allowed: bool) -> None:
         # Not torch.backends.cuda.matmul.fp32_precision, the newer name: torch 2.9 to 2.13's compiler
         # reads the older one, and raises if the two are mixed (pytorch/pytorch#166387).

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.ops.sums import column_sums
 
@@ -32,11 +33,13 @@ class ActivationSharding:
             activations.
         reduce_dtype: dtype of reductions, or None for the dtype of the tensors.
         hides_launch_latency: see ``Collectives.start_all_gather``.
+        fp8: how the operands of matmuls are rounded to float8, or None.
     """
 
     group: ProcessGroup | None
     sequence_dimension: int | None
     reduce_dtype: torch.dtype | None
+    fp8: Fp8Recipe | None = field(default=None, kw_only=True)
     hides_launch_latency: bool = field(default=False, kw_only=True)
 
     def sequence_first(self, x: Tensor) -> Tensor:
@@ -283,13 +286,8 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) ->
     packed = packed_view(grads, -1) if all(needed) else None
     if packed is not None:
         return split_sizes(_flat(packed).t() @ x, [grad.size(-1) for grad in grads])
-    results: list[Tensor | None] = []
-    for grad, needs_weight in zip(grads, needed, strict=True):
-        if needs_weight:
-            results.append(_flat(grad).t() @ x)
-        else:
-            results.append(None)
-    return results
+    pairs = zip(grads, needed, strict=True)
+    return [_flat(grad).t() @ x if needs_weight else None for grad, needs_weight in pairs]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ OFFLOAD = "optimizer.optimizer_offload_fraction"
 SHARDING = "data_parallel.sharding"
 INSTANCES = "data_parallel.num_distributed_optimizer_instances"
 PRECISION = "trainer.precision"
+FP8 = "trainer.fp8"
 OFFLOADED_WEIGHTS = "memory.cpu_offloading_weights"
 IN_BACKWARD = "optimizer.in_backward"
 IN_FORWARD = "optimizer.optimizer_update_in_forward"
@@ -114,6 +115,13 @@ EXCLUDED = (
         ("bf16-mixed", "16-mixed"),
         "gradients are added up in fp32, and master weights are updated after backward",
     ),
+    Excluded(FP8, NOT_DEFAULT, PRECISION, ("32-true", "16-mixed"), "float8 matmuls have bf16 results"),
+    Excluded(FP8, NOT_DEFAULT, "memory.mlp_tile_tokens", NOT_DEFAULT, "tiles multiply in bf16"),
+    Excluded(FP8, NOT_DEFAULT, "memory.attention_head_groups", NOT_DEFAULT, "groups multiply in bf16"),
+    Excluded(FP8, NOT_DEFAULT, "trainer.compile", NOT_DEFAULT, "compiled layers multiply in bf16"),
+    Excluded(FP8, NOT_DEFAULT, RANK, NOT_DEFAULT, "float8 layers have no adapters"),
+    Excluded(FP8, (None,), "trainer.fp8_recipe", NOT_DEFAULT, "without fp8 nothing is rounded"),
+    Excluded(FP8, (None,), "trainer.first_last_layers_bf16", NOT_DEFAULT, "without fp8 all layers are in bf16"),
     Excluded(RANK, NOT_DEFAULT, "memory.mlp_tile_tokens", NOT_DEFAULT, "tiles compute the MLP without adapters"),
     Excluded(RANK, NOT_DEFAULT, "memory.attention_head_groups", NOT_DEFAULT, "groups compute without adapters"),
     Excluded(RANK, NOT_DEFAULT, OFFLOADED_WEIGHTS, (True,), "adapters read the weights outside their layers"),

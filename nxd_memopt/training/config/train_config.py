@@ -121,6 +121,12 @@ class TrainerConfig:
             ``bf16-true`` keeps everything in bf16, 8 bytes per parameter, and loses updates smaller than a
             weight's rounding step, unless the device rounds stochastically (on Trainium the launcher turns that
             on). ``32``, ``bf16`` and ``16`` are short for ``32-true``, ``bf16-mixed`` and ``16-mixed``.
+        fp8: round the operands of the matmuls of decoder layers to float8 in training, on NVIDIA GPUs of compute
+            capability 9.0 or higher (docs/precision.md): ``hybrid`` rounds gradients to e5m2, ``e4m3`` as
+            weights and activations to e4m3.
+        fp8_recipe: numbers that share a scale: a tensor (``tensorwise``), or a row of an operand
+            (``rowwise``), 4 % slower and more exact where few values are large.
+        first_last_layers_bf16: number of decoder layers at each end that ``fp8`` leaves as they are.
         allow_tf32: round the inputs of fp32 matmuls to TF32, which has 11 significant bits, on
             NVIDIA GPUs.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
@@ -144,6 +150,9 @@ class TrainerConfig:
     enable_cuda_graph: bool | Literal["auto"] = option("auto", resume=Resume.REPORTED)
     compile: Literal["layer"] | None = option(None, resume=Resume.REPORTED)
     precision: str | int = option("32-true", resume=Resume.REFUSED, nemo=["precision"])
+    fp8: Literal["hybrid", "e4m3"] | None = option(None, resume=Resume.WHEN_ASKED)
+    fp8_recipe: Literal["tensorwise", "rowwise"] = option("tensorwise", resume=Resume.WHEN_ASKED)
+    first_last_layers_bf16: int = option(0, resume=Resume.WHEN_ASKED, minimum=0)
     allow_tf32: bool = option(False, resume=Resume.WHEN_ASKED)
     distributed_timeout_minutes: int = option(30, resume=Resume.NOT_COMPARED, minimum=1)
     wandb_project: str | None = option(None, resume=Resume.NOT_COMPARED)

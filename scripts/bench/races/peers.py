@@ -55,6 +55,27 @@ def _with_liger(config: Any, memory: MemoryConfig, **options: bool) -> tuple[nn.
     return model, loss_of
 
 
+def with_float8(recipe: str) -> Builder:
+    """Return transformers' model with Liger's loss, whose layers are compiled and multiply in torchao's float8.
+
+    Args:
+        recipe: torchao's name, ``tensorwise`` or ``rowwise``.
+    """
+
+    def build(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+        model, loss_of = _with_liger(config, memory, rope=False, swiglu=False, rms_norm=False)
+        convert_to_float8_training(
+            model,
+            config=Float8LinearConfig.from_recipe_name(recipe),
+            module_filter_fn=lambda module, name: ".layers." in name,
+        )
+        return model, loss_of
+
+    return with_compiled_layers(build)
+
+
 def with_flash4(build: Builder) -> Builder:
     """Return ``build`` with transformers' FlashAttention-4 instead of PyTorch's attention.
 

@@ -42,7 +42,9 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.fp8 import use_fp8
 from nxd_memopt.modules.moe.hf_options import options_of
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -71,6 +73,7 @@ from scripts.bench.races.peers import (
     dtype,
     with_compiled_layers,
     with_flash4,
+    with_float8,
 )
 
 
@@ -112,9 +115,22 @@ def build_ours_graphed(config: Any, memory: MemoryConfig) -> tuple[nn.Module, Lo
     return model, GraphedLoss(model.parameters(), loss_of)
 
 
+def build_ours_fp8(recipe: Fp8Recipe) -> Builder:
+    """Return ``build_ours_graphed`` whose decoder layers multiply in float8."""
+
+    def build(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        model, loss_of = build_ours(config, memory)
+        use_fp8(cast(ParallelCausalLM, model), recipe)
+        return model, GraphedLoss(model.parameters(), loss_of)
+
+    return build
+
+
 BUILDERS: dict[str, Builder] = {
     "ours": build_ours,
     "ours, CUDA graph": build_ours_graphed,
+    "ours, fp8 tensorwise": build_ours_fp8(Fp8Recipe("hybrid", "tensorwise")),
+    "ours, fp8 rowwise": build_ours_fp8(Fp8Recipe("e4m3", "rowwise")),
     "ours compiled": build_ours_compiled,
     "ours, all-to-all": build_ours_alltoall,
     "hf": build_hf,
@@ -123,6 +139,8 @@ BUILDERS: dict[str, Builder] = {
     "liger, flash4": with_flash4(build_liger),
     "hf compiled": with_compiled_layers(build_hf),
     "liger compiled": with_compiled_layers(build_liger),
+    "torchao tensorwise, flash4": with_flash4(with_float8("tensorwise")),
+    "torchao rowwise, flash4": with_flash4(with_float8("rowwise")),
     "liger, grouped_mm": build_liger_grouped,
     "liger, grouped_mm, compiled": with_compiled_layers(build_liger_grouped),
     "dtensor": build_dtensor,

@@ -1,0 +1,87 @@
+"""Chooses the linear layers of a model whose matmuls have float8 operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
+from nxd_memopt.planner.techniques.fp8 import pays
+
+_Linear = ColumnParallelLinear | RowParallelLinear
+
+
+def use_fp8(
+    model: ParallelCausalLM, recipe: Fp8Recipe, *, first_last_layers_bf16: int = 0, tokens: int | None = None
+) -> list[str]:
+    """Let the linear layers of the decoder layers round their operands to float8 in training.
+
+    Head, embedding, norms, routers, experts and attention stay in the model's dtype.
+
+    Args:
+        model: model whose parameters are in any floating-point dtype.
+        recipe: formats and scales.
+        first_last_layers_bf16: number of decoder layers at each end that stay as they are.
+        tokens: of a micro-batch; layers that are faster in bf16 then stay as they are. ``None`` rounds all.
+
+    Returns:
+        Names of the layers within the decoder layers, with the number of the decoder layer first.
+
+    Raises:
+        ValueError: no layer is left, a size is no multiple of 16, or a memory technique computes layers from
+            their weights.
+    """
+    _require_called(model)
+    count = model.spec.num_layers
+    if 2 * first_last_layers_bf16 >= count:
+        raise ValueError(
+            f"first_last_layers_bf16={first_last_layers_bf16} leaves none of {count} decoder layers: use less than "
+            f"{(count + 1) // 2}"
+        )
+    names: list[str] = []
+    # a rank's stages of a pipeline have the layers' numbers in the model
+    for number, layer in model.backbone.layers.named_children():
+        if first_last_layers_bf16 <= int(number) < count - first_last_layers_bf16:
+            for group in _computed_together(layer):
+                if tokens is None or _pays(tokens, list(group.values())):
+                    names += [f"{number}.{name}" for name in _round(group, recipe)]
+    return names
+
+
+def _computed_together(layer: nn.Module) -> Iterator[dict[str, _Linear]]:
+    """Yield the linear layers by name, those with one input and one matmul together."""
+    linears = {name: module for name, module in layer.named_modules() if isinstance(module, _Linear)}
+    for name, module in layer.named_modules():
+        if isinstance(module, SharedInput):
+            names = [f"{name}.{each}" for each in module.shared_input_layers]
+            yield {each: linears.pop(each) for each in names if each in linears}
+    for name, linear in linears.items():
+        yield {name: linear}
+
+
+def _pays(tokens: int, layers: list[_Linear]) -> bool:
+    outputs = sum(layer.weight.size(0) for layer in layers)
+    return bool(layers) and pays(tokens, layers[0].weight.size(1), outputs)
+
+
+def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:
+    for name, layer in layers.items():
+        if any(size % ALIGNMENT for size in layer.weight.shape):
+            raise ValueError(
+                f"fp8 needs sizes that are multiples of {ALIGNMENT}, the weight of {name} is "
+                f"{list(layer.weight.shape)} on this rank: train in bf16, or with another tensor_model_parallel_size"
+            )
+        layer.fp8 = recipe
+    return list(layers)
+
+
+def _require_called(model: ParallelCausalLM) -> None:
+    """Raise ``ValueError`` for what computes layers in bf16: adapters, and techniques that read weights."""
+    if model.lora_config is not None:
+        raise ValueError("fp8 does not round the matmuls of layers with adapters: leave one of them out")
+    for name in ("mlp_tile_tokens", "attention_head_groups"):
+        if getattr(model.memory, name) is not None:
+            raise ValueError(f"{name} computes layers in bf16, which fp8 would not reach: leave one of them out")

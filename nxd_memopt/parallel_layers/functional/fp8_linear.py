@@ -1,0 +1,329 @@
+"""Autograd functions of column- and row-parallel linear layers whose matmuls have float8 operands.
+
+They communicate as ``functional.linear`` does, but all-gather float8 rows: half the bytes. A tensor whose
+rows are gathered has the scales of all rows; a shard that no rank gathers has scales of its own. Weights are
+rounded where they are used: a copy of all of them for the whole step would take a byte for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import ChunkedReduction, backend
+from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.fp8 import (
+    FORWARD_DTYPE,
+    Fp8Recipe,
+    Magnitudes,
+    Operand,
+    as_both,
+    as_columns,
+    as_rows,
+    magnitudes,
+    padded,
+    product,
+    transposed,
+)
+from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.ops.sums import column_sums
+from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, ColumnActivationSharding
+
+
+class Fp8ColumnParallel(torch.autograd.Function):
+    """``Y_i = X W_i^t + b_i``; see ``functional.linear.ColumnParallel``.
+
+    All W_i are one operand, as are all dY_i: with one scale for a tensor they share it. X is saved in float8.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        comm: ColumnActivationSharding,
+        weight: Tensor,
+        *remaining: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        # weight is a named parameter for the reason in ColumnParallel.forward
+        parameters = (weight, *remaining)
+        weights = cast("tuple[Tensor, ...]", parameters[0::2])
+        recipe = recipe_of(comm)
+        shard = comm.sequence_first(x)
+        sizes = magnitudes(_flat(shard), recipe, _gathering_group(comm))
+        # The columns are for the weights' gradients alone.
+        rows, columns = _operands(_flat(shard), sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[2::2]))
+        packed = _joined(weights, 0)
+        ctx.weight_sizes = magnitudes(packed, recipe)
+        ctx.comm = comm
+        ctx.dtype = x.dtype
+        ctx.shard_rows = _flat(shard).size(0)
+        ctx.save_for_backward(*weights, *(columns or ()))
+        gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
+        operand = as_rows(packed, ctx.weight_sizes, FORWARD_DTYPE)
+        (output,) = gathered.products([operand], x.dtype, _joined_bias(parameters[1::2]), fast=True)
+        outputs = split_sizes(output, [each.size(0) for each in weights], dim=-1)
+        return tuple(comm.original_layout(each) for each in outputs)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        comm: ColumnActivationSharding = ctx.comm
+        needs_input, _, *needs_parameters = ctx.needs_input_grad
+        weights, columns_of_x = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        grad = _joined([comm.sequence_first(each) for each in grads], -1)
+        recipe = recipe_of(comm)
+        sizes = magnitudes(_flat(grad), recipe)
+        needs_weights = bool(columns_of_x)
+        rows, columns = _operands(_flat(grad), sizes, recipe.gradient_dtype, needs_columns=needs_weights)
+        # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
+        whole = gathered_columns(Operand(*columns_of_x), ctx.shard_rows, comm) if needs_weights else None
+        reduction = None
+        if needs_input:
+            operand = as_columns(_joined(weights, 0), ctx.weight_sizes, FORWARD_DTYPE)
+            reduction = reduced_products(comm, grad.shape, [(rows, operand)], ctx.dtype)
+        weight_grads: Sequence[Tensor | None] = [None] * len(weights)
+        if whole is not None and columns is not None:
+            weight_grad = product(columns, whole(), ctx.dtype)
+            weight_grads = split_sizes(weight_grad, [weight.size(0) for weight in weights])
+        results = _parameter_grads(comm, grads, weight_grads, needs_parameters)
+        input_grad = None
+        if reduction is not None:
+            input_grad = comm.original_layout(as_dtype(reduction.wait(), ctx.dtype))
+        return input_grad, None, *results
+
+
+class Fp8RowParallel(torch.autograd.Function):
+    """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
+
+    Saves X_i as they are: attention saves its output too, so that a float8 copy would only add to it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *remaining: Tensor
+    ) -> Tensor:
+        factors = (x, *remaining)
+        ctx.comm = comm
+        recipe = recipe_of(comm)
+        link_saved_inputs(ctx, handle, *factors)
+        inputs = [_flat(comm.sequence_first(each)) for each in factors[0::2]]
+        # Tensors of one element, or one for each row and column, which a recompute need not compute again.
+        ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
+        ctx.weight_sizes = [magnitudes(each, recipe) for each in factors[1::2]]
+        pairs = [
+            (as_rows(each, sizes, FORWARD_DTYPE), as_rows(weight, weight_sizes, FORWARD_DTYPE))
+            for each, sizes, weight, weight_sizes in zip(
+                inputs, ctx.input_sizes, factors[1::2], ctx.weight_sizes, strict=True
+            )
+        ]
+        reduction = reduced_products(comm, comm.sequence_first(x).shape, pairs, x.dtype, fast=True)
+        return comm.original_layout(as_dtype(reduction.wait(), x.dtype))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        comm: ActivationSharding = ctx.comm
+        factors, needs_grad = saved_inputs(ctx)
+        inputs, weights = factors[0::2], factors[1::2]
+        gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_grad[1::2]))
+        operands = [
+            as_columns(weight, sizes, FORWARD_DTYPE) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
+        ]
+        input_grads = gradient.rows.products(operands, inputs[0].dtype)
+        results: list[Tensor | None] = []
+        for x, input_grad, sizes, needs_weight in zip(
+            inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
+        ):
+            weight_grad = None
+            if needs_weight:
+                columns = as_columns(_flat(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
+                weight_grad = product(gradient.columns(), columns, x.dtype)
+            results += [comm.original_layout(input_grad), weight_grad]
+        return None, None, *results
+
+
+class GatheredRows:
+    """Rows of one rank's shard that are all-gathered as float8.
+
+    Args:
+        comm: sharding of the rows.
+        shape: ``[s, ..., K]``, of the shard.
+        rows: the shard's rows.
+        materialize: whether ``whole`` will be called.
+    """
+
+    def __init__(self, comm: ActivationSharding, shape: Sequence[int], rows: Operand, *, materialize: bool) -> None:
+        self._dtype = rows.data.dtype
+        # A scale for each row travels with its row.
+        self._scale = rows.scale
+        if rows.scale.numel() > 1:
+            self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), _gathering_group(comm))
+        self._gathering = comm.gather(rows.data.view(torch.uint8).view(shape), materialize=materialize)
+
+    def whole(self) -> Operand:
+        """Return the rows of all ranks."""
+        return self._operand(0, self._gathering.wait())
+
+    def products(
+        self, weights: Sequence[Operand], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+    ) -> list[Tensor]:
+        """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
+        parts: list[list[Tensor]] = [[] for _ in weights]
+        for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
+            operand = self._operand(start, rows)
+            for part, weight in zip(parts, weights, strict=True):
+                part.append(product(operand, weight, dtype, bias, fast=fast).view(*rows.shape[:-1], -1))
+        return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+
+    def _operand(self, start: int, rows: Tensor) -> Operand:
+        scale = self._scale
+        if scale.numel() > 1:
+            scale = scale[start : start + rows.size(0)].reshape(-1, 1)
+        return Operand(_flat(rows).view(self._dtype), scale)
+
+
+def gathered_columns(columns: Operand, rows: int, comm: ActivationSharding) -> Callable[[], Operand]:
+    """Start gathering the columns ``[K, s]`` of all ranks; the result waits for ``[K, S]``.
+
+    Args:
+        columns: of this rank's shard.
+        rows: number of rows of the shard, without padding.
+        comm: sharding of the rows.
+    """
+    group = _gathering_group(comm)
+    size = backend.group_size(group)
+    if size == 1:
+        return lambda: columns
+    width = columns.data.size(0)
+    gathering = backend.start_all_gather(columns.data.view(torch.uint8), group)
+
+    def wait() -> Operand:
+        # [T K, s] -> [K, T s], without the padding of each shard
+        shards = gathering.wait().view(size, width, -1)[:, :, :rows]
+        whole = padded(shards.permute(1, 0, 2).reshape(width, -1))
+        return Operand(whole.view(columns.data.dtype), columns.scale)
+
+    return wait
+
+
+class RowGradient:
+    """Gradient ``[s, ..., H]`` of a row-parallel layer's output as float8 rows and columns of all ranks.
+
+    Args:
+        comm: sharding of the output.
+        grad: this rank's gradient, sequence first.
+        needs_columns: whether ``columns`` will be called.
+    """
+
+    def __init__(self, comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> None:
+        group, recipe = _gathering_group(comm), recipe_of(comm)
+        flat = _flat(grad)
+        # With one scale the gathered rows are transposed. Columns with scales of their own are gathered too.
+        casts_columns = needs_columns and (recipe.is_rowwise or backend.group_size(group) == 1)
+        sizes = magnitudes(flat, recipe, group)
+        rows, columns = _operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
+        self.rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
+        self._columns = None if columns is None else gathered_columns(columns, flat.size(0), comm)
+
+    def columns(self) -> Operand:
+        """Return the columns ``[H, S]`` of all ranks' rows."""
+        return transposed(self.rows.whole()) if self._columns is None else self._columns()
+
+
+def reduced_products(
+    comm: ActivationSharding,
+    shape: Sequence[int],
+    pairs: Sequence[tuple[Operand, Operand]],
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+) -> ChunkedReduction:
+    """Start reducing ``sum_i rows_i weight_i^t`` over the ranks, chunk by chunk.
+
+    Args:
+        comm: sharding of the result.
+        shape: of the inputs, ``[S, ..., K]``; of K nothing is read.
+        pairs: rows ``[S..., K_i]`` and weight ``[n, K_i]``.
+        dtype: of the partial sums.
+        fast: see ``ops.fp8.product``.
+    """
+    rows_each = torch.Size(shape[1:-1]).numel()
+    width = pairs[0][1].data.size(0)
+
+    def partial_sums(start: int, stop: int) -> Tensor:
+        part = slice(start * rows_each, stop * rows_each)
+        total, *others = (product(_rows_of(rows, part), weight, dtype, fast=fast) for rows, weight in pairs)
+        for other in others:
+            total += other
+        return total.view(stop - start, *shape[1:-1], width)
+
+    return comm.reduce(partial_sums, (*shape[:-1], width), dtype)
+
+
+def _rows_of(operand: Operand, part: slice) -> Operand:
+    scale = operand.scale[part] if operand.scale.numel() > 1 else operand.scale
+    return Operand(operand.data[part], scale)
+
+
+def _operands(
+    x: Tensor, sizes: Magnitudes, dtype: torch.dtype, *, needs_columns: bool
+) -> tuple[Operand, Operand | None]:
+    """Return the rows of ``x``, and its columns or None."""
+    if needs_columns:
+        return as_both(x, sizes, dtype)
+    return as_rows(x, sizes, dtype), None
+
+
+def _parameter_grads(
+    comm: ColumnActivationSharding,
+    grads: Sequence[Tensor],
+    weight_grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return ``[dW_1, db_1, ...]`` summed over the ranks that hold replicas, None where not needed."""
+    results: list[Tensor | None] = []
+    needs = zip(needed[0::2], needed[1::2], strict=True)
+    for grad, weight_grad, (needs_weight, needs_bias), group in zip(
+        grads, weight_grads, needs, comm.replica_groups, strict=True
+    ):
+        bias_grad = column_sums(grad) if needs_bias else None
+        for local in (weight_grad if needs_weight else None, bias_grad):
+            results.append(None if local is None else backend.all_reduce(local, group))
+    return results
+
+
+def recipe_of(comm: ActivationSharding) -> Fp8Recipe:
+    """Return the rounding of a layer that rounds."""
+    assert comm.fp8 is not None
+    return comm.fp8
+
+
+def _gathering_group(comm: ActivationSharding) -> ProcessGroup | None:
+    """Return the ranks whose shards ``comm.gather`` joins, or None."""
+    return None if comm.sequence_dimension is None else comm.group
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the tensors as one, without a copy if they are packed."""
+    view = packed_view(tensors, dim)
+    return torch.cat(list(tensors), dim) if view is None else view
+
+
+def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the bias of the joined weights.
+
+    Raises:
+        ValueError: only some layers have a bias.
+    """
+    present = [bias for bias in biases if bias is not None]
+    if len(present) not in (0, len(biases)):
+        raise ValueError("layers with one input and float8 operands need biases for all or none of them: use bf16")
+    return _joined(present, 0) if present else None
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))

@@ -1,0 +1,199 @@
+"""Float8 linear layers on 1 and 2 ranks against float64 products of operands on the formats' grids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.modules.mlp import fused_gated_mlp
+from nxd_memopt.ops import fp8
+from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.fp8 import Fp8Recipe
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel_linears,
+    row_parallel,
+)
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message, from_all_ranks, relative_error, shard, tensors
+from tests.reference_fp8 import E4M3, E5M2, Rounding, rounded
+
+# S, B, H and the outputs of two layers; with T = 2 a shard has 33 rows, no multiple of 16
+LENGTH, BATCH, HIDDEN, WIDTHS = 22, 3, 32, (32, 64)
+GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
+RECIPES = pytest.mark.parametrize("recipe", [Fp8Recipe(f, g) for f in fp8.FORMATS for g in fp8.GRANULARITIES], ids=str)
+SEQUENCE_PARALLEL = pytest.mark.parametrize("sequence_parallel", [False, True])
+
+
+def uneven(*shape: int, seed: int):
+    """Numbers whose rows and columns differ by powers of 2, in fp32: another scale gives other values."""
+    x = tensors(*shape, seed=seed).float()
+    x = x * 2.0 ** (tensors(shape[-1], seed=seed + 50) * 2).float()
+    return x * 2.0 ** (tensors(*shape[:-1], 1, seed=seed + 70)).float()
+
+
+def rounding(recipe: Fp8Recipe) -> Rounding:
+    return Rounding(recipe.granularity, GRADIENTS[recipe.format])
+
+
+def flat(x):
+    return x.reshape(-1, x.size(-1)).double()
+
+
+def assert_equal(found, expected, what: str) -> None:
+    error = relative_error(found.reshape(expected.shape).double(), expected)
+    assert error < 1e-6, f"{what}: {error:.2e}"
+
+
+@distributed(world_size=[1, 2])
+@SEQUENCE_PARALLEL
+@RECIPES
+def test_column_parallel_layers_with_one_input(recipe, sequence_parallel):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(size)
+    options = {"gather_output": False, "sequence_parallel_enabled": sequence_parallel}
+    layers = [ColumnParallelLinear(HIDDEN, width, **options) for width in WIDTHS]
+    for number, layer in enumerate(layers):
+        layer.fp8 = recipe
+        with torch.no_grad():
+            layer.weight.copy_(shard(uneven(WIDTHS[number], HIDDEN, seed=number), 0, size=size))
+    whole = uneven(LENGTH, BATCH, HIDDEN, seed=3)
+    x = (shard(whole, 0, size=size) if sequence_parallel else whole).clone().requires_grad_()
+    outputs = column_parallel_linears(x, layers)
+    upstream = [shard(uneven(LENGTH, BATCH, width, seed=4 + i), -1, size=size) for i, width in enumerate(WIDTHS)]
+    torch.autograd.backward(outputs, upstream)
+
+    # The layers' weights are one operand, as are their gradients.
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    y, dx, dw = rounding(recipe).products(flat(whole), weight.double(), flat(torch.cat(upstream, -1)))
+    y = y + torch.cat([layer.bias.detach() for layer in layers]).double()
+    assert_equal(torch.cat(outputs, -1), y, "output")
+    assert_equal(torch.cat([layer.weight.grad for layer in layers]), dw, "dW")
+    dx = sum(from_all_ranks(dx)).view(whole.shape)
+    assert_equal(x.grad, shard(dx, 0, size=size, rank=rank) if sequence_parallel else dx, "dX")
+
+
+@distributed(world_size=[1, 2])
+@SEQUENCE_PARALLEL
+@RECIPES
+def test_row_parallel_layers_with_one_output(recipe, sequence_parallel):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    options = {"bias": False, "input_is_parallel": True, "sequence_parallel_enabled": sequence_parallel}
+    layers = [RowParallelLinear(width, HIDDEN, **options) for width in WIDTHS]
+    for number, layer in enumerate(layers):
+        layer.fp8 = recipe
+        with torch.no_grad():
+            layer.weight.copy_(shard(uneven(HIDDEN, WIDTHS[number], seed=number), 1, size=size))
+    inputs = [
+        shard(uneven(LENGTH, BATCH, width, seed=4 + i), -1, size=size).clone().requires_grad_()
+        for i, width in enumerate(WIDTHS)
+    ]
+    output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
+    upstream = uneven(LENGTH, BATCH, HIDDEN, seed=9)
+    output.backward(shard(upstream, 0, size=size) if sequence_parallel else upstream)
+
+    expected = [
+        rounding(recipe).products(flat(x.detach()), layer.weight.detach().double(), flat(upstream))
+        for x, layer in zip(inputs, layers, strict=True)
+    ]
+    y = sum(from_all_ranks(sum(each[0] for each in expected))).view(upstream.shape)
+    assert_equal(output, shard(y, 0, size=size) if sequence_parallel else y, "output")
+    for x, layer, (_, dx, dw) in zip(inputs, layers, expected, strict=True):
+        assert_equal(x.grad, dx, "dX")
+        assert_equal(layer.weight.grad, dw, "dW")
+
+
+@distributed(world_size=[1, 2])
+@RECIPES
+def test_gated_row_parallel_layer_rounds_the_activation_once(recipe):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    options = {"bias": False, "input_is_parallel": True, "sequence_parallel_enabled": size > 1}
+    layer = RowParallelLinear(WIDTHS[1], HIDDEN, **options)
+    layer.fp8 = recipe
+    gate, up = (
+        shard(tensors(LENGTH, BATCH, WIDTHS[1], seed=i).float(), -1, size=size).clone().requires_grad_()
+        for i in range(2)
+    )
+    output = fused_gated_mlp(gate * 1, up * 1, layer, "silu")
+    upstream = uneven(LENGTH, BATCH, HIDDEN, seed=9)
+    output.backward(shard(upstream, 0, size=size) if size > 1 else upstream)
+
+    activated = gated_activation(gate.detach(), up.detach(), "silu")
+    y, dx, dw = rounding(recipe).products(flat(activated), layer.weight.detach().double(), flat(upstream))
+    assert_equal(output, shard(sum(from_all_ranks(y)).view(upstream.shape), 0, size=size), "output")
+    assert_equal(layer.weight.grad, dw, "dW")
+    leaves = [gate.detach().double().requires_grad_(), up.detach().double().requires_grad_()]
+    expected = torch.autograd.grad(gated_activation(*leaves, "silu"), leaves, dx.view(gate.shape))
+    for leaf, gradient in zip((gate, up), expected, strict=True):
+        assert_equal(leaf.grad, gradient, "gradient")
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_saves_a_float8_input_and_nothing_for_frozen_weights(is_frozen):
+    parallel_state.initialize_model_parallel(1)
+    layer = ColumnParallelLinear(HIDDEN, 16, bias=False, gather_output=False)
+    layer.fp8 = Fp8Recipe()
+    layer.weight.requires_grad_(not is_frozen)
+    x = uneven(LENGTH, HIDDEN, seed=3).requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = layer(x)
+    # [H, S] with S padded to a multiple of 16, and its scale
+    expected = [] if is_frozen else [(HIDDEN, 32), (1, 1)]
+    assert [
+        tuple(t.shape) for t in kept if t is not layer.weight and t.data_ptr() != layer.weight.data_ptr()
+    ] == expected
+    output.sum().backward()
+    assert x.grad is not None and (layer.weight.grad is None) == is_frozen
+
+
+@distributed(world_size=1)
+def test_evaluation_keeps_the_dtype():
+    parallel_state.initialize_model_parallel(1)
+    layer = ColumnParallelLinear(HIDDEN, 16, bias=False, gather_output=False)
+    x = uneven(LENGTH, HIDDEN, seed=3)
+    expected = layer(x)
+    layer.fp8 = Fp8Recipe()
+    assert not torch.equal(layer(x), expected)
+    assert torch.equal(layer.eval()(x), expected)
+
+
+@pytest.mark.parametrize("granularity", fp8.GRANULARITIES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_reaches_all_results_of_its_scale(value, granularity):
+    x = uneven(5, 16, seed=0)
+    x[2, 3] = value
+    recipe = Fp8Recipe(granularity=granularity)
+    operand = fp8.as_rows(x, fp8.magnitudes(x, recipe), fp8.FORWARD_DTYPE)
+    weight = uneven(16, 16, seed=1)
+    result = fp8.product(operand, fp8.as_rows(weight, fp8.magnitudes(weight, recipe), fp8.FORWARD_DTYPE), x.dtype)
+    assert result[2].isnan().all()
+    assert result.isnan().all(1).tolist() == ([False, False, True, False, False] if recipe.is_rowwise else [True] * 5)
+
+
+@pytest.mark.parametrize("granularity", fp8.GRANULARITIES)
+def test_zeros_stay_zeros_with_the_scale_1(granularity):
+    x = torch.zeros(3, 16)
+    sizes = fp8.magnitudes(x, Fp8Recipe(granularity=granularity))
+    for operand in fp8.as_both(x, sizes, torch.float8_e5m2):
+        assert (operand.scale == 1).all() and (operand.data.float() == 0).all()
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_grid_of_the_reference_is_pytorchs(format):
+    dtype = torch.float8_e4m3fn if format is E4M3 else torch.float8_e5m2
+    x = torch.cat([uneven(100, 7, seed=0), uneven(100, 7, seed=2) * 2.0**-8, torch.zeros(1, 7)])
+    largest = x.abs().max().double()
+    operand = fp8.as_rows(x, fp8.Magnitudes(largest.float().view(1, 1), largest.float().view(1, 1)), dtype)
+    assert torch.equal(operand.data.double() * operand.scale.double(), rounded(x.double(), format, largest))
+
+
+def test_unknown_names_are_refused():
+    assert_says(error_message(lambda: Fp8Recipe("e5m2")), "fp8", "hybrid")
+    assert_says(error_message(lambda: Fp8Recipe(granularity="blockwise")), "fp8_recipe", "rowwise")
