@@ -122,9 +122,10 @@ def test_model_equals_the_cpus_within_bf16_roundings(format, granularity):
     exact(ids.cuda(), labels=ids.cuda()).loss.backward()
     for name, parameter in exact.named_parameters():
         of_cpu = gradients["cpu"][name]
-        # bf16 roundings between the layers move operands to a neighbour on the float8 grid
+        # bf16 roundings between the layers move operands to a neighbour on the float8 grid: the same errors, drawn
+        # again for a part of the operands
         distance = relative_error(gradients["cuda"][name], of_cpu)
-        assert distance < 0.5 * relative_error(parameter.grad.double().cpu(), of_cpu) + 0.01, name
+        assert distance < relative_error(parameter.grad.double().cpu(), of_cpu), name
 
 
 @GRANULARITIES

@@ -53,6 +53,8 @@ def call_factors(model: Any) -> None:
     for layer in model.modules():
         if hasattr(layer, "fused_adapter"):
             layer.fused_adapter.unavailable = "compared"
+    # The paths of the modules around the layers ask for their adapters when they are made.
+    for layer in model.modules():
         if hasattr(layer, "share_input"):
             layer.share_input()
 
