@@ -135,6 +135,74 @@ def test_gated_row_parallel_layer_rounds_the_activation_once(recipe):
         assert_equal(leaf.grad, gradient, "gradient")
 
 
+@distributed(world_size=2)
+@RECIPES
+def test_shards_of_one_row_have_scales_of_their_own(recipe):
+    parallel_state.initialize_model_parallel(2)
+    options = {"bias": False, "sequence_parallel_enabled": True}
+    column = ColumnParallelLinear(HIDDEN, 64, gather_output=False, **options)
+    row = RowParallelLinear(64, HIDDEN, input_is_parallel=True, **options)
+    column.fp8 = row.fp8 = recipe
+    whole, upstream = uneven(2, 1, HIDDEN, seed=3), uneven(2, 1, HIDDEN, seed=9)
+    x = shard(whole, 0, size=2).clone().requires_grad_()
+    output = column(x)
+    y, _, _ = rounding(recipe).products(flat(whole), column.weight.detach().double(), flat(output.detach()))
+    assert_equal(output, y, "output")
+    activations = output.detach().requires_grad_()
+    row(activations).backward(shard(upstream, 0, size=2))
+    weight = row.weight.detach().double()
+    _, dx, dw = rounding(recipe).products(flat(activations.detach()), weight, flat(upstream))
+    assert_equal(activations.grad, dx, "dX")
+    assert_equal(row.weight.grad, dw, "dW")
+
+
+@distributed(world_size=2)
+@RECIPES
+def test_a_nan_of_one_rank_reaches_all_ranks(recipe):
+    parallel_state.initialize_model_parallel(2)
+    layer = ColumnParallelLinear(HIDDEN, 32, bias=False, gather_output=False, sequence_parallel_enabled=True)
+    layer.fp8 = recipe
+    x = uneven(4, HIDDEN, seed=dist.get_rank())
+    if dist.get_rank() == 0:
+        x[1, 3] = -torch.tensor(float("nan"))
+    output = layer(x.requires_grad_())
+    assert output[1].isnan().all() and (recipe.is_rowwise or output.isnan().all())
+    output.nan_to_num().sum().backward()
+    # the columns of X have the scales of all ranks' rows
+    assert layer.weight.grad[:, 3].isnan().all() and (recipe.is_rowwise or layer.weight.grad.isnan().all())
+
+
+@distributed(world_size=1)
+@RECIPES
+def test_frozen_weights_of_row_parallel_layers_pass_the_gradient_on(recipe):
+    parallel_state.initialize_model_parallel(1)
+    layer = RowParallelLinear(32, HIDDEN, bias=False, input_is_parallel=True)
+    layer.fp8 = recipe
+    gradients = []
+    for needs_weight in (True, False):
+        layer.weight.requires_grad_(needs_weight)
+        x = uneven(LENGTH, 32, seed=3).requires_grad_()
+        layer(x).backward(uneven(LENGTH, HIDDEN, seed=4))
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@distributed(world_size=1)
+@RECIPES
+def test_no_tokens_have_no_gradient(recipe):
+    parallel_state.initialize_model_parallel(1)
+    layers = (
+        ColumnParallelLinear(HIDDEN, 32, gather_output=False),
+        RowParallelLinear(32, HIDDEN, input_is_parallel=True),
+    )
+    x = torch.zeros(0, 2, HIDDEN, requires_grad=True)
+    for layer in layers:
+        layer.fp8 = recipe
+    layers[1](layers[0](x)).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all((parameter.grad == 0).all() for layer in layers for parameter in layer.parameters())
+
+
 @distributed(world_size=1)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_saves_a_float8_input_and_nothing_for_frozen_weights(is_frozen):
@@ -182,6 +250,15 @@ def test_a_value_that_is_not_finite_reaches_all_results_of_its_scale(value, gran
 @pytest.mark.parametrize("granularity", fp8.GRANULARITIES)
 def test_zeros_stay_zeros_with_the_scale_1(granularity):
     x = torch.zeros(3, 16)
+    sizes = fp8.magnitudes(x, Fp8Recipe(granularity=granularity))
+    for operand in fp8.as_both(x, sizes, torch.float8_e5m2):
+        assert (operand.scale == 1).all() and (operand.data.float() == 0).all()
+
+
+@pytest.mark.parametrize("granularity", fp8.GRANULARITIES)
+def test_numbers_without_a_finite_inverse_scale_become_zeros(granularity):
+    x = torch.full((3, 16), 1e-38)
+    x[0, 0] = 0
     sizes = fp8.magnitudes(x, Fp8Recipe(granularity=granularity))
     for operand in fp8.as_both(x, sizes, torch.float8_e5m2):
         assert (operand.scale == 1).all() and (operand.data.float() == 0).all()

@@ -175,7 +175,8 @@ class Fp8RowParallel(torch.autograd.Function):
         operands = [
             as_columns(weight, sizes, FORWARD_DTYPE) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
-        input_grads = gradient.rows.products(operands, inputs[0].dtype)
+        # inputs of frozen weights are not kept, so that only the gradient has a dtype
+        input_grads = gradient.rows.products(operands, grad.dtype)
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
             inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
@@ -183,7 +184,7 @@ class Fp8RowParallel(torch.autograd.Function):
             weight_grad = None
             if needs_weight:
                 columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
-                weight_grad = product(gradient.columns(), columns, x.dtype)
+                weight_grad = product(gradient.columns(), columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
 
@@ -200,9 +201,10 @@ class GatheredRows:
 
     def __init__(self, comm: ActivationSharding, shape: Sequence[int], rows: Operand, *, materialize: bool) -> None:
         self._dtype = rows.data.dtype
-        # A scale for each row travels with its row.
+        self._is_rowwise = recipe_of(comm).is_rowwise
+        # A scale for each row travels with its row, of a shard with one row too.
         self._scale = rows.scale
-        if rows.scale.numel() > 1:
+        if self._is_rowwise:
             self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), gathering_group(comm))
         self._gathering = comm.gather(rows.data.view(torch.uint8).view(shape), materialize=materialize)
 
@@ -218,12 +220,13 @@ class GatheredRows:
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             for part, weight in zip(parts, weights, strict=True):
-                part.append(product(operand, weight, dtype, bias, fast=fast).view(*rows.shape[:-1], -1))
+                result = product(operand, weight, dtype, bias, fast=fast)
+                part.append(result.view(*rows.shape[:-1], weight.data.size(0)))
         return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
 
     def _operand(self, start: int, rows: Tensor) -> Operand:
         scale = self._scale
-        if scale.numel() > 1:
+        if self._is_rowwise:
             scale = scale[start : start + rows.size(0)].reshape(-1, 1)
         return Operand(flat_rows(rows).view(self._dtype), scale)
 
