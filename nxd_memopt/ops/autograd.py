@@ -183,7 +183,8 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
     dtype = torch.get_autocast_dtype(device_type)
     results: list[Tensor | None] = []
     for tensor in tensors:
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        # of one byte: weights that are stored in float8, whose scale is applied later
+        if tensor is not None and tensor.is_floating_point() and 1 < tensor.itemsize < 8:
             results.append(tensor.to(dtype))
         else:
             results.append(tensor)

@@ -52,8 +52,16 @@ class BaseParallelLinear(ShardedModule):
 
     @property
     def rounding(self) -> Fp8Recipe | None:
-        """How the next matmul rounds; evaluation is of the model that is exported, which does not round."""
-        return self.fp8 if self.training else None
+        """How the next matmul rounds; evaluation is of the model that is exported, which does not round.
+
+        A weight that is stored in float8 is multiplied in float8 there too.
+        """
+        return self.fp8 if self.training or self.weight_scale is not None else None
+
+    @property
+    def weight_scale(self) -> Tensor | None:
+        """Scale of a weight that is stored in float8, ``[1, 1]``, or None."""
+        return getattr(self.weight, "scale", None)
 
     @property
     def factors(self) -> LowRankFactors | None:
@@ -134,6 +142,7 @@ class BaseParallelLinear(ShardedModule):
             "sequence_dimension": self.sequence_dimension if self.sequence_parallel_enabled else None,
             "reduce_dtype": self.reduce_dtype,
             "fp8": self.rounding,
+            "weight_scale": self.weight_scale,
         }
 
     def _group_size(self) -> int:

@@ -348,10 +348,10 @@ def _row_reduction(ctx: Any, rows: Tensor, weight: Tensor) -> ChunkedReduction:
     if comm.fp8 is None:
         shape = (*rows.shape[:-1], weight.size(0))
         return comm.reduce(lambda start, stop: F.linear(rows[start:stop], weight), shape, rows.dtype)
-    ctx.weight_sizes = fp8.magnitudes(weight, comm.fp8)
+    ctx.weight_sizes = fp8_linear.weight_sizes_of(comm, weight)
     operands = (
         fp8.as_rows(_flat(rows), fp8.magnitudes(_flat(rows), comm.fp8), fp8.FORWARD_DTYPE),
-        fp8.as_rows(weight, ctx.weight_sizes, fp8.FORWARD_DTYPE),
+        fp8_linear.weight_rows(comm, weight, ctx.weight_sizes),
     )
     return fp8_linear.reduced_products(comm, rows.shape, [operands], rows.dtype, fast=True)
 
@@ -359,7 +359,7 @@ def _row_reduction(ctx: Any, rows: Tensor, weight: Tensor) -> ChunkedReduction:
 def _fp8_input_grad(ctx: Any, shard: Tensor, weight: Tensor) -> Tensor:
     """Return ``dY W`` of all ranks' rows, ``[S, ..., n]``."""
     gradient = fp8_linear.RowGradient(ctx.comm, shard, needs_columns=False)
-    (result,) = gradient.rows.products([fp8.as_columns(weight, ctx.weight_sizes, fp8.FORWARD_DTYPE)], shard.dtype)
+    (result,) = gradient.rows.products([fp8_linear.weight_columns(ctx.comm, weight, ctx.weight_sizes)], shard.dtype)
     return result
 
 

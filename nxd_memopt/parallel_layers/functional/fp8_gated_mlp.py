@@ -10,7 +10,14 @@ from torch import Tensor
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
 from nxd_memopt.ops.fp8 import FORWARD_DTYPE, as_columns, as_rows, magnitudes, product
-from nxd_memopt.parallel_layers.functional.fp8_linear import RowGradient, recipe_of, reduced_products
+from nxd_memopt.parallel_layers.functional.fp8_linear import (
+    RowGradient,
+    recipe_of,
+    reduced_products,
+    weight_columns,
+    weight_rows,
+    weight_sizes_of,
+)
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 
 
@@ -36,10 +43,10 @@ class Fp8GatedRowParallel(torch.autograd.Function):
         link_saved_inputs(ctx, handle, gate, up, weight)
         activated = gated_activation(gate, up, hidden_act)
         ctx.sizes = magnitudes(activated, recipe)
-        ctx.weight_sizes = magnitudes(weight, recipe)
+        ctx.weight_sizes = weight_sizes_of(comm, weight)
         rows = as_rows(activated, ctx.sizes, FORWARD_DTYPE)
         del activated
-        pair = (rows, as_rows(weight, ctx.weight_sizes, FORWARD_DTYPE))
+        pair = (rows, weight_rows(comm, weight, ctx.weight_sizes))
         return as_dtype(reduced_products(comm, gate.shape, [pair], gate.dtype, fast=True).wait(), gate.dtype)
 
     @staticmethod
@@ -52,7 +59,7 @@ class Fp8GatedRowParallel(torch.autograd.Function):
         ctx.is_overwritten = True
         (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
         gradient = RowGradient(ctx.comm, grad, needs_columns=needs_weight)
-        operand = as_columns(weight, ctx.weight_sizes, FORWARD_DTYPE)
+        operand = weight_columns(ctx.comm, weight, ctx.weight_sizes)
         (activated_grad,) = gradient.rows.products([operand], gate.dtype)
         # One kernel recomputes the activation and overwrites gate and up with their gradients.
         activated = gated_activation_gradient(gate, up, activated_grad, ctx.hidden_act)

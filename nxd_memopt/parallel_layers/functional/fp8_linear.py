@@ -96,8 +96,8 @@ def column_outputs(
     rows: Operand,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-) -> tuple[Sequence[Tensor], Magnitudes]:
-    """Return ``X W_i^t + b_i`` for all rows X of the ranks, and the magnitudes of the joined weights.
+) -> tuple[Sequence[Tensor], Magnitudes | None]:
+    """Return ``X W_i^t + b_i`` for all rows X of the ranks, and ``weight_sizes_of`` the joined weights.
 
     Args:
         comm: sharding of X.
@@ -107,9 +107,9 @@ def column_outputs(
         biases: b_i, ``[n_i]`` or None.
     """
     packed = joined(weights, 0)
-    weight_sizes = magnitudes(packed, recipe_of(comm))
+    weight_sizes = weight_sizes_of(comm, packed)
     gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
-    operand = as_rows(packed, weight_sizes, FORWARD_DTYPE)
+    operand = weight_rows(comm, packed, weight_sizes)
     (output,) = gathered.products([operand], shard.dtype, _joined_bias(biases), fast=True)
     return split_sizes(output, [each.size(0) for each in weights], dim=-1), weight_sizes
 
@@ -119,7 +119,7 @@ def input_grad_reduction(
     shape: Sequence[int],
     rows: Operand,
     weights: Sequence[Tensor],
-    weight_sizes: Magnitudes,
+    weight_sizes: Magnitudes | None,
     dtype: torch.dtype,
     term: tuple[Tensor, Tensor] | None = None,
 ) -> ChunkedReduction:
@@ -134,7 +134,7 @@ def input_grad_reduction(
         dtype: of the partial sums.
         term: factors ``[S, ..., r]`` and ``[r, H]`` of a product that is added.
     """
-    operand = as_columns(joined(weights, 0), weight_sizes, FORWARD_DTYPE)
+    operand = weight_columns(comm, joined(weights, 0), weight_sizes)
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
@@ -155,9 +155,9 @@ class Fp8RowParallel(torch.autograd.Function):
         inputs = [flat_rows(comm.sequence_first(each)) for each in factors[0::2]]
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
         ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
-        ctx.weight_sizes = [magnitudes(each, recipe) for each in factors[1::2]]
+        ctx.weight_sizes = [weight_sizes_of(comm, each) for each in factors[1::2]]
         pairs = [
-            (as_rows(each, sizes, FORWARD_DTYPE), as_rows(weight, weight_sizes, FORWARD_DTYPE))
+            (as_rows(each, sizes, FORWARD_DTYPE), weight_rows(comm, weight, weight_sizes))
             for each, sizes, weight, weight_sizes in zip(
                 inputs, ctx.input_sizes, factors[1::2], ctx.weight_sizes, strict=True
             )
@@ -173,7 +173,7 @@ class Fp8RowParallel(torch.autograd.Function):
         inputs, weights = factors[0::2], factors[1::2]
         gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_grad[1::2]))
         operands = [
-            as_columns(weight, sizes, FORWARD_DTYPE) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
+            weight_columns(comm, weight, sizes) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
         input_grads = gradient.rows.products(operands, grad.dtype)
@@ -277,6 +277,26 @@ class RowGradient:
     def columns(self) -> Operand:
         """Return the columns ``[H, S]`` of all ranks' rows."""
         return transposed(self.rows.whole()) if self._columns is None else self._columns()
+
+
+def weight_sizes_of(comm: ActivationSharding, weight: Tensor) -> Magnitudes | None:
+    """Return the magnitudes of a weight; None for one that is stored in float8."""
+    return magnitudes(weight, recipe_of(comm)) if comm.weight_scale is None else None
+
+
+def weight_rows(comm: ActivationSharding, weight: Tensor, sizes: Magnitudes | None) -> Operand:
+    """Return the rows ``[n, H]`` of a weight that is rounded here, or stored in float8."""
+    if sizes is not None:
+        return as_rows(weight, sizes, FORWARD_DTYPE)
+    assert comm.weight_scale is not None
+    return Operand(weight, comm.weight_scale)
+
+
+def weight_columns(comm: ActivationSharding, weight: Tensor, sizes: Magnitudes | None) -> Operand:
+    """Return the columns ``[H, n]`` of ``weight_rows``."""
+    if sizes is not None:
+        return as_columns(weight, sizes, FORWARD_DTYPE)
+    return transposed(weight_rows(comm, weight, None))
 
 
 def reduced_products(

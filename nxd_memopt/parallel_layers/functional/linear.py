@@ -34,12 +34,14 @@ class ActivationSharding:
         reduce_dtype: dtype of reductions, or None for the dtype of the tensors.
         hides_launch_latency: see ``Collectives.start_all_gather``.
         fp8: how the operands of matmuls are rounded to float8, or None.
+        weight_scale: scale of weights that are stored in float8, or None.
     """
 
     group: ProcessGroup | None
     sequence_dimension: int | None
     reduce_dtype: torch.dtype | None
     fp8: Fp8Recipe | None = field(default=None, kw_only=True)
+    weight_scale: Tensor | None = field(default=None, kw_only=True)
     hides_launch_latency: bool = field(default=False, kw_only=True)
 
     def sequence_first(self, x: Tensor) -> Tensor:
