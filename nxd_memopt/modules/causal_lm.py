@@ -104,7 +104,8 @@ class ParallelCausalLM(FusibleModule, ABC):
         """Return a weight with the dtype of the activations: the embedding's, or one of the first layer of a stage."""
         if self.stages.has_embedding:
             return self.embedding_weight()
-        return next(self.decoder_layers()[0].parameters())
+        # of one byte: weights that are stored in float8
+        return next(each for each in self.decoder_layers()[0].parameters() if each.itemsize > 1)
 
     def builder(self, dtype: torch.dtype | None, device: torch.device | str | None) -> StageBuilder:
         """Return the builder of the model's modules; None is torch's default dtype or device."""

@@ -36,20 +36,47 @@ def use_fp8(
             their weights.
     """
     _require_called(model)
+    names: list[str] = []
+    for number, layer in _rounded_layers(model, first_last_layers_bf16).items():
+        for group in _computed_together(layer):
+            if tokens is None or _pays(tokens, list(group.values())):
+                names += [f"{number}.{name}" for name in _round(group, recipe)]
+    return names
+
+
+def float8_groups(model: ParallelCausalLM, *, first_last_layers_bf16: int = 0) -> list[list[nn.Parameter]]:
+    """Return the weights that ``load_pretrained`` may store in float8: those of one matmul, which share a scale.
+
+    Call ``use_fp8`` with equal ``first_last_layers_bf16`` and without ``tokens``.
+
+    Raises:
+        ValueError: the model merges matmuls of different layers.
+    """
+    if model.spec.is_gpt_neox:
+        raise ValueError(
+            f"weights in float8 need layers whose matmuls are separate, and {model.spec.model_type} adds up attention "
+            "and MLP in one: leave lora.base_dtype out"
+        )
+    return [
+        [linear.weight for linear in group.values()]
+        for layer in _rounded_layers(model, first_last_layers_bf16).values()
+        for group in _computed_together(layer)
+        if group
+    ]
+
+
+def _rounded_layers(model: ParallelCausalLM, first_last_layers_bf16: int) -> dict[str, nn.Module]:
+    """Return the decoder layers by number, without those at both ends."""
     count = model.spec.num_layers
     if 2 * first_last_layers_bf16 >= count:
         raise ValueError(
             f"first_last_layers_bf16={first_last_layers_bf16} leaves none of {count} decoder layers: use less than "
             f"{(count + 1) // 2}"
         )
-    names: list[str] = []
     # a rank's stages of a pipeline have the layers' numbers in the model
-    for number, layer in model.backbone.layers.named_children():
-        if first_last_layers_bf16 <= int(number) < count - first_last_layers_bf16:
-            for group in _computed_together(layer):
-                if tokens is None or _pays(tokens, list(group.values())):
-                    names += [f"{number}.{name}" for name in _round(group, recipe)]
-    return names
+    layers = dict(model.backbone.layers.named_children())
+    inner = range(first_last_layers_bf16, count - first_last_layers_bf16)
+    return {number: layer for number, layer in layers.items() if int(number) in inner}
 
 
 def _computed_together(layer: nn.Module) -> Iterator[dict[str, _Linear]]:

@@ -131,12 +131,18 @@ class GatedMLP(PackedWeights):
             overwritten=self.shared_input_layers,
         )
 
+    def _fits_kernels(self, *activations: Tensor) -> bool:
+        # a weight that is stored in float8 has another dtype, and is not read by the kernels
+        if self.down_proj.weight_scale is not None:
+            return can_use_triton(*activations)
+        return can_use_triton(*activations, self.down_proj.weight)
+
     def layers(self) -> MLPLayers:
         """Return the submodules, for tiles of tokens."""
         return MLPLayers((self.gate_proj, self.up_proj), self.act, self.down_proj, self.act.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.project(hidden)  # [..., F/T]
-        if self.fused.is_active and can_use_triton(gate, up, self.down_proj.weight):
+        if self.fused.is_active and self._fits_kernels(gate, up):
             return fused_gated_mlp(gate, up, self.down_proj, self.act.hidden_act)
         return self.down_proj(self.act(gate, up))

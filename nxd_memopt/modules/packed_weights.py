@@ -49,7 +49,10 @@ class PackedWeights(SharedInput):
             return
         # Each parameter becomes a slice of the copy. Setting ``data`` keeps the Parameter
         # objects, so optimizers, ties and shard attributes stay valid.
-        packed = torch.cat([weight.detach() for weight in weights])
+        # as bytes if they are float8, which torch.cat does not take on all devices
+        values = [weight.detach() for weight in weights]
+        packed = torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in values])
+        packed = packed.view(first.dtype)
         slices = split_sizes(packed, [weight.size(0) for weight in weights])
         for weight, values in zip(weights, slices, strict=True):
             weight.data = values

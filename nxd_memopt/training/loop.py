@@ -422,9 +422,11 @@ def finish(
     training.optimizer.finish_update()
     if config.trainer.export:
         assert training.files is not None
-        export(training.model, vocabulary, directory, training.files)
         write_adapters(training, config)
-        summary.export = str(directory)
+        # adapters are not merged into weights that are stored in float8
+        if config.lora.base_dtype is None:
+            export(training.model, vocabulary, directory, training.files)
+            summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.
     with raise_together("finishing"):

@@ -36,7 +36,8 @@ def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     from nxd_memopt.modules.lora import add_adapters, whole_model
     from nxd_memopt.parallel_layers.resharding import full_shape
 
-    lora = config.lora.config()
+    lora_options = config.lora
+    lora = lora_options.config()
     if lora is None:
         return []
     layers = add_adapters(model, lora)
@@ -48,6 +49,11 @@ def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         f"LoRA: rank {lora.lora_rank}, scale {lora.scale:g}, in {len(layers)} layers; {sizes[True]:,} of {total:,} "
         f"parameters are trained ({sizes[True] / total:.2%})"
     ]
+    if lora_options.base_dtype is not None:
+        lines.append(
+            "LoRA: frozen weights are stored in float8, and the adapters alone are exported; nxd-memopt convert --from "
+            "checkpoint merges them with model.pretrained"
+        )
     if config.optimizer.lr < LEAST_RATE:
         lines.append(f"LoRA: optimizer.lr is {config.optimizer.lr:g}; adapters usually need 1e-4 to 5e-4")
     return lines
@@ -74,6 +80,10 @@ def find_adapter_base(training: Training, hf_config: PretrainedConfig, vocabular
             return []
         except ValueError as error:
             reason = str(error)
+    if config.lora.base_dtype is not None:
+        raise ValueError(
+            f"lora.base_dtype fp8 exports adapters alone, and model.pretrained is not their base: {reason}"
+        )
     if not config.trainer.export:
         return []
     return [

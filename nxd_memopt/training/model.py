@@ -16,7 +16,7 @@ from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
 from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
-from nxd_memopt.modules.fp8 import use_fp8
+from nxd_memopt.modules.fp8 import float8_groups, use_fp8
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.fp8 import Fp8Recipe
@@ -128,6 +128,8 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     device = backend.device
     if config.parallel.use_cpu_initialization and (backend.name == "xla" or _is_sharded_later(config)):
         device = torch.device("cpu")
+    if config.lora.base_dtype is not None:
+        device = torch.device("meta")  # so that no weight exists in bf16 before it is rounded
     with zeros_for_weights() if _loads_all_weights(config, hf_config) else nullcontext():
         return model_class(hf_config.model_type)(
             hf_config,
@@ -163,14 +165,17 @@ def load_initial_weights(
         base: Hugging Face directory whose weights are loaded, whatever the configuration says: a resumed run's
             base of adapters.
     """
+    in_float8 = []
+    if config.lora.base_dtype is not None:
+        in_float8 = float8_groups(model, first_last_layers_bf16=config.trainer.first_last_layers_bf16)
     if base is not None:
-        load_pretrained(model, base)
+        load_pretrained(model, base, in_float8=in_float8)
     elif config.model.pretrained is not None and not config.model.random_init:
         resizes = config.model.resize_embedding
         if is_upcycled(config, hf_config):
             load_upcycled(model, config.model.pretrained, seed=config.trainer.seed, resize_embedding=resizes)
         else:
-            load_pretrained(model, config.model.pretrained, resize_embedding=resizes)
+            load_pretrained(model, config.model.pretrained, resize_embedding=resizes, in_float8=in_float8)
     if not _is_sharded_later(config) and model.any_weight().device.type != backend.device.type:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the
@@ -184,15 +189,16 @@ def apply_fp8(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     if trainer.fp8 is None:
         return []
     recipe = Fp8Recipe(trainer.fp8, trainer.fp8_recipe)
-    tokens = config.data.micro_batch_size * config.data.seq_length
+    tokens = config.data.micro_batch_size * config.data.seq_length if config.lora.base_dtype is None else None
     names = use_fp8(model, recipe, first_last_layers_bf16=trainer.first_last_layers_bf16, tokens=tokens)
     if not names:
-        return [f"fp8: in no layer, because all are faster in {config.dtype} with {tokens:,} tokens in a micro-batch"]
+        return [f"fp8: in no layer, because all are faster in {config.dtype} with {tokens} tokens in a micro-batch"]
     kinds = sorted({name.rpartition(".")[2] for name in names})
     layers = {name.partition(".")[0] for name in names}
+    others = "all else, and evaluation," if config.lora.base_dtype is None else "all else"
     return [
         f"fp8: {trainer.fp8}, {trainer.fp8_recipe}, in {', '.join(kinds)} of {len(layers)} of "
-        f"{model.spec.num_layers} decoder layers; all else, and evaluation, in {config.dtype}"
+        f"{model.spec.num_layers} decoder layers; {others} in {config.dtype}"
     ]
 
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.checkpoint import load_pretrained, save_pretrained
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.modules.fp8 import float8_groups, use_fp8
 from nxd_memopt.modules.lora.layers import adapt
 from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.ops import fp8
@@ -22,6 +26,7 @@ from nxd_memopt.parallel_layers.layers import (
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, from_all_ranks, relative_error, shard, tensors
 from tests.reference_fp8 import E4M3, E5M2, Rounding, rounded
+from tests.reference_models import llama_config
 
 # S, B, H and the outputs of two layers; with T = 2 a shard has 33 rows, no multiple of 16
 LENGTH, BATCH, HIDDEN, WIDTHS = 22, 3, 32, (32, 64)
@@ -349,3 +354,39 @@ def test_row_parallel_layer_with_an_adapter(recipe, is_gated):
     expected = torch.autograd.grad(exact, leaves[: 1 + is_gated], (dx + rank_grad @ down).view(exact.shape))
     for leaf, gradient in zip(inputs, expected, strict=False):
         assert_equal(leaf.grad, gradient, "dX")
+
+
+@distributed(world_size=[1, 2])
+def test_weights_stored_in_float8_are_those_of_the_files_rounded_once(tmp_path):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    config = llama_config(hidden_size=128, intermediate_size=96)
+    parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1)
+    original = LlamaForCausalLM(config, parallel=parallel)
+    save_pretrained(original, tmp_path)
+    stored = LlamaForCausalLM(config, parallel=parallel, device="meta")
+    groups = float8_groups(stored, first_last_layers_bf16=0)
+    load_pretrained(stored, tmp_path, in_float8=groups)
+    use_fp8(stored, Fp8Recipe())
+    # As many bytes as elements, and the values that rounding gives: equal losses, gradients and evaluations.
+    linears = {name: each for name, each in stored.named_parameters() if each.itemsize == 1}
+    assert len(linears) == sum(len(group) for group in groups) == 7 * config.num_hidden_layers
+    use_fp8(original, Fp8Recipe())
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if name in linears:
+                parameter.copy_(linears[name].float() * linears[name].scale)
+                parameter.requires_grad_(False)
+                linears[name].requires_grad_(False)
+            else:
+                assert torch.equal(parameter, stored.get_parameter(name))
+    ids = torch.randint(0, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    losses = [model(ids, labels=ids).loss for model in (original, stored)]
+    assert relative_error(losses[1], losses[0]) < 1e-6
+    for loss in losses:
+        loss.backward()
+    for name, parameter in stored.named_parameters():
+        if name not in linears:
+            assert relative_error(parameter.grad, original.get_parameter(name).grad) < 1e-5, name
+    stored.eval()
+    assert relative_error(stored(ids, labels=ids).loss, losses[0]) < 1e-6

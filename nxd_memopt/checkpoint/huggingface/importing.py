@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from nxd_memopt.checkpoint.huggingface.gguf import weights_directory
 from nxd_memopt.checkpoint.names import is_vocabulary_table, match_names, stored_copies, with_backbone_prefix
 from nxd_memopt.modules.lora import whole_model
 from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.ops.fp8 import FORWARD_DTYPE, Fp8Recipe, as_rows, magnitudes
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
     is_data_sharded,
@@ -32,7 +34,13 @@ from nxd_memopt.parallel_layers.utils import bit_equal
 MEAN_ROWS = 8192  # rows of a table that are read at a time for their mean
 
 
-def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_embedding: bool = False) -> None:
+def load_pretrained(
+    model: torch.nn.Module,
+    directory: str | Path,
+    *,
+    resize_embedding: bool = False,
+    in_float8: Sequence[Sequence[Tensor]] = (),
+) -> None:
     """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own
     slices.
 
@@ -47,6 +55,8 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
         directory: the Hugging Face directory.
         resize_embedding: if the model has more tokens than the files, the rows of the embedding and
             of the head that the files lack are the mean of the stored rows.
+        in_float8: groups of parameters on the meta device that are created as float8 with one scale for a group
+            (``modules.fp8.float8_groups``). No more than a group exists in the files' dtype.
 
     Raises:
         ValueError: on every rank, before any parameter changes, if files are missing or damaged,
@@ -55,7 +65,7 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path, *, resize_emb
             formats work without it.
     """
     with opened_weights(directory, f"loading {directory}") as sources:
-        load_sources(model, sources, Path(directory), resize_embedding=resize_embedding)
+        load_sources(model, sources, Path(directory), resize_embedding=resize_embedding, in_float8=in_float8)
 
 
 @contextmanager
@@ -78,7 +88,14 @@ def model_sources(model: torch.nn.Module, sources: Sources) -> Sources:
     return with_zero_biases(model, sources)
 
 
-def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, resize_embedding: bool = False) -> None:
+def load_sources(
+    model: torch.nn.Module,
+    sources: Sources,
+    directory: Path,
+    *,
+    resize_embedding: bool = False,
+    in_float8: Sequence[Sequence[Tensor]] = (),
+) -> None:
     """Load ``model`` from full tensors by name. Each rank reads its own slices.
 
     Args:
@@ -86,6 +103,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, r
         sources: full tensors, or lazy slices of them, by name.
         directory: named in error messages.
         resize_embedding: as for ``load_pretrained``.
+        in_float8: as for ``load_pretrained``.
 
     Raises:
         ValueError: before any parameter changes, if names or shapes differ from the model's, or if
@@ -107,14 +125,43 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path, *, r
     # Meta tensors are replaced after the loop, all at once: until then ``targets`` refers to the
     # old ones.
     created: dict[int, Tensor] = {}
+    groups = _Float8Groups(in_float8)
     for name in sources:  # sequential reads: the order of the files
         if name in targets:
             local = local_slice(sources[name], targets[name], dtype=model_dtype(targets[name]))
-            _fill(targets[name], local, created)
+            for param, values in groups.complete(targets[name], local):
+                _fill(param, values, created)
     _replace_tensors(model, created)
     # New tensors have memory of their own. On GPUs, layers with one input keep their weights
     # adjacent in memory for a single matmul: restore this.
     pack_weights(model)
+
+
+class _Float8Groups:
+    """Rounds the parameters of a group together, as soon as all of them are read.
+
+    Args:
+        groups: parameters on the meta device, equal in their last dimension.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._group_of = {id(param): group for group in groups for param in group}
+        self._read: dict[int, Tensor] = {}
+
+    def complete(self, param: Tensor, local: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters whose values are known now that ``param`` has ``local``, with these values."""
+        group = self._group_of.get(id(param))
+        if group is None:
+            return [(param, local)]
+        self._read[id(param)] = local
+        if any(id(each) not in self._read for each in group):
+            return []
+        values = torch.cat([self._read.pop(id(each)) for each in group]).to(backend.device)
+        data, scale = as_rows(values, magnitudes(values, Fp8Recipe()), FORWARD_DTYPE)
+        for each in group:
+            # an attribute: the parameter that takes the place of this one gets all attributes
+            each.scale = scale  # pyright: ignore[reportAttributeAccessIssue]
+        return list(zip(group, split_sizes(data, [each.size(0) for each in group]), strict=True))
 
 
 def require_weights_of(model: torch.nn.Module, directory: str | Path) -> None:

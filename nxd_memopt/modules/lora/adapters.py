@@ -118,7 +118,12 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     """Add the adapters to the weights inside the block; afterwards the weights are bitwise as before.
 
     All ranks call. The host needs memory for this rank's weights of the layers with adapters.
+
+    Raises:
+        ValueError: a weight is stored in float8, which the sum would be rounded to.
     """
+    if any(layer.weight_scale is not None for layer in adapted_layers(model).values()):
+        raise ValueError("adapters are not merged into weights in float8: merge them with nxd-memopt convert")
     originals = {}
     with torch.no_grad():
         for layer in adapted_layers(model).values():

@@ -227,7 +227,8 @@ def _adapt_row(name: str, layer: RowParallelLinear, config: LoraConfig) -> LoraR
 def _shared_options(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, Any]:
     """Return the options of both factors."""
     return {
-        "dtype": layer.weight.dtype,
+        # a weight that is stored in float8 has another dtype than the layer
+        "dtype": layer.weight.dtype if layer.weight_scale is None else layer.dtype,
         "device": layer.weight.device,
         "sequence_parallel_enabled": layer.sequence_parallel_enabled,
     }

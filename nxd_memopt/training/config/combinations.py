@@ -48,6 +48,7 @@ OFFLOADED_WEIGHTS = "memory.cpu_offloading_weights"
 IN_BACKWARD = "optimizer.in_backward"
 IN_FORWARD = "optimizer.optimizer_update_in_forward"
 RANK = "lora.lora_rank"
+BASE = "lora.base_dtype"
 KEEP_BEST = "trainer.keep_best"
 
 EXCLUDED = (
@@ -119,6 +120,13 @@ EXCLUDED = (
     Excluded(FP8, NOT_DEFAULT, "memory.mlp_tile_tokens", NOT_DEFAULT, "tiles multiply in bf16"),
     Excluded(FP8, NOT_DEFAULT, "memory.attention_head_groups", NOT_DEFAULT, "groups multiply in bf16"),
     Excluded(FP8, NOT_DEFAULT, "trainer.compile", NOT_DEFAULT, "compiled layers multiply in bf16"),
+    Excluded(BASE, ("fp8",), FP8, (None,), "weights in float8 are multiplied in float8"),
+    Excluded(BASE, ("fp8",), "trainer.fp8_recipe", ("rowwise",), "weights in float8 have one scale for a matmul"),
+    Excluded(BASE, ("fp8",), SHARDING, ("zero3",), "the stage shards weights in the dtype of the model"),
+    Excluded(BASE, ("fp8",), "model.random_init", (True,), "the weights of model.pretrained are rounded"),
+    Excluded(BASE, ("fp8",), "model.warm_start", NOT_DEFAULT, "the weights of model.pretrained are rounded"),
+    Excluded(BASE, ("fp8",), "moe.num_moe_experts", NOT_DEFAULT, "the weights of model.pretrained are rounded"),
+    Excluded(BASE, ("fp8",), "trainer.export", ("verify",), "the run exports its adapters alone"),
     Excluded(FP8, (None,), "trainer.fp8_recipe", NOT_DEFAULT, "without fp8 nothing is rounded"),
     Excluded(FP8, (None,), "trainer.first_last_layers_bf16", NOT_DEFAULT, "without fp8 all layers are in bf16"),
     Excluded(RANK, NOT_DEFAULT, "memory.mlp_tile_tokens", NOT_DEFAULT, "tiles compute the MLP without adapters"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.options import Resume, check_options, option
@@ -25,6 +25,8 @@ class LoraOptions:
         lora_dropout: probability of dropping an element of an adapter's input.
         target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, which ``None`` means.
         use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
+        base_dtype: ``fp8`` stores the frozen weights of the decoder layers' linear layers in float8, a byte each, with
+            a scale for each matmul; it needs ``trainer.fp8``. The run exports the adapters alone.
     """
 
     # Rank and targets decide the shapes, and alpha the function that was trained: another value is refused at a resume.
@@ -34,6 +36,7 @@ class LoraOptions:
     lora_dropout: float = option(0.0, resume=Resume.WHEN_ASKED)
     target_modules: tuple[str, ...] | None = option(None, resume=Resume.REFUSED)
     use_rslora: bool = option(False, resume=Resume.REFUSED)
+    base_dtype: Literal["fp8"] | None = option(None, resume=Resume.WHEN_ASKED)
 
     def __post_init__(self) -> None:
         check_options(self, "lora")
@@ -59,7 +62,9 @@ class LoraOptions:
         if self.lora_rank is None:
             return None
         try:
-            return LoraConfig(**dataclasses.asdict(self))
+            options = dataclasses.asdict(self)
+            del options["base_dtype"]
+            return LoraConfig(**options)
         except ValueError as error:
             raise ValueError(f"lora: {error}") from error
 

@@ -22,6 +22,7 @@ VALUES: dict[str, Any] = {
     "memory.cpu_offloading_num_layers": 1,
     "lora.lora_rank": 4,
     "trainer.compile": "layer",
+    "moe.num_moe_experts": 4,
     "trainer.fp8": "hybrid",
     "trainer.fp8_recipe": "rowwise",
     "trainer.first_last_layers_bf16": 1,
@@ -34,6 +35,7 @@ VALUES: dict[str, Any] = {
 }
 # What an option needs in its section.
 NEEDS: dict[str, dict[str, Any]] = {
+    "lora.base_dtype": {"lora_rank": 4},
     "memory.cpu_offloading_weights": {"cpu_offloading_num_layers": 1},
     "memory.cpu_offloading_activations": {"recompute_granularity": "full"},
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 0.5},
