@@ -36,7 +36,8 @@ class PieceGathering:
 
     def __init__(self, shard, group, *, materialize: bool) -> None:
         if PieceGathering.last is not None:
-            PieceGathering.last.fill_(torch.nan)
+            # bytes of float8: 255 is NaN
+            PieceGathering.last.fill_(torch.nan if PieceGathering.last.is_floating_point() else 255)
         self._whole, self._is_wanted = backend.all_gather(shard, group), materialize
         PieceGathering.last = self._whole
         self.length = self._whole.size(0)

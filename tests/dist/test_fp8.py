@@ -24,6 +24,7 @@ from nxd_memopt.parallel_layers.layers import (
     row_parallel,
 )
 from tests.dist.pool import distributed
+from tests.dist.test_chunked_collectives import in_pieces
 from tests.reference import assert_says, error_message, from_all_ranks, relative_error, shard, tensors
 from tests.reference_fp8 import E4M3, E5M2, Rounding, rounded
 from tests.reference_models import llama_config
@@ -390,3 +391,34 @@ def test_weights_stored_in_float8_are_those_of_the_files_rounded_once(tmp_path):
             assert relative_error(parameter.grad, original.get_parameter(name).grad) < 1e-5, name
     stored.eval()
     assert relative_error(stored(ids, labels=ids).loss, losses[0]) < 1e-6
+
+
+@distributed(world_size=2)
+@RECIPES
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_column_parallel_layers_with_one_input,
+        test_row_parallel_layers_with_one_output,
+        test_column_parallel_layers_with_adapters,
+    ],
+)
+def test_rows_that_arrive_in_pieces(check, recipe, monkeypatch):
+    with in_pieces(monkeypatch) as started:
+        check.distributed_body(recipe, True)
+    assert started
+
+
+@distributed(world_size=2)
+@RECIPES
+def test_rows_of_a_gated_layer_that_arrive_in_pieces(recipe, monkeypatch):
+    with in_pieces(monkeypatch):
+        test_gated_row_parallel_layer_rounds_the_activation_once.distributed_body(recipe)
+
+
+@distributed(world_size=2)
+@RECIPES
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_rows_of_a_layer_with_an_adapter_that_arrive_in_pieces(recipe, is_gated, monkeypatch):
+    with in_pieces(monkeypatch):
+        test_row_parallel_layer_with_an_adapter.distributed_body(recipe, is_gated)

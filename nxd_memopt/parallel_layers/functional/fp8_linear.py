@@ -177,14 +177,15 @@ class Fp8RowParallel(torch.autograd.Function):
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
         input_grads = gradient.rows.products(operands, grad.dtype)
+        grad_columns = gradient.columns() if any(needs_grad[1::2]) else None
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
             inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
         ):
             weight_grad = None
-            if needs_weight:
+            if needs_weight and grad_columns is not None:
                 columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
-                weight_grad = product(gradient.columns(), columns, grad.dtype)
+                weight_grad = product(grad_columns, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
 
@@ -216,13 +217,22 @@ class GatheredRows:
         self, weights: Sequence[Operand], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
-        parts: list[list[Tensor]] = [[] for _ in weights]
+        # Rows arrive in another order than their own, this rank's first.
+        results: list[Tensor] = []
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
-            for part, weight in zip(parts, weights, strict=True):
-                result = product(operand, weight, dtype, bias, fast=fast)
-                part.append(result.view(*rows.shape[:-1], weight.data.size(0)))
-        return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+            shape = (self._gathering.length, *rows.shape[1:-1])
+            is_whole = rows.size(0) == self._gathering.length
+            for i, weight in enumerate(weights):
+                part = product(operand, weight, dtype, bias, fast=fast)
+                part = part.view(*rows.shape[:-1], weight.data.size(0))
+                if is_whole:
+                    results.append(part)
+                    continue
+                if len(results) <= i:
+                    results.append(part.new_empty((*shape, part.size(-1))))
+                results[i][start : start + rows.size(0)] = part
+        return results
 
     def _operand(self, start: int, rows: Tensor) -> Operand:
         scale = self._scale
@@ -272,11 +282,17 @@ class RowGradient:
         sizes = magnitudes(flat, recipe, group)
         rows, columns = operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
         self.rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
-        self._columns = None if columns is None else gathered_columns(columns, flat.size(0), comm)
+        self._own_columns = columns
+        self._comm, self._own_rows = comm, flat.size(0)
 
     def columns(self) -> Operand:
-        """Return the columns ``[H, S]`` of all ranks' rows."""
-        return transposed(self.rows.whole()) if self._columns is None else self._columns()
+        """Return the columns ``[H, S]`` of all ranks' rows; call after ``rows.products``.
+
+        A group's gathers use the same memory in turn: the next one begins when the rows are read.
+        """
+        if self._own_columns is None:
+            return transposed(self.rows.whole())
+        return gathered_columns(self._own_columns, self._own_rows, self._comm)()
 
 
 def weight_sizes_of(comm: ActivationSharding, weight: Tensor) -> Magnitudes | None:
