@@ -9,7 +9,7 @@ from torch import nn
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
-from nxd_memopt.planner.techniques.fp8 import pays
+from nxd_memopt.planner.techniques.fp8 import pays, rounded_layers
 
 _Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -35,16 +35,11 @@ def use_fp8(
             their weights.
     """
     _require_called(model)
-    count = model.spec.num_layers
-    if 2 * first_last_layers_bf16 >= count:
-        raise ValueError(
-            f"first_last_layers_bf16={first_last_layers_bf16} leaves none of {count} decoder layers: use less than "
-            f"{(count + 1) // 2}"
-        )
+    rounds = rounded_layers(first_last_layers_bf16, model.spec.num_layers)
     names: list[str] = []
     # a rank's stages of a pipeline have the layers' numbers in the model
     for number, layer in model.backbone.layers.named_children():
-        if first_last_layers_bf16 <= int(number) < count - first_last_layers_bf16:
+        if rounds[int(number)]:
             for group in _computed_together(layer):
                 if tokens is None or _pays(tokens, list(group.values())):
                     names += [f"{number}.{name}" for name in _round(group, recipe)]

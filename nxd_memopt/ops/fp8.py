@@ -21,13 +21,12 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import fp8 as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.options import require_one_of
+from nxd_memopt.planner.techniques.fp8 import ALIGNMENT as ALIGNMENT
 
 FORWARD_DTYPE = torch.float8_e4m3fn
 """Dtype of activations and weights, of all recipes."""
 FORMATS = ("hybrid", "e4m3")
 GRANULARITIES = ("tensorwise", "rowwise")
-ALIGNMENT = 16
-"""Multiple of all dimensions of a float8 matmul but the rows of its result."""
 
 
 @dataclass(frozen=True)
