@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.lora import is_adapter
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
 from nxd_memopt.planner.techniques.fp8 import pays, rounded_layers
@@ -19,7 +20,7 @@ def use_fp8(
 ) -> list[str]:
     """Let the linear layers of the decoder layers round their operands to float8 in training.
 
-    Head, embedding, norms, routers, experts and attention stay in the model's dtype.
+    Head, embedding, norms, routers, experts, adapters and attention stay in the model's dtype.
 
     Args:
         model: model whose parameters are in any floating-point dtype.
@@ -48,7 +49,9 @@ def use_fp8(
 
 def _computed_together(layer: nn.Module) -> Iterator[dict[str, _Linear]]:
     """Yield the linear layers by name, those with one input and one matmul together."""
-    linears = {name: module for name, module in layer.named_modules() if isinstance(module, _Linear)}
+    linears = {
+        name: module for name, module in layer.named_modules() if isinstance(module, _Linear) and not is_adapter(name)
+    }
     for name, module in layer.named_modules():
         if isinstance(module, SharedInput):
             names = [f"{name}.{each}" for each in module.shared_input_layers]
@@ -74,9 +77,7 @@ def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:
 
 
 def _require_called(model: ParallelCausalLM) -> None:
-    """Raise ``ValueError`` for what computes layers in bf16: adapters, and techniques that read weights."""
-    if model.lora_config is not None:
-        raise ValueError("fp8 does not round the matmuls of layers with adapters: leave one of them out")
+    """Raise ``ValueError`` for memory techniques that read weights instead of calling layers."""
     for name in ("mlp_tile_tokens", "attention_head_groups"):
         if getattr(model.memory, name) is not None:
             raise ValueError(f"{name} computes layers in bf16, which fp8 would not reach: leave one of them out")

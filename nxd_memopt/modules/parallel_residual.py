@@ -135,9 +135,8 @@ def normalised_column_parallel_linears(
         raise ValueError(
             f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
         )
-    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     # In float8 each branch has an input of its own: the affine parts come before the gather.
-    if comm.fp8 is not None:
+    if any(layer.rounding is not None for layer in layers):
         return tuple(cast(Tensor, layer(norm(input))) for norm, layer in branches)
     parameters: list[Tensor | None] = []
     for norm, layer in branches:
@@ -145,6 +144,7 @@ def normalised_column_parallel_linears(
     # The casts are done here; autocast must not change dtypes inside the Function, whose backward
     # runs without it. All layers share one gather, so the first one defines group and layout.
     x, *flat = cast_if_autocast_enabled(input, *parameters)
+    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     with torch.autocast(input.device.type, enabled=False):
         return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
 
@@ -163,7 +163,12 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
     Raises:
         ValueError: ``residual`` has another shape.
     """
-    output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
+    pairs = [(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
+    if len({layer.rounding for layer in layers}) == 1:
+        output = row_parallel(pairs, layers[0])
+    else:  # some of the layers are faster in bf16: a reduction each
+        first, *others = (row_parallel([pair], layer) for pair, layer in zip(pairs, layers, strict=True))
+        output = sum(others, first)
     # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
     # in place of a shard with s = 1.
     if residual.shape != output.shape:

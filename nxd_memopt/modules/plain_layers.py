@@ -23,6 +23,9 @@ def require_plain(option: str, columns: Sequence[nn.Module], row: nn.Module, *ot
     for module, cls in expected:
         if type(module) is not cls:
             raise ValueError(f"{option} needs a {cls.__name__}, got {type(module).__name__}: leave {option} out")
+    for module in (*columns, row):
+        if getattr(module, "fp8", None) is not None:
+            raise ValueError(f"{option} computes layers in bf16, and fp8 is on in them: leave one of them out")
     for module in (*columns, *others, row):
         if has_hooks(module) or "forward" in vars(module):
             raise ValueError(

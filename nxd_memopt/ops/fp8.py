@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.ops.cuda import fp8 as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.options import require_one_of
@@ -27,6 +28,8 @@ FORWARD_DTYPE = torch.float8_e4m3fn
 """Dtype of activations and weights, of all recipes."""
 FORMATS = ("hybrid", "e4m3")
 GRANULARITIES = ("tensorwise", "rowwise")
+SMALLEST = cuda.SMALLEST
+"""Magnitude below which all numbers of a scale become zeros: the inverse of their scale would overflow in fp32."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def magnitudes(x: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None = None) 
     """
     if can_use_triton(x):
         rows, columns = cuda.magnitudes(x, recipe.is_rowwise)
+    elif x.numel() == 0:
+        rows, columns = _zeros(x, recipe)
     elif recipe.is_rowwise:
         absolute = x.abs().float()
         rows, columns = absolute.amax(1, keepdim=True), absolute.amax(0).unsqueeze(1)
@@ -103,16 +108,24 @@ def magnitudes(x: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None = None) 
     return Magnitudes(rows, columns)
 
 
+def _zeros(x: Tensor, recipe: Fp8Recipe) -> tuple[Tensor, Tensor]:
+    """Return the magnitudes of a tensor without elements, of which PyTorch has no maximum."""
+    row_sizes, column_sizes = x.shape if recipe.is_rowwise else (1, 1)
+    rows = torch.zeros(row_sizes, 1, device=x.device)
+    return rows, torch.zeros(column_sizes, 1, device=x.device) if recipe.is_rowwise else rows
+
+
 def _maximum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     # Of floats that are not negative the bits have the order of the values, with NaN above all: as
-    # integers, a NaN of any rank is the maximum.
-    return backend.all_reduce(values.view(torch.int32), group, "max").view(torch.float32)
+    # integers, a NaN of any rank is the maximum, if its sign is cleared: amax on a CPU returns negative NaNs.
+    bits = values.view(torch.int32) & 0x7FFFFFFF
+    return backend.all_reduce(bits, group, "max").view(torch.float32)
 
 
 def as_rows(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> Operand:
     """Return ``x`` rounded to float8, ``[M, K]``.
 
-    A tensor of zeros has the scale 1. An infinity or NaN makes all values of its scale NaN.
+    Numbers that are all below ``SMALLEST`` are zeros with the scale 1. An infinity or NaN makes all values of its scale NaN.
 
     Args:
         x: ``[M, K]``.
@@ -157,7 +170,7 @@ def _rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Operand:
     """Round ``[n, K]`` with the magnitudes ``[n, 1]`` or ``[1, 1]``."""
     # A tensor: PyTorch divides a number by a tensor as the number times the reciprocal, which rounds twice.
     limit = torch.tensor(torch.finfo(dtype).max, device=x.device)
-    is_zero = largest == 0
+    is_zero = largest < SMALLEST
     scale = torch.where(is_zero, 1.0, largest / limit)
     inverse = torch.where(is_zero, 1.0, limit / largest)
     # x * inverse may exceed the limit by a rounding, which a float8 of PyTorch would turn into NaN
@@ -177,7 +190,9 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = No
     """
     if a.data.is_cuda:
         return cuda.product(a.data, a.scale, b.data, b.scale, dtype, bias, fast=fast)
-    result = (a.data.float() * a.scale) @ (b.data.float() * b.scale).t()
+    # fp32 as the accumulators of a GPU, which autocast would round to bf16
+    with without_autocast(a.data):
+        result = (a.data.float() * a.scale) @ (b.data.float() * b.scale).t()
     if bias is not None:
         result += bias
     return result.to(dtype)

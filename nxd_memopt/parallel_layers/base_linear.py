@@ -51,6 +51,11 @@ class BaseParallelLinear(ShardedModule):
     fp8: Fp8Recipe | None = None  # set by modules.fp8.use_fp8
 
     @property
+    def rounding(self) -> Fp8Recipe | None:
+        """How the next matmul rounds; evaluation is of the model that is exported, which does not round."""
+        return self.fp8 if self.training else None
+
+    @property
     def factors(self) -> LowRankFactors | None:
         """The adapter that is computed with the layer; a subclass may have one."""
         return None
@@ -128,8 +133,7 @@ class BaseParallelLinear(ShardedModule):
             "group": self.tensor_parallel_group,
             "sequence_dimension": self.sequence_dimension if self.sequence_parallel_enabled else None,
             "reduce_dtype": self.reduce_dtype,
-            # Evaluation is of the model that is exported, which does not round.
-            "fp8": self.fp8 if self.training else None,
+            "fp8": self.rounding,
         }
 
     def _group_size(self) -> int:

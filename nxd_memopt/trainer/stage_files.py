@@ -37,11 +37,13 @@ def parameters_of_stages(source: Path, optimizer: Any, model: Any) -> StageParam
         ValueError: on every rank, if files are missing, the groups are not in the model's order, or it is not clear
             which weights are tied.
     """
+    if not isinstance(model, nn.Module):
+        return []
     entries: list[Entry] = []
     with raise_together(f"loading {source}"):
         files = find_rank_files(source / "model")
         stages = files.pipeline_model_parallel_size
-        if isinstance(model, nn.Module) and stages != parallel_state.get_pipeline_model_parallel_size():
+        if stages != parallel_state.get_pipeline_model_parallel_size():
             for stage in range(stages):
                 entries += [(stage, name) for name in read_stored(files.file(0, stage))]
     if not entries:

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.modules.lora.layers import adapt
 from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.ops import fp8
 from nxd_memopt.ops.activation import gated_activation
@@ -133,6 +135,74 @@ def test_gated_row_parallel_layer_rounds_the_activation_once(recipe):
         assert_equal(leaf.grad, gradient, "gradient")
 
 
+@distributed(world_size=2)
+@RECIPES
+def test_shards_of_one_row_have_scales_of_their_own(recipe):
+    parallel_state.initialize_model_parallel(2)
+    options = {"bias": False, "sequence_parallel_enabled": True}
+    column = ColumnParallelLinear(HIDDEN, 64, gather_output=False, **options)
+    row = RowParallelLinear(64, HIDDEN, input_is_parallel=True, **options)
+    column.fp8 = row.fp8 = recipe
+    whole, upstream = uneven(2, 1, HIDDEN, seed=3), uneven(2, 1, HIDDEN, seed=9)
+    x = shard(whole, 0, size=2).clone().requires_grad_()
+    output = column(x)
+    y, _, _ = rounding(recipe).products(flat(whole), column.weight.detach().double(), flat(output.detach()))
+    assert_equal(output, y, "output")
+    activations = output.detach().requires_grad_()
+    row(activations).backward(shard(upstream, 0, size=2))
+    weight = row.weight.detach().double()
+    _, dx, dw = rounding(recipe).products(flat(activations.detach()), weight, flat(upstream))
+    assert_equal(activations.grad, dx, "dX")
+    assert_equal(row.weight.grad, dw, "dW")
+
+
+@distributed(world_size=2)
+@RECIPES
+def test_a_nan_of_one_rank_reaches_all_ranks(recipe):
+    parallel_state.initialize_model_parallel(2)
+    layer = ColumnParallelLinear(HIDDEN, 32, bias=False, gather_output=False, sequence_parallel_enabled=True)
+    layer.fp8 = recipe
+    x = uneven(4, HIDDEN, seed=dist.get_rank())
+    if dist.get_rank() == 0:
+        x[1, 3] = -torch.tensor(float("nan"))
+    output = layer(x.requires_grad_())
+    assert output[1].isnan().all() and (recipe.is_rowwise or output.isnan().all())
+    output.nan_to_num().sum().backward()
+    # the columns of X have the scales of all ranks' rows
+    assert layer.weight.grad[:, 3].isnan().all() and (recipe.is_rowwise or layer.weight.grad.isnan().all())
+
+
+@distributed(world_size=1)
+@RECIPES
+def test_frozen_weights_of_row_parallel_layers_pass_the_gradient_on(recipe):
+    parallel_state.initialize_model_parallel(1)
+    layer = RowParallelLinear(32, HIDDEN, bias=False, input_is_parallel=True)
+    layer.fp8 = recipe
+    gradients = []
+    for needs_weight in (True, False):
+        layer.weight.requires_grad_(needs_weight)
+        x = uneven(LENGTH, 32, seed=3).requires_grad_()
+        layer(x).backward(uneven(LENGTH, HIDDEN, seed=4))
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@distributed(world_size=1)
+@RECIPES
+def test_no_tokens_have_no_gradient(recipe):
+    parallel_state.initialize_model_parallel(1)
+    layers = (
+        ColumnParallelLinear(HIDDEN, 32, gather_output=False),
+        RowParallelLinear(32, HIDDEN, input_is_parallel=True),
+    )
+    x = torch.zeros(0, 2, HIDDEN, requires_grad=True)
+    for layer in layers:
+        layer.fp8 = recipe
+    layers[1](layers[0](x)).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all((parameter.grad == 0).all() for layer in layers for parameter in layer.parameters())
+
+
 @distributed(world_size=1)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_saves_a_float8_input_and_nothing_for_frozen_weights(is_frozen):
@@ -185,6 +255,15 @@ def test_zeros_stay_zeros_with_the_scale_1(granularity):
         assert (operand.scale == 1).all() and (operand.data.float() == 0).all()
 
 
+@pytest.mark.parametrize("granularity", fp8.GRANULARITIES)
+def test_numbers_without_a_finite_inverse_scale_become_zeros(granularity):
+    x = torch.full((3, 16), 1e-38)
+    x[0, 0] = 0
+    sizes = fp8.magnitudes(x, Fp8Recipe(granularity=granularity))
+    for operand in fp8.as_both(x, sizes, torch.float8_e5m2):
+        assert (operand.scale == 1).all() and (operand.data.float() == 0).all()
+
+
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_grid_of_the_reference_is_pytorchs(format):
     dtype = torch.float8_e4m3fn if format is E4M3 else torch.float8_e5m2
@@ -197,3 +276,76 @@ def test_grid_of_the_reference_is_pytorchs(format):
 def test_unknown_names_are_refused():
     assert_says(error_message(lambda: Fp8Recipe("e5m2")), "fp8", "hybrid")
     assert_says(error_message(lambda: Fp8Recipe(granularity="blockwise")), "fp8_recipe", "rowwise")
+
+
+def with_adapter(layer, recipe: Fp8Recipe):
+    """The layer, frozen, with an adapter whose B is not zero."""
+    adapt("layer", layer, LoraConfig(lora_rank=4, lora_alpha=8))
+    layer.weight.requires_grad_(False)
+    layer.fp8 = recipe
+    with torch.no_grad():
+        layer.lora_B.weight.copy_(shard_like(layer.lora_B.weight))
+    return layer
+
+
+def shard_like(weight):
+    """Numbers that are equal on all ranks for a replicated weight, and differ for a sharded one."""
+    rank = dist.get_rank() if weight.tensor_model_parallel else 0
+    return tensors(*weight.shape, seed=20 + rank).float() * 0.1
+
+
+@distributed(world_size=[1, 2])
+@SEQUENCE_PARALLEL
+@RECIPES
+def test_column_parallel_layers_with_adapters(recipe, sequence_parallel):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(size)
+    options = {"bias": False, "gather_output": False, "sequence_parallel_enabled": sequence_parallel}
+    layers = [with_adapter(ColumnParallelLinear(HIDDEN, width, **options), recipe) for width in WIDTHS]
+    whole = uneven(LENGTH, BATCH, HIDDEN, seed=3)
+    x = (shard(whole, 0, size=size) if sequence_parallel else whole).clone().requires_grad_()
+    outputs = column_parallel_linears(x, layers)
+    upstream = [shard(uneven(LENGTH, BATCH, width, seed=4 + i), -1, size=size) for i, width in enumerate(WIDTHS)]
+    torch.autograd.backward(outputs, upstream)
+
+    weight = torch.cat([layer.weight for layer in layers]).double()
+    y, dx, _ = rounding(recipe).products(flat(whole), weight, flat(torch.cat(upstream, -1)))
+    base = y.split([layer.weight.size(0) for layer in layers], 1)
+    for layer, output, rounded_output, gradient in zip(layers, outputs, base, upstream, strict=True):
+        down, up = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
+        assert_equal(output, rounded_output + layer.scale * flat(whole) @ down.t() @ up.t(), "output")
+        assert_equal(layer.lora_B.weight.grad, layer.scale * flat(gradient).t() @ (flat(whole) @ down.t()), "dB")
+        dx = dx + layer.scale * flat(gradient) @ up @ down
+        assert layer.weight.grad is None
+    dx = sum(from_all_ranks(dx)).view(whole.shape)
+    assert_equal(x.grad, shard(dx, 0, size=size, rank=rank) if sequence_parallel else dx, "dX")
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("is_gated", [False, True])
+@RECIPES
+def test_row_parallel_layer_with_an_adapter(recipe, is_gated):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    options = {"bias": False, "input_is_parallel": True, "sequence_parallel_enabled": size > 1}
+    layer = with_adapter(RowParallelLinear(WIDTHS[1], HIDDEN, **options), recipe)
+    inputs = [
+        shard(tensors(LENGTH, BATCH, WIDTHS[1], seed=i).float(), -1, size=size).clone().requires_grad_()
+        for i in range(2)
+    ]
+    output = fused_gated_mlp(*(x * 1 for x in inputs), layer, "silu") if is_gated else layer(inputs[0])
+    upstream = uneven(LENGTH, BATCH, HIDDEN, seed=9)
+    output.backward(shard(upstream, 0, size=size) if size > 1 else upstream)
+
+    leaves = [x.detach().double().requires_grad_() for x in inputs]
+    x = (gated_activation(*inputs, "silu") if is_gated else inputs[0]).detach()
+    y, dx, _ = rounding(recipe).products(flat(x), layer.weight.double(), flat(upstream))
+    down, up = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
+    y = sum(from_all_ranks(y + layer.scale * flat(x) @ down.t() @ up.t()))
+    assert_equal(output, shard(y.view(upstream.shape), 0, size=size), "output")
+    rank_grad = layer.scale * flat(upstream) @ up
+    assert_equal(layer.lora_A.weight.grad, rank_grad.t() @ flat(x), "dA")
+    exact = gated_activation(*leaves, "silu") if is_gated else leaves[0]
+    expected = torch.autograd.grad(exact, leaves[: 1 + is_gated], (dx + rank_grad @ down).view(exact.shape))
+    for leaf, gradient in zip(inputs, expected, strict=False):
+        assert_equal(leaf.grad, gradient, "dX")

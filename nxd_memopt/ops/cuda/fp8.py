@@ -11,6 +11,7 @@ from torch import Tensor
 _LARGEST = {"ROWS": 8, "COLUMNS": 1024, "STEPS": 4, "num_warps": 4}
 _CAST = {"ROWS": 64, "COLUMNS": 256, "num_warps": 8}
 _ALIGNMENT = 16  # as in ops.fp8, which imports this module
+SMALLEST = 2.0**-100
 
 
 def _kernels() -> Any:
@@ -63,6 +64,7 @@ def cast(
         padded,
         x.stride(0),
         LIMIT=torch.finfo(dtype).max,
+        SMALLEST=SMALLEST,
         TO_ROWS=rows,
         TO_COLUMNS=columns,
         ROWWISE=row_sizes.numel() > 1 or column_sizes.numel() > 1,

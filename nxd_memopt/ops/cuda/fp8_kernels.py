@@ -42,9 +42,9 @@ def largest(
 
 
 @triton.jit
-def scales(sizes, limit: tl.constexpr):
-    """Return the scale of values with the magnitudes ``sizes``, and its inverse; both 1 for zeros."""
-    is_zero = sizes == 0.0
+def scales(sizes, limit: tl.constexpr, smallest: tl.constexpr):
+    """Return the scale of values with the magnitudes ``sizes``, and its inverse; both 1 below ``smallest``."""
+    is_zero = sizes < smallest
     scale = tl.where(is_zero, 1.0, tl.math.div_rn(sizes, limit))
     inverse = tl.where(is_zero, 1.0, tl.math.div_rn(limit, tl.where(is_zero, 1.0, sizes)))
     return scale, inverse
@@ -64,6 +64,7 @@ def cast(
     padded_rows,
     stride,
     LIMIT: tl.constexpr,  # noqa: N803
+    SMALLEST: tl.constexpr,  # noqa: N803
     TO_ROWS: tl.constexpr,  # noqa: N803
     TO_COLUMNS: tl.constexpr,  # noqa: N803
     ROWWISE: tl.constexpr,  # noqa: N803
@@ -80,24 +81,24 @@ def cast(
     values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if TO_ROWS:
         if ROWWISE:
-            scale, inverse = scales(tl.load(row_sizes + row, mask=is_row, other=0.0), LIMIT)
+            scale, inverse = scales(tl.load(row_sizes + row, mask=is_row, other=0.0), LIMIT, SMALLEST)
             if tl.program_id(1) == 0:
                 tl.store(row_scales + row, scale, mask=is_row)
             rounded = (values * inverse[:, None]).to(as_rows.dtype.element_ty)
         else:
-            scale, inverse = scales(tl.load(row_sizes), LIMIT)
+            scale, inverse = scales(tl.load(row_sizes), LIMIT, SMALLEST)
             if tl.program_id(0) + tl.program_id(1) == 0:
                 tl.store(row_scales, scale)
             rounded = (values * inverse).to(as_rows.dtype.element_ty)
         tl.store(as_rows + row[:, None] * columns + column[None, :], rounded, mask=mask)
     if TO_COLUMNS:
         if ROWWISE:
-            scale, inverse = scales(tl.load(column_sizes + column, mask=is_column, other=0.0), LIMIT)
+            scale, inverse = scales(tl.load(column_sizes + column, mask=is_column, other=0.0), LIMIT, SMALLEST)
             if tl.program_id(0) == 0:
                 tl.store(column_scales + column, scale, mask=is_column)
             rounded = (values * inverse[None, :]).to(as_columns.dtype.element_ty)
         else:
-            scale, inverse = scales(tl.load(column_sizes), LIMIT)
+            scale, inverse = scales(tl.load(column_sizes), LIMIT, SMALLEST)
             if tl.program_id(0) + tl.program_id(1) == 0:
                 tl.store(column_scales, scale)
             rounded = (values * inverse).to(as_columns.dtype.element_ty)

@@ -11,7 +11,7 @@ Under tensor parallelism the r columns of P and dP are gathered and reduced, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import backend
+from nxd_memopt.backends import ChunkedReduction, backend
+from nxd_memopt.ops import fp8
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import (
     SavedInputs,
@@ -34,6 +35,7 @@ from nxd_memopt.ops.autograd import (
 )
 from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.gated_mlp import row_tiles
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -124,12 +126,19 @@ def adapted_column_parallel(
     if input.dim() == 1:
         outputs = adapted_column_parallel(input.unsqueeze(0), parameters, factors, comm)
         return tuple(output.squeeze(0) for output in outputs)
+    _require_frozen(*(weight for weight, _ in parameters), comm=comm)
     updates, downs = Updates.of(factors)
     tensors = [tensor for pair in parameters for tensor in pair]
     ups = [each.up for each in factors if each is not None]
     x, *tensors = cast_if_autocast_enabled(input, *tensors, *downs, *ups)
     with without_autocast(input):
         return cast("tuple[Tensor, ...]", AdaptedColumnParallel.apply(x, comm, updates, *tensors))
+
+
+def _require_frozen(*weights: Tensor, comm: ActivationSharding) -> None:
+    """Raise ``ValueError`` if a layer with an adapter rounds to float8 and trains its weight too."""
+    if comm.fp8 is not None and any(weight.requires_grad for weight in weights):
+        raise ValueError("a layer with an adapter and float8 operands needs a frozen weight: leave fp8 out")
 
 
 class AdaptedColumnParallel(torch.autograd.Function):
@@ -152,7 +161,12 @@ class AdaptedColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, reduced, *weights, *downs, *ups)
         # A copy, because the gather of X may use the same buffer.
         gathered = comm.gather(reduced).wait(copy=True)
-        outputs = packed_products(comm.gather(shard, materialize=False), weights, biases)
+        if comm.fp8 is None:
+            outputs = packed_products(comm.gather(shard, materialize=False), weights, biases)
+        else:
+            sizes = fp8.magnitudes(_flat(shard), comm.fp8, fp8_linear.gathering_group(comm))
+            rows = fp8.as_rows(_flat(shard), sizes, fp8.FORWARD_DTYPE)
+            outputs, ctx.weight_sizes = fp8_linear.column_outputs(comm, shard, rows, weights, biases)
         results = list(outputs)
         columns = updates.columns(gathered, _ranks(downs))
         for i, scale, part, up in zip(updates.layers, updates.scales, columns, ups, strict=True):
@@ -189,10 +203,17 @@ class AdaptedColumnParallel(torch.autograd.Function):
         up_grads = _up_gradients(output_grads, columns, needs_up, updates, comm.replica_groups)
         rank_grad = as_dtype(reducing.wait(), x.dtype)
         reduction = None
-        if needs_input:
-            # The sum over the ranks of dP_t A is the adapter's part of dX: one more term of the local sum.
+        # The sum over the ranks of dP_t A is the adapter's part of dX: one more term of the local sum.
+        if needs_input and comm.fp8 is None:
             factors = _packed_factors(output_grads, weights)
             reduction = input_grad_reduction(comm, [*factors[0], partial], [*factors[1], _joint(downs)])
+        elif needs_input and comm.fp8 is not None:
+            joined = fp8_linear.joined(output_grads, -1)
+            sizes = fp8.magnitudes(_flat(joined), comm.fp8)
+            rows = fp8.as_rows(_flat(joined), sizes, comm.fp8.gradient_dtype)
+            reduction = fp8_linear.input_grad_reduction(
+                comm, joined.shape, rows, weights, ctx.weight_sizes, x.dtype, (partial, _joint(downs))
+            )
         down_grads: Sequence[Tensor | None] = [None] * updates.num_downs
         if any(needs_down):
             down_grads = split_sizes(_flat(rank_grad).t() @ _flat(comm.sequence_first(x)), _ranks(downs))
@@ -254,6 +275,7 @@ def adapted_row_parallel(input: Tensor, weight: Tensor, factors: LowRankFactors,
     """
     if input.dim() == 1:
         return adapted_row_parallel(input.unsqueeze(0), weight, factors, comm).squeeze(0)
+    _require_frozen(weight, comm=comm)
     x, weight, down, up = cast("list[Tensor]", cast_if_autocast_enabled(input, weight, factors.down, factors.up))
     with without_autocast(x):
         # Saved before the Function runs, as in ``layers.row_parallel``: a recompute that ends here
@@ -293,9 +315,7 @@ class AdaptedRowParallel(torch.autograd.Function):
         ctx.comm, ctx.scale = comm, scale
         link_saved_inputs(ctx, handle, x, weight, down, up, reduced)
         rows = comm.sequence_first(x)
-        shape = (*rows.shape[:-1], weight.size(0))
-        reduction = comm.reduce(lambda start, stop: F.linear(rows[start:stop], weight), shape, x.dtype)
-        output = as_dtype(reduction.wait(), x.dtype)
+        output = as_dtype(_row_reduction(ctx, rows, weight).wait(), x.dtype)
         return comm.original_layout(_accumulated(output, _flat(reduced), up.t(), scale))
 
     @staticmethod
@@ -307,16 +327,40 @@ class AdaptedRowParallel(torch.autograd.Function):
         shard = comm.sequence_first(grad)
         rank_grad, up_grad = _row_gradients(shard, up, reduced, ctx.scale, comm, needs_up=needs_up)
         flat_input = _flat(comm.sequence_first(x))
-        gathering = comm.gather(shard, materialize=needs_weight)
         input_grad = weight_grad = down_grad = None
-        if needs_input:
+        if needs_input and comm.fp8 is not None:
+            base = _fp8_input_grad(ctx, shard, weight)
+            input_grad = comm.original_layout(_accumulated(base, rank_grad, down))
+        elif needs_input or needs_weight:
+            gathering = comm.gather(shard, materialize=needs_weight)
             (base,) = products(gathering, [weight.t()])
             input_grad = comm.original_layout(_accumulated(base, rank_grad, down))
-        if needs_weight:
-            weight_grad = _flat(gathering.wait()).t() @ flat_input
+            if needs_weight:
+                weight_grad = _flat(gathering.wait()).t() @ flat_input
         if needs_down:
             down_grad = rank_grad.t() @ flat_input
         return None, None, None, input_grad, weight_grad, down_grad, up_grad, None
+
+
+def _row_reduction(ctx: Any, rows: Tensor, weight: Tensor) -> ChunkedReduction:
+    """Start reducing ``X W^t`` of sequence-first rows, in float8 if the layer rounds."""
+    comm: ActivationSharding = ctx.comm
+    if comm.fp8 is None:
+        shape = (*rows.shape[:-1], weight.size(0))
+        return comm.reduce(lambda start, stop: F.linear(rows[start:stop], weight), shape, rows.dtype)
+    ctx.weight_sizes = fp8.magnitudes(weight, comm.fp8)
+    operands = (
+        fp8.as_rows(_flat(rows), fp8.magnitudes(_flat(rows), comm.fp8), fp8.FORWARD_DTYPE),
+        fp8.as_rows(weight, ctx.weight_sizes, fp8.FORWARD_DTYPE),
+    )
+    return fp8_linear.reduced_products(comm, rows.shape, [operands], rows.dtype, fast=True)
+
+
+def _fp8_input_grad(ctx: Any, shard: Tensor, weight: Tensor) -> Tensor:
+    """Return ``dY W`` of all ranks' rows, ``[S, ..., n]``."""
+    gradient = fp8_linear.RowGradient(ctx.comm, shard, needs_columns=False)
+    (result,) = gradient.rows.products([fp8.as_columns(weight, ctx.weight_sizes, fp8.FORWARD_DTYPE)], shard.dtype)
+    return result
 
 
 def _row_gradients(
@@ -357,6 +401,7 @@ def adapted_gated_mlp(
     """
     tensors = cast_if_autocast_enabled(gate, up, weight, factors.down, factors.up)
     gate, up, weight, down, factor_b = cast("list[Tensor]", tensors)
+    _require_frozen(weight, comm=comm)
     with without_autocast(gate):
         # Both matmuls read the activation. It is computed once, and is free when this returns.
         with torch.no_grad():
@@ -392,8 +437,7 @@ class AdaptedGatedRowParallel(torch.autograd.Function):
         ctx.comm, ctx.hidden_act, ctx.scale = comm, hidden_act, scale
         ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight, factor_a, factor_b, reduced)
-        shape = (gate.size(0), weight.size(0))
-        reduction = comm.reduce(lambda start, stop: F.linear(activated[start:stop], weight), shape, gate.dtype)
+        reduction = _row_reduction(ctx, activated, weight)
         return _accumulated(as_dtype(reduction.wait(), gate.dtype), reduced, factor_b.t(), scale)
 
     @staticmethod
@@ -410,27 +454,39 @@ class AdaptedGatedRowParallel(torch.autograd.Function):
         # On XLA the barrier keeps the activation of forward from being reused, and thus stored.
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         rank_grad, grad_b = _row_gradients(grad, factor_b, reduced, ctx.scale, comm, needs_up=needs_b)
-        gathering = comm.gather(grad, materialize=False)
         # Of all tiles dA has r * F/T elements, little enough for a sum in fp32.
         wide = torch.promote_types(factor_a.dtype, torch.float32)
         weight_grad: Tensor | None = None
         grad_a: Tensor | None = None
         # For each tile: dZ = dY W + dP A, one kernel that recomputes Z and overwrites G and U, dA += dP^t Z.
-        for start, grads in row_tiles(gathering, gate, 4 * weight.size(1)):
-            tile = slice(start, start + grads.size(0))
-            activation_grad = _accumulated(grads @ weight, rank_grad[tile], factor_a)
+        for start, grads, base in _activation_gradients(ctx, grad, weight, gate):
+            tile = slice(start, start + base.size(0))
+            activation_grad = _accumulated(base, rank_grad[tile], factor_a)
             activated = gated_activation_gradient(gate[tile], up[tile], activation_grad, ctx.hidden_act)
             if needs_weight:
                 weight_grad = add_matmul(weight_grad, grads.t(), activated, weight.dtype)
             if needs_a:
                 grad_a = add_matmul(grad_a, rank_grad[tile].t(), activated, wide)
             # Otherwise this tile would still exist while the next one is computed.
-            del activated, activation_grad
+            del activated, activation_grad, base
         # gate and up are overwritten: with new versions autograd rejects a use of the old values.
         torch.autograd.graph.increment_version((gate, up))
         if grad_a is not None:
             grad_a = grad_a.to(factor_a.dtype)
         return None, None, None, None, None, gate, up, weight_grad, grad_a, grad_b, None
+
+
+def _activation_gradients(ctx: Any, grad: Tensor, weight: Tensor, gate: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the first row, dY and ``dY W`` of tiles of all ranks' rows; in float8 all rows are one tile.
+
+    In float8 dY is this rank's: W, which it is for, is frozen.
+    """
+    comm: ActivationSharding = ctx.comm
+    if comm.fp8 is not None:
+        yield 0, grad, _fp8_input_grad(ctx, grad, weight)
+        return
+    for start, grads in row_tiles(comm.gather(grad, materialize=False), gate, 4 * weight.size(1)):
+        yield start, grads, grads @ weight
 
 
 def _accumulated(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

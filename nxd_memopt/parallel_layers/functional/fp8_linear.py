@@ -53,19 +53,14 @@ class Fp8ColumnParallel(torch.autograd.Function):
         weights = cast("tuple[Tensor, ...]", parameters[0::2])
         recipe = recipe_of(comm)
         shard = comm.sequence_first(x)
-        sizes = magnitudes(_flat(shard), recipe, _gathering_group(comm))
+        sizes = magnitudes(flat_rows(shard), recipe, gathering_group(comm))
         # The columns are for the weights' gradients alone.
-        rows, columns = _operands(_flat(shard), sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[2::2]))
-        packed = _joined(weights, 0)
-        ctx.weight_sizes = magnitudes(packed, recipe)
+        rows, columns = operands(flat_rows(shard), sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[2::2]))
         ctx.comm = comm
         ctx.dtype = x.dtype
-        ctx.shard_rows = _flat(shard).size(0)
+        ctx.shard_rows = flat_rows(shard).size(0)
         ctx.save_for_backward(*weights, *(columns or ()))
-        gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
-        operand = as_rows(packed, ctx.weight_sizes, FORWARD_DTYPE)
-        (output,) = gathered.products([operand], x.dtype, _joined_bias(parameters[1::2]), fast=True)
-        outputs = split_sizes(output, [each.size(0) for each in weights], dim=-1)
+        outputs, ctx.weight_sizes = column_outputs(comm, shard, rows, weights, parameters[1::2])
         return tuple(comm.original_layout(each) for each in outputs)
 
     @staticmethod
@@ -76,17 +71,16 @@ class Fp8ColumnParallel(torch.autograd.Function):
         # Read once: a checkpoint unpacks a tensor a single time.
         saved = ctx.saved_tensors
         weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
-        grad = _joined([comm.sequence_first(each) for each in grads], -1)
+        grad = joined([comm.sequence_first(each) for each in grads], -1)
         recipe = recipe_of(comm)
-        sizes = magnitudes(_flat(grad), recipe)
+        sizes = magnitudes(flat_rows(grad), recipe)
         needs_weights = bool(columns_of_x)
-        rows, columns = _operands(_flat(grad), sizes, recipe.gradient_dtype, needs_columns=needs_weights)
+        rows, columns = operands(flat_rows(grad), sizes, recipe.gradient_dtype, needs_columns=needs_weights)
         # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
         whole = gathered_columns(Operand(*columns_of_x), ctx.shard_rows, comm) if needs_weights else None
         reduction = None
         if needs_input:
-            operand = as_columns(_joined(weights, 0), ctx.weight_sizes, FORWARD_DTYPE)
-            reduction = reduced_products(comm, grad.shape, [(rows, operand)], ctx.dtype)
+            reduction = input_grad_reduction(comm, grad.shape, rows, weights, ctx.weight_sizes, ctx.dtype)
         weight_grads: Sequence[Tensor | None] = [None] * len(weights)
         if whole is not None and columns is not None:
             weight_grad = product(columns, whole(), ctx.dtype)
@@ -96,6 +90,54 @@ class Fp8ColumnParallel(torch.autograd.Function):
         if reduction is not None:
             input_grad = comm.original_layout(as_dtype(reduction.wait(), ctx.dtype))
         return input_grad, None, *results
+
+
+def column_outputs(
+    comm: ActivationSharding,
+    shard: Tensor,
+    rows: Operand,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Sequence[Tensor], Magnitudes]:
+    """Return ``X W_i^t + b_i`` for all rows X of the ranks, and the magnitudes of the joined weights.
+
+    Args:
+        comm: sharding of X.
+        shard: this rank's rows, ``[s, ..., H]``, of which only shape and dtype are read.
+        rows: the same rows in float8.
+        weights: W_i, ``[n_i, H]``.
+        biases: b_i, ``[n_i]`` or None.
+    """
+    packed = joined(weights, 0)
+    weight_sizes = magnitudes(packed, recipe_of(comm))
+    gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
+    operand = as_rows(packed, weight_sizes, FORWARD_DTYPE)
+    (output,) = gathered.products([operand], shard.dtype, _joined_bias(biases), fast=True)
+    return split_sizes(output, [each.size(0) for each in weights], dim=-1), weight_sizes
+
+
+def input_grad_reduction(
+    comm: ActivationSharding,
+    shape: Sequence[int],
+    rows: Operand,
+    weights: Sequence[Tensor],
+    weight_sizes: Magnitudes,
+    dtype: torch.dtype,
+    term: tuple[Tensor, Tensor] | None = None,
+) -> ChunkedReduction:
+    """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
+
+    Args:
+        comm: sharding of X.
+        shape: of all dY_i joined, ``[S, ..., n_1 + ...]``.
+        rows: all dY_i joined, in float8.
+        weights: W_i, ``[n_i, H]``.
+        weight_sizes: from ``column_outputs``.
+        dtype: of the partial sums.
+        term: factors ``[S, ..., r]`` and ``[r, H]`` of a product that is added.
+    """
+    operand = as_columns(joined(weights, 0), weight_sizes, FORWARD_DTYPE)
+    return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
 class Fp8RowParallel(torch.autograd.Function):
@@ -112,7 +154,7 @@ class Fp8RowParallel(torch.autograd.Function):
         ctx.comm = comm
         recipe = recipe_of(comm)
         link_saved_inputs(ctx, handle, *factors)
-        inputs = [_flat(comm.sequence_first(each)) for each in factors[0::2]]
+        inputs = [flat_rows(comm.sequence_first(each)) for each in factors[0::2]]
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
         ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
         ctx.weight_sizes = [magnitudes(each, recipe) for each in factors[1::2]]
@@ -135,15 +177,16 @@ class Fp8RowParallel(torch.autograd.Function):
         operands = [
             as_columns(weight, sizes, FORWARD_DTYPE) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
-        input_grads = gradient.rows.products(operands, inputs[0].dtype)
+        # inputs of frozen weights are not kept, so that only the gradient has a dtype
+        input_grads = gradient.rows.products(operands, grad.dtype)
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
             inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
         ):
             weight_grad = None
             if needs_weight:
-                columns = as_columns(_flat(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
-                weight_grad = product(gradient.columns(), columns, x.dtype)
+                columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
+                weight_grad = product(gradient.columns(), columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
 
@@ -160,10 +203,11 @@ class GatheredRows:
 
     def __init__(self, comm: ActivationSharding, shape: Sequence[int], rows: Operand, *, materialize: bool) -> None:
         self._dtype = rows.data.dtype
-        # A scale for each row travels with its row.
+        self._is_rowwise = recipe_of(comm).is_rowwise
+        # A scale for each row travels with its row, of a shard with one row too.
         self._scale = rows.scale
-        if rows.scale.numel() > 1:
-            self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), _gathering_group(comm))
+        if self._is_rowwise:
+            self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), gathering_group(comm))
         self._gathering = comm.gather(rows.data.view(torch.uint8).view(shape), materialize=materialize)
 
     def whole(self) -> Operand:
@@ -178,14 +222,15 @@ class GatheredRows:
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             for part, weight in zip(parts, weights, strict=True):
-                part.append(product(operand, weight, dtype, bias, fast=fast).view(*rows.shape[:-1], -1))
+                result = product(operand, weight, dtype, bias, fast=fast)
+                part.append(result.view(*rows.shape[:-1], weight.data.size(0)))
         return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
 
     def _operand(self, start: int, rows: Tensor) -> Operand:
         scale = self._scale
-        if scale.numel() > 1:
+        if self._is_rowwise:
             scale = scale[start : start + rows.size(0)].reshape(-1, 1)
-        return Operand(_flat(rows).view(self._dtype), scale)
+        return Operand(flat_rows(rows).view(self._dtype), scale)
 
 
 def gathered_columns(columns: Operand, rows: int, comm: ActivationSharding) -> Callable[[], Operand]:
@@ -196,7 +241,7 @@ def gathered_columns(columns: Operand, rows: int, comm: ActivationSharding) -> C
         rows: number of rows of the shard, without padding.
         comm: sharding of the rows.
     """
-    group = _gathering_group(comm)
+    group = gathering_group(comm)
     size = backend.group_size(group)
     if size == 1:
         return lambda: columns
@@ -222,12 +267,12 @@ class RowGradient:
     """
 
     def __init__(self, comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> None:
-        group, recipe = _gathering_group(comm), recipe_of(comm)
-        flat = _flat(grad)
+        group, recipe = gathering_group(comm), recipe_of(comm)
+        flat = flat_rows(grad)
         # With one scale the gathered rows are transposed. Columns with scales of their own are gathered too.
         casts_columns = needs_columns and (recipe.is_rowwise or backend.group_size(group) == 1)
         sizes = magnitudes(flat, recipe, group)
-        rows, columns = _operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
+        rows, columns = operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
         self.rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
         self._columns = None if columns is None else gathered_columns(columns, flat.size(0), comm)
 
@@ -243,6 +288,7 @@ def reduced_products(
     dtype: torch.dtype,
     *,
     fast: bool = False,
+    term: tuple[Tensor, Tensor] | None = None,
 ) -> ChunkedReduction:
     """Start reducing ``sum_i rows_i weight_i^t`` over the ranks, chunk by chunk.
 
@@ -252,6 +298,7 @@ def reduced_products(
         pairs: rows ``[S..., K_i]`` and weight ``[n, K_i]``.
         dtype: of the partial sums.
         fast: see ``ops.fp8.product``.
+        term: factors ``[S, ..., r]`` and ``[r, n]`` of a product in ``dtype`` that is added.
     """
     rows_each = torch.Size(shape[1:-1]).numel()
     width = pairs[0][1].data.size(0)
@@ -261,6 +308,8 @@ def reduced_products(
         total, *others = (product(_rows_of(rows, part), weight, dtype, fast=fast) for rows, weight in pairs)
         for other in others:
             total += other
+        if term is not None:
+            total.addmm_(flat_rows(term[0][start:stop]), term[1])
         return total.view(stop - start, *shape[1:-1], width)
 
     return comm.reduce(partial_sums, (*shape[:-1], width), dtype)
@@ -271,7 +320,7 @@ def _rows_of(operand: Operand, part: slice) -> Operand:
     return Operand(operand.data[part], scale)
 
 
-def _operands(
+def operands(
     x: Tensor, sizes: Magnitudes, dtype: torch.dtype, *, needs_columns: bool
 ) -> tuple[Operand, Operand | None]:
     """Return the rows of ``x``, and its columns or None."""
@@ -304,12 +353,12 @@ def recipe_of(comm: ActivationSharding) -> Fp8Recipe:
     return comm.fp8
 
 
-def _gathering_group(comm: ActivationSharding) -> ProcessGroup | None:
+def gathering_group(comm: ActivationSharding) -> ProcessGroup | None:
     """Return the ranks whose shards ``comm.gather`` joins, or None."""
     return None if comm.sequence_dimension is None else comm.group
 
 
-def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Return the tensors as one, without a copy if they are packed."""
     view = packed_view(tensors, dim)
     return torch.cat(list(tensors), dim) if view is None else view
@@ -324,8 +373,8 @@ def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     if len(present) not in (0, len(biases)):
         raise ValueError("layers with one input and float8 operands need biases for all or none of them: use bf16")
-    return _joined(present, 0) if present else None
+    return joined(present, 0) if present else None
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1))

@@ -16,7 +16,6 @@ from nxd_memopt.planner.memory.layer_tensors import (
     Kernels,
     Tensors,
     dropout_bytes,
-    fp8_linears,
     fp8_magnitudes,
     layer_kernels,
     layer_norm_tensors,
@@ -184,7 +183,7 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all. A layer with
         # experts has the statistics of the layers before it in its input, which grow with its number.
-        kept = fp8_magnitudes(sizes, fp8_linears(sizes, memory, index))
+        kept = fp8_magnitudes(sizes, sizes.fp8_linears(index))
         if recomputation.position(index) == 0:
             kept |= layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs
         if index in keeping:

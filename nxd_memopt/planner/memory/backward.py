@@ -13,7 +13,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
 from nxd_memopt.planner.memory.fp8_operands import with_operands
 from nxd_memopt.planner.memory.layer_moment import LayerBytes, Moment
-from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, fp8_linears, merges_branches, repeats_kv_heads
+from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.memory.mlp_backward import mlp_moments
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 from nxd_memopt.planner.techniques.gpu_attention import COPIES_KV_GRADIENTS
@@ -28,7 +28,7 @@ ATTENTION_SAVED = frozenset((*_OPERANDS, "attention", "attention by heads", "log
 
 def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> list[Moment]:
     """Return the moments of the backward of decoder layer ``index`` at which most memory is in use."""
-    fp8 = fp8_linears(sizes, memory, index)
+    fp8 = sizes.fp8_linears(index)
     # Merged branches have other tensors than one after the other.
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return with_operands(_merged_moments(sizes, kernels), sizes, kernels, fp8)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors, has_expert_kernels
-from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, fp8_linears
+from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 
@@ -35,7 +35,7 @@ def forward_temporaries(
     if sizes.moe is None:
         tensors = _mlp(sizes, has_slots=has_slots)
         # The activation of all rows is rounded at once, before the first output.
-        if "mlp out" in fp8_linears(sizes, memory, sizes.num_layers - 1):
+        if "mlp out" in sizes.fp8_linears(sizes.num_layers - 1):
             tensors = {"activation": sizes.tokens * sizes.width * (sizes.element_bytes + 1)}
         saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:

@@ -106,26 +106,6 @@ def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual:
     return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
 
 
-def fp8_linears(sizes: RankSizes, memory: MemoryConfig, index: int) -> frozenset[str]:
-    """Return which linear layers round their operands to float8 in layer ``index``.
-
-    Of merged branches the attention's layers decide for the MLP's (``modules/parallel_residual.py``).
-    """
-    found = sizes.fp8_linears(index)
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
-        if "qkv" not in found:
-            found -= {"mlp in"}
-        found -= {"mlp out"}
-        if "attention output" in found:
-            found |= {"mlp out"}
-    return found
-
-
-def joins_norms(sizes: RankSizes, memory: MemoryConfig, fp8: Collection[str]) -> bool:
-    """Return whether GPT-NeoX's merged branches share one normalised input, as they do in bf16."""
-    return merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable) and "qkv" not in fp8
-
-
 def saved_input(sizes: RankSizes, inputs: Tensors, *, rounds: bool) -> Tensors:
     """Return what column-parallel layers save of their input ``[s, H]``: in float8 its columns, and their scales."""
     if not rounds or sizes.fp8 is None:
@@ -201,10 +181,12 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     if memory.attention_head_groups is not None:
         require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
     kernels = layer_kernels(sizes, kernels, index)
-    fp8 = fp8_linears(sizes, memory, index)
+    fp8 = sizes.fp8_linears(index)
+    # Merged branches share one normalised input, unless one of them rounds it.
+    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
     if sizes.is_gated:
         layer = _llama_layer(sizes, memory, kernels, index, fp8)
-    elif joins_norms(sizes, memory, fp8):
+    elif merges and not fp8 & {"qkv", "mlp in"}:
         layer = _merged_gpt_neox_layer(sizes, memory, kernels)
     else:
         layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
