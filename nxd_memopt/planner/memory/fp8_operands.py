@@ -49,10 +49,12 @@ def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
 
     Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of column-parallel
     layers those that are gathered and the copy that joins them, of row-parallel layers one at a time. The outputs of
-    row-parallel layers are one tensor.
+    row-parallel layers are one tensor. Columns are for gradients of weights.
     """
     widths = [sizes.linear_elements[name] // sizes.hidden for name in names]
     weights = sum(widths) * sizes.hidden
+    if sizes.adapters is not None:
+        return sizes.tokens * (sum(widths) if names[0] in ("qkv", "mlp in") else sizes.hidden) + weights
     if names[0] in ("qkv", "mlp in"):
         gathered = 2 * sizes.tokens * sizes.hidden * int(sizes.shards > 1)
         return 2 * sizes.tokens * sum(widths) + weights + gathered

@@ -116,6 +116,11 @@ def saved_input(sizes: RankSizes, inputs: Tensors, *, rounds: bool) -> Tensors:
     return {f"{name} in float8": sizes.hidden * padded, f"{name} scales": scales * FP32_BYTES}
 
 
+def with_magnitudes(layer: Part, sizes: RankSizes, fp8: Collection[str]) -> Part:
+    """Return a layer with the magnitudes that its float8 linear layers keep."""
+    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, fp8))))
+
+
 def fp8_magnitudes(sizes: RankSizes, fp8: Collection[str]) -> Tensors:
     """Return the magnitudes that float8 layers keep, whatever is recomputed: of weights, and of what is rounded twice.
 
@@ -190,7 +195,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         layer = _merged_gpt_neox_layer(sizes, memory, kernels)
     else:
         layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
-    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, fp8))))
+    return with_magnitudes(layer, sizes, fp8)
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:

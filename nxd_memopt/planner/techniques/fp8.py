@@ -32,19 +32,16 @@ class Fp8Layers:
     least_products: int = LEAST_PRODUCTS
 
 
-def fp8_layers(fp8: str | None, recipe: str, first_last_layers_bf16: int, num_layers: int) -> Fp8Layers | None:
-    """Return the layers that options of ``trainer`` round; None without ``fp8``.
+def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, ...]:
+    """Return for each decoder layer whether it may round.
+
+    Args:
+        first_last_layers_bf16: layers at each end that do not.
+        num_layers: all of them.
 
     Raises:
         ValueError: no layer is left.
     """
-    if fp8 is None:
-        return None
-    return Fp8Layers(rounded_layers(first_last_layers_bf16, num_layers), recipe == "rowwise")
-
-
-def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, ...]:
-    """Return for each decoder layer whether it may round; errors as ``fp8_layers``."""
     ends = first_last_layers_bf16
     if 2 * ends >= num_layers:
         raise ValueError(
