@@ -192,8 +192,6 @@ def rank_sizes(
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(spec, size)
-    if fp8 is not None:
-        require_fp8_sizes(spec, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
     # Sequence parallelism splits the residual stream over the T ranks. Without it every rank has all tokens.
@@ -212,7 +210,7 @@ def rank_sizes(
     adapters = None
     if lora is not None:
         adapters = adapters_of(spec, lora)
-    return RankSizes(
+    sizes = RankSizes(
         model_type=model_type,
         num_layers=spec.num_layers,
         sequence_length=sequence_length,
@@ -243,6 +241,9 @@ def rank_sizes(
         scales_blocks=spec.residual_multiplier is not None,
         fp8=fp8,
     )
+    if any(sizes.fp8_linears(index) for index in range(sizes.num_layers)):
+        require_fp8_sizes(spec, size)
+    return sizes
 
 
 def require_fp8_sizes(spec: ModelSpec, tensor_model_parallel_size: int) -> None:
