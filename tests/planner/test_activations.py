@@ -127,6 +127,19 @@ def test_storages_of_float8_layers(config, name, fp8):
     check(config(**ROUNDED), torch.bfloat16, "sdpa", TECHNIQUES[name], fp8=FP8[fp8])
 
 
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_storages_of_float8_layers_of_every_architecture(name, fp8):
+    config = without_dense_layers(CONFIGS[name]())
+    sizes = {name: size for name, size in ROUNDED.items() if name != "num_attention_heads"}
+    for option, size in {**sizes, "head_dim": 16, "shared_expert_intermediate_size": 32}.items():
+        if getattr(config, option, None) is not None or option == "head_dim":
+            setattr(config, option, size)
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * LAYERS
+    check(config, torch.bfloat16, "auto", {}, fp8=FP8[fp8])
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @distributed(world_size=2)
 def test_storages_of_float8_layers_on_a_rank(world_size, sequence_parallel):

@@ -250,7 +250,11 @@ def require_fp8_sizes(spec: ModelSpec, tensor_model_parallel_size: int) -> None:
     """Raise ``ValueError`` if the linear layers of a rank have sizes that no float8 matmul has."""
     size = tensor_model_parallel_size
     heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
-    found = (spec.hidden_size, heads * spec.head_dim, kv_heads * spec.head_dim, spec.intermediate_size // size)
+    width = spec.intermediate_size
+    # Of experts the shared one alone is a linear layer.
+    if spec.experts is not None:
+        width = spec.experts.shared_width or 0
+    found = (spec.hidden_size, heads * spec.head_dim, kv_heads * spec.head_dim, width // size)
     if any(each % ALIGNMENT for each in found):
         raise ValueError(
             f"fp8 needs sizes that are multiples of {ALIGNMENT}; hidden size, queries, keys and MLP of a rank are "
