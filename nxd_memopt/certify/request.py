@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MEASURED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("trainer", "compile"): (None,),
+    ("trainer", "fp8"): (None,),
     ("optimizer", "optimizer_offload_fraction"): (0.0,),
     ("optimizer", "overlap_grad_reduce"): (False,),
     ("optimizer", "in_backward"): (False,),

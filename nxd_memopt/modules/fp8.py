@@ -10,7 +10,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.lora import is_adapter
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
-from nxd_memopt.planner.techniques.fp8 import pays
+from nxd_memopt.planner.techniques.fp8 import pays, rounded_layers
 
 _Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -67,16 +67,10 @@ def float8_groups(model: ParallelCausalLM, *, first_last_layers_bf16: int = 0) -
 
 def _rounded_layers(model: ParallelCausalLM, first_last_layers_bf16: int) -> dict[str, nn.Module]:
     """Return the decoder layers by number, without those at both ends."""
-    count = model.spec.num_layers
-    if 2 * first_last_layers_bf16 >= count:
-        raise ValueError(
-            f"first_last_layers_bf16={first_last_layers_bf16} leaves none of {count} decoder layers: use less than "
-            f"{(count + 1) // 2}"
-        )
+    rounds = rounded_layers(first_last_layers_bf16, model.spec.num_layers)
     # a rank's stages of a pipeline have the layers' numbers in the model
-    layers = dict(model.backbone.layers.named_children())
-    inner = range(first_last_layers_bf16, count - first_last_layers_bf16)
-    return {number: layer for number, layer in layers.items() if int(number) in inner}
+    layers = model.backbone.layers.named_children()
+    return {number: layer for number, layer in layers if rounds[int(number)]}
 
 
 def _computed_together(layer: nn.Module) -> Iterator[dict[str, _Linear]]:

@@ -22,13 +22,12 @@ from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.ops.cuda import fp8 as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.options import require_one_of
+from nxd_memopt.planner.techniques.fp8 import ALIGNMENT as ALIGNMENT
 
 FORWARD_DTYPE = torch.float8_e4m3fn
 """Dtype of activations and weights, of all recipes."""
 FORMATS = ("hybrid", "e4m3")
 GRANULARITIES = ("tensorwise", "rowwise")
-ALIGNMENT = 16
-"""Multiple of all dimensions of a float8 matmul but the rows of its result."""
 SMALLEST = cuda.SMALLEST
 """Magnitude below which all numbers of a scale become zeros: the inverse of their scale would overflow in fp32."""
 

@@ -146,8 +146,9 @@ def _problem(
     config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int, *, host_gib: float | None
 ) -> Problem:
     """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
+    spec = model_spec(hf_config)
     return Problem(
-        model=model_spec(hf_config),
+        model=spec,
         device=device,
         devices=ranks,
         sequence_length=config.data.seq_length,
@@ -158,6 +159,7 @@ def _problem(
         host_gib=host_gib,
         moe=resolve_options(config.moe, hf_config),
         lora=config.lora.config(),
+        fp8=config.trainer.fp8_layers(spec.num_layers),
     )
 
 

@@ -68,6 +68,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 1.0, "optimizer_update_in_forward": True},
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 1.0, "store_param_remainders": True},
     "trainer.compile": {"compile": "layer"},
+    "trainer.fp8": {"fp8": "hybrid"},
+    "trainer.fp8_recipe": {"fp8": "hybrid", "fp8_recipe": "rowwise"},
+    "trainer.first_last_layers_bf16": {"fp8": "hybrid", "first_last_layers_bf16": 1},
     "parallel.virtual_pipeline_model_parallel_size": {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,

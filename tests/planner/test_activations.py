@@ -8,9 +8,12 @@ import torch
 from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.fp8 import use_fp8
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.techniques.fp8 import Fp8Layers, rounded_layers
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes, sizes_of
 from tests.reference import assert_says, error_message
@@ -54,14 +57,16 @@ ON_RANKS = (
 )
 
 
-def check(config, dtype, attention, options, parallel=ONE_RANK, rows=ROWS):
+def check(config, dtype, attention, options, parallel=ONE_RANK, rows=ROWS, *, fp8=None):
     memory = MemoryConfig(attention_backend=attention, **options)
     net = model_class(config.model_type)(config, parallel=parallel, memory=memory, dtype=dtype)
+    if fp8 is not None:
+        use_fp8(net, Fp8Recipe("hybrid", "rowwise" if fp8.is_rowwise else "tensorwise"), first_last_layers_bf16=1)
     inputs = batch(rows=rows, length=LENGTH)
     net(**inputs).loss.backward()  # caches that a first call makes are not activations
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
-    sizes = sizes_of(config, parallel, LENGTH, rows, name)
+    sizes = sizes_of(config, parallel, LENGTH, rows, name, fp8=fp8)
     kernels = Kernels(False, "sdpa" if attention == "auto" else attention, masks_windows=attention == "sdpa")
     plan = activations(sizes, memory, kernels)
     assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
@@ -109,6 +114,40 @@ def test_storages_of_a_rank(world_size, sequence_parallel):
     for config in (llama_config(num_hidden_layers=LAYERS), gpt_neox_config(num_hidden_layers=LAYERS)):
         for name, attention in ON_RANKS:
             check(config, torch.bfloat16, attention, TECHNIQUES[name], parallel)
+
+
+FP8 = {name: Fp8Layers(rounded_layers(1, LAYERS), name == "rowwise", 0) for name in ("tensorwise", "rowwise")}
+ROUNDED = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("name", [name for name in TECHNIQUES if "tiles" not in name and "groups" not in name])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_storages_of_float8_layers(config, name, fp8):
+    check(config(**ROUNDED), torch.bfloat16, "sdpa", TECHNIQUES[name], fp8=FP8[fp8])
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_storages_of_float8_layers_of_every_architecture(name, fp8):
+    config = without_dense_layers(CONFIGS[name]())
+    sizes = {name: size for name, size in ROUNDED.items() if name != "num_attention_heads"}
+    for option, size in {**sizes, "head_dim": 16, "shared_expert_intermediate_size": 32}.items():
+        if getattr(config, option, None) is not None or option == "head_dim":
+            setattr(config, option, size)
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * LAYERS
+    check(config, torch.bfloat16, "auto", {}, fp8=FP8[fp8])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=2)
+def test_storages_of_float8_layers_on_a_rank(world_size, sequence_parallel):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)
+    for config in (llama_config(**ROUNDED), gpt_neox_config(**ROUNDED)):
+        for name, fp8 in (("none", "tensorwise"), ("attn+mlp of 3", "rowwise"), ("nested", "rowwise")):
+            check(config, torch.bfloat16, "sdpa", TECHNIQUES[name], parallel, fp8=FP8[fp8])
 
 
 def without_dense_layers(config):

@@ -184,7 +184,7 @@ def _check_activations(request: Request, survivals: Mapping[int, Survival], prob
     """Return the check that layers keep for backward what the planner's formulas say, with the CPU's operations."""
     few, many = min(survivals), max(survivals)
     measured = survivals[many].recompute.peak_bytes - survivals[few].recompute.peak_bytes
-    kernels = kernels_of(replace(problem, device=host_device(1.0, 1), attention=None), request.memory)
+    kernels = kernels_of(replace(problem, device=host_device(1.0, 1), attention=None, fp8=None), request.memory)
     kept = {
         layers: activations(_shape(request, layers).sizes, request.memory, kernels).device_bytes
         for layers in (few, many)

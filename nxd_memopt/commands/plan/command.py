@@ -227,8 +227,9 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
     if _has_default_batch(run):
         # A multiple of the ranks, so that every data-parallel size divides it. A length below 2 is refused below.
         batch = -(-_BATCH_TOKENS // (max(1, length) * devices)) * devices
+    spec = model_spec(config)
     return Problem(
-        model=model_spec(config),
+        model=spec,
         device=device,
         devices=devices,
         sequence_length=length,
@@ -242,6 +243,7 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
         host_gib=options.host_memory_gib,
         moe=planned_moe(run, config, device),
         lora=run.config.lora.config(),
+        fp8=run.config.trainer.fp8_layers(spec.num_layers),
         tensor_model_parallel_size=stated_size(run, "tensor_model_parallel_size"),
     )
 

@@ -68,7 +68,9 @@ class Fp8ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         needs_input, _, *needs_parameters = ctx.needs_input_grad
-        weights, columns_of_x = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        # Read once: a checkpoint unpacks a tensor a single time.
+        saved = ctx.saved_tensors
+        weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
         grad = joined([comm.sequence_first(each) for each in grads], -1)
         recipe = recipe_of(comm)
         sizes = magnitudes(flat_rows(grad), recipe)

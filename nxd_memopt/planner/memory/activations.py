@@ -16,6 +16,7 @@ from nxd_memopt.planner.memory.layer_tensors import (
     Kernels,
     Tensors,
     dropout_bytes,
+    fp8_magnitudes,
     layer_kernels,
     layer_norm_tensors,
     layer_runs,
@@ -164,7 +165,7 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         by_layer: list[Tensors] = []
         for count, techniques in layer_runs(memory, depth):
             modules = techniques.recompute_modules or ()
-            if sizes.moe is None and not sizes.windows and sizes.adapters is None:
+            if sizes.moe is None and sizes.are_layers_alike:
                 by_layer += [layer_parts(sizes, techniques, kernels).kept(modules)] * count
                 continue
             for index in range(len(by_layer), len(by_layer) + count):
@@ -182,9 +183,9 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all. A layer with
         # experts has the statistics of the layers before it in its input, which grow with its number.
-        kept: Tensors = {}
+        kept = fp8_magnitudes(sizes, sizes.fp8_linears(index))
         if recomputation.position(index) == 0:
-            kept = dict(layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs)
+            kept |= layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs
         if index in keeping:
             kept |= layer.kept_results()
         # A chunk belongs to its first layer. Layers in host memory are no part of one.

@@ -28,6 +28,7 @@ from nxd_memopt.planner.memory.layer_tensors import (
     residual_bytes,
     rms_norm_tensors,
     rotated,
+    with_magnitudes,
 )
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
@@ -39,7 +40,8 @@ def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index:
     require_whole_layers(memory, "lora_rank")
     layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
     # The input of a later stage of a pipeline depends on the adapters of earlier ones.
-    return layer.parts(has_grad=index > 0 or not sizes.has_embedding)
+    parts = layer.parts(has_grad=index > 0 or not sizes.has_embedding)
+    return with_magnitudes(parts, sizes, sizes.fp8_linears(index))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
+from nxd_memopt.planner.memory.fp8_operands import with_operands
 from nxd_memopt.planner.memory.layer_moment import LayerBytes, Moment
 from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.memory.mlp_backward import mlp_moments
@@ -25,12 +26,13 @@ ATTENTION_SAVED = frozenset((*_OPERANDS, "attention", "attention by heads", "log
 """Storages that attention keeps."""
 
 
-def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
-    """Return the moments of a decoder layer's backward at which most memory is in use."""
+def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> list[Moment]:
+    """Return the moments of the backward of decoder layer ``index`` at which most memory is in use."""
+    fp8 = sizes.fp8_linears(index)
     # Merged branches have other tensors than one after the other.
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
-        return _merged_moments(sizes, kernels)
-    moments = _sequential_moments(sizes, memory, kernels)
+        return with_operands(_merged_moments(sizes, kernels), sizes, kernels, fp8)
+    moments = with_operands(_sequential_moments(sizes, memory, kernels), sizes, kernels, fp8)
     if not sizes.scales_blocks:
         return moments
     # The gradient of a block's output is a multiple of the gradient of the residual stream, and exists next to it
@@ -70,6 +72,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     b = LayerBytes(sizes)
     columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
+    mlp_saved.add("normed mlp input in float8")
     if sizes.moe is not None:
         mlp_saved |= expert_tensors(sizes, sizes.moe, fused=kernels.fused).keys()
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})

@@ -127,8 +127,7 @@ def _layer_backwards(
     """Return the backward of every layer; ``casts_to_sums`` when gradients are cast to new fp32 sums."""
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
-        # Layers with equal techniques differ only in the attention window, and in layer 0 before its first adapter.
-        if not sizes.windows and sizes.adapters is None:
+        if sizes.are_layers_alike:
             layers += [_layer_backward(sizes, techniques, kernels, casts_to_sums=casts_to_sums)] * count
             continue
         for index in range(len(layers), len(layers) + count):
@@ -142,7 +141,7 @@ def _layer_backward(
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
     layer = layer_parts(sizes, memory, kernels, index)
     everything = layer.kept()
-    found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+    found = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index), index)
     if casts_to_sums:
         found = with_fp32_sums(found, routes=sizes.moe is not None)
     # Selective recompute computes attention again after the backward of the MLP.
@@ -196,7 +195,9 @@ def _is_candidate(layers: Sequence[Mapping[str, int]], index: int, memory: Memor
     # What a recomputed layer restores depends on its window too.
     window = sizes.window(index)
     return any(
-        window != sizes.window(other) or not _keep_alike(layers[index], layers[other])
+        window != sizes.window(other)
+        or sizes.fp8_linears(index) != sizes.fp8_linears(other)
+        or not _keep_alike(layers[index], layers[other])
         for other in (index - 1, index + 1)
     )
 

@@ -34,6 +34,9 @@ def forward_temporaries(
         return {}
     if sizes.moe is None:
         tensors = _mlp(sizes, has_slots=has_slots)
+        # The activation of all rows is rounded at once, before the first output.
+        if "mlp out" in sizes.fp8_linears(sizes.num_layers - 1):
+            tensors = {"activation": sizes.tokens * sizes.width * (sizes.element_bytes + 1)}
         saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)

@@ -35,7 +35,7 @@ _FREED_WITH_NODE = frozenset(
         *("gathered", "gathered gradient", "copied rows", "normalised", "inputs of the branches"),
         *("dA", "dA of the rows", "dQ, dK, dV", "gradient of expanded", "gradient of normalised", "dX * normalised"),
         *("gradients of the columns", "gradients of the rows", "tensors and gradients of the group"),
-        *("dW in fp32", "parts of dW"),
+        *("dW in fp32", "parts of dW", "float8 operands"),
     )
 )
 """Temporary tensors that are free when the function that has computed a weight's gradient returns."""

@@ -17,6 +17,7 @@ from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.techniques.fp8 import ALIGNMENT
 from nxd_memopt.planner.techniques.tiling import require_head_groups
 
 MODEL_TYPES_WITH_QK_NORM = ("qwen3", "qwen3_moe")
@@ -105,6 +106,39 @@ def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual:
     return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
 
 
+def saved_input(sizes: RankSizes, inputs: Tensors, *, rounds: bool) -> Tensors:
+    """Return what column-parallel layers save of their input ``[s, H]``: in float8 its columns, and their scales."""
+    if not rounds or sizes.fp8 is None:
+        return inputs
+    (name,) = inputs
+    padded = -(-sizes.shard_tokens // ALIGNMENT) * ALIGNMENT
+    scales = sizes.hidden if sizes.fp8.is_rowwise else 1
+    return {f"{name} in float8": sizes.hidden * padded, f"{name} scales": scales * FP32_BYTES}
+
+
+def with_magnitudes(layer: Part, sizes: RankSizes, fp8: Collection[str]) -> Part:
+    """Return a layer with the magnitudes that its float8 linear layers keep."""
+    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, fp8))))
+
+
+def fp8_magnitudes(sizes: RankSizes, fp8: Collection[str]) -> Tensors:
+    """Return the magnitudes that float8 layers keep, whatever is recomputed: of weights, and of what is rounded twice.
+
+    Row-parallel layers round their inputs for forward and again for backward.
+    """
+    if sizes.fp8 is None:
+        return {}
+    tensors: Tensors = {}
+    for name in fp8:
+        outputs = sizes.linear_elements[name] // sizes.hidden
+        numbers = {name: sizes.hidden + outputs}
+        if name in ("attention output", "mlp out"):
+            numbers[f"{name} input"] = sizes.tokens + outputs
+        for each, count in numbers.items():
+            tensors[f"magnitudes of {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else 1)
+    return tensors
+
+
 def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryConfig]]:
     """Return consecutive layers that are computed alike: how many, and their techniques, in order.
 
@@ -152,11 +186,16 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     if memory.attention_head_groups is not None:
         require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
     kernels = layer_kernels(sizes, kernels, index)
+    fp8 = sizes.fp8_linears(index)
+    # Merged branches share one normalised input, unless one of them rounds it.
+    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
     if sizes.is_gated:
-        return _llama_layer(sizes, memory, kernels, index)
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
-        return _merged_gpt_neox_layer(sizes, memory, kernels)
-    return _gpt_neox_layer(sizes, memory, kernels, index)
+        layer = _llama_layer(sizes, memory, kernels, index, fp8)
+    elif merges and not fp8 & {"qkv", "mlp in"}:
+        layer = _merged_gpt_neox_layer(sizes, memory, kernels)
+    else:
+        layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
+    return with_magnitudes(layer, sizes, fp8)
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:
@@ -306,16 +345,19 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
     return {"query": column_bytes(sizes, sizes.query)}, {"key": column_bytes(sizes, sizes.kv)}, value
 
 
-def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+def _attention(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str] = ()
+) -> Part:
     """Return what projections and core attention save, with ``inputs`` as their input.
 
     By groups of heads (``modules/head_groups.py``) each group runs under a checkpoint.
     """
     if memory.attention_head_groups is not None:
         return Part("attn", inputs, inputs)
-    operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated)
+    # One float8 matmul computes all three on all devices.
+    operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated or "qkv" in fp8)
     core = core_attention(sizes, kernels, *operands)
-    saves = inputs | {"attention": column_bytes(sizes, sizes.query)}
+    saves = saved_input(sizes, inputs, rounds="qkv" in fp8) | {"attention": column_bytes(sizes, sizes.query)}
     if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
         saves |= head_norm_tensors(sizes, kernels, "query", sizes.heads)
         saves |= head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
@@ -335,22 +377,26 @@ def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int)
     return wide | statistics | {f"{name} normalised": values * sizes.element_bytes}
 
 
-def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str]) -> Part:
     """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
     width = column_bytes(sizes, sizes.width)
+    saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
     if kernels.fused:
-        return Part("mlp", inputs, inputs | {"gate, up": 2 * width})
+        return Part("mlp", inputs, saved | {"gate, up": 2 * width})
     both = {"gate": width, "up": width}
+    # One float8 matmul computes both.
+    if "mlp in" in fp8:
+        both = {"gate, up": 2 * width}
     saves = both | {"activated gate": width}
     # ReLU's gradient needs its result, not its input.
     if sizes.hidden_act == "relu":
-        del saves["gate"]
-    return Part("mlp", inputs, inputs | {"mlp activation": width}, (Part("mlp_act", both, saves),))
+        saves.pop("gate", None)
+    return Part("mlp", inputs, saved | {"mlp activation": width}, (Part("mlp_act", both, saves),))
 
 
-def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
+def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Collection[str] = ()) -> Part:
     """Return what GPT-NeoX's MLP saves: the activation's input and its result."""
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
@@ -361,22 +407,23 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
     # ReLU's gradient needs its result, not its input.
     if sizes.hidden_act == "relu":
         saves = result
-    return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
+    saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
+    return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
 
 
-def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
+def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
     statistics = _statistics(sizes, index)
     normed = {"normed attention input": residual_bytes(sizes)}
     normed_mlp = {"normed mlp input": residual_bytes(sizes)}
     parts = (
         rms_norm_tensors(sizes, kernels, "layer input"),
-        _attention(sizes, memory, kernels, normed),
+        _attention(sizes, memory, kernels, normed, fp8),
         rms_norm_tensors(sizes, kernels, "mlp input"),
-        _gated_mlp(sizes, memory, kernels, normed_mlp),
+        _gated_mlp(sizes, memory, kernels, normed_mlp, fp8),
     )
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
     return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
 
 
@@ -385,10 +432,14 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
     return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
-def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors) -> Part:
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, fp8: Collection[str]) -> Part:
     """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
-    inputs = {"normed mlp input": residual_bytes(sizes)} | statistics
-    return Part("moe", inputs, expert_tensors(sizes, moe, fused=kernels.fused))
+    normed = {"normed mlp input": residual_bytes(sizes)}
+    saves = expert_tensors(sizes, moe, fused=kernels.fused)
+    # Of the shared expert, next to the input of the router.
+    if "mlp in" in fp8:
+        saves |= saved_input(sizes, normed, rounds=True)
+    return Part("moe", normed | statistics, saves)
 
 
 def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
@@ -404,18 +455,18 @@ def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kern
     return Part("layer", norm.inputs, norm.saves, (attention, mlp))
 
 
-def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
+def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
     """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
     mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
     parts = (
         layer_norm_tensors(sizes, kernels, "layer input"),
-        _attention(sizes, memory, kernels, {"normed attention input": residual_bytes(sizes)}),
+        _attention(sizes, memory, kernels, {"normed attention input": residual_bytes(sizes)}, fp8),
         layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
-        _plain_mlp(sizes, memory, {"normed mlp input": residual_bytes(sizes)}),
+        _plain_mlp(sizes, memory, {"normed mlp input": residual_bytes(sizes)}, fp8),
     )
     statistics = _statistics(sizes, index)
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
     masks: Tensors = {}
     if sizes.hidden_dropout:
         masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}

@@ -11,6 +11,7 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import SINGLE_KERNELS
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
 from nxd_memopt.planner.search.problem import Problem, Setting, kernels_of
+from nxd_memopt.planner.sizes.rank_sizes import require_fp8_sizes
 from nxd_memopt.planner.techniques.recomputation import require_layers
 from nxd_memopt.planner.techniques.tiling import head_group_counts
 
@@ -110,6 +111,8 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
             continue
         try:
             require_shardable(problem.model, size)
+            if problem.fp8 is not None:
+                require_fp8_sizes(problem.model, size)
             found.append(size)
         except ValueError as error:
             reason = str(error)
@@ -288,8 +291,9 @@ def memories(problem: Problem, given: MemoryConfig = NO_TECHNIQUES) -> Iterator[
         yield replace(same, cpu_offloading_num_layers=layers)
     yield replace(same, **full, cpu_offloading_activations=True)
     # Matmuls of tiles of 32,768 tokens are as fast as matmuls of the full sequence.
-    # Tiles compute layers without their adapters.
-    if problem.sequence_length > 32768 and not spec.has_experts and problem.lora is None:
+    # Tiles compute layers without their adapters, and in bf16.
+    is_plain = problem.lora is None and problem.fp8 is None
+    if problem.sequence_length > 32768 and not spec.has_experts and is_plain:
         yield replace(same, **full, mlp_tile_tokens="auto")
         yield replace(same, **full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
         if _has_head_groups(problem):

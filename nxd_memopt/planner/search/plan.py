@@ -321,6 +321,7 @@ def _model(problem: Problem, setting: Setting, models: RankModels, part: ModelPa
             dtype=PRECISIONS[problem.precision][0],
             moe=problem.moe,
             lora=problem.lora,
+            fp8=problem.fp8,
             part=part,
         )
     return models[key]

@@ -14,6 +14,7 @@ from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.memory.layer_tensors import WINDOWED_KERNELS, Kernels
 from nxd_memopt.planner.sizes.states import STAGING_BYTES
+from nxd_memopt.planner.techniques.fp8 import LEAST_CAPABILITY, Fp8Layers
 from nxd_memopt.planner.techniques.gpu_attention import PACKAGES, supported
 
 PRECISIONS = {
@@ -68,9 +69,10 @@ class Problem:
         tensor_model_parallel_size: T of all settings; None tries every size.
         attention: implementation that ``attention_backend: auto`` takes in this process; None: the first of the
             device's that supports the model.
+        fp8: decoder layers whose linear layers multiply in float8; None: none.
 
     Raises:
-        ValueError: a number is below 1, or the precision is unknown.
+        ValueError: a number is below 1, the precision is unknown, or the device has no float8 matmuls.
     """
 
     model: ModelSpec
@@ -89,6 +91,7 @@ class Problem:
     lora: LoraConfig | None = None
     tensor_model_parallel_size: int | None = None
     attention: str | None = None
+    fp8: Fp8Layers | None = None
 
     def __post_init__(self) -> None:
         require_one_of("precision", self.precision, tuple(PRECISIONS))
@@ -99,6 +102,11 @@ class Problem:
             require_memory(name, getattr(self, name))
         if self.precision == "16-mixed" and self.device.kind == "neuron":
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
+        if self.fp8 is not None and self.device.compute_capability < LEAST_CAPABILITY:
+            raise ValueError(
+                f"trainer.fp8 needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY} or higher, which "
+                f"{self.device.name} is not: set it to null, or use h100, h200 or b200"
+            )
 
     @property
     def placed_device(self) -> Device:

@@ -13,6 +13,7 @@ from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout, elements, frozen_weight_bytes
+from nxd_memopt.planner.techniques.fp8 import Fp8Layers
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 """Function of ``states.py`` that counts bytes of parameters of given shapes."""
@@ -106,6 +107,7 @@ def rank_model(
     dtype: str,
     moe: MoEConfig | None = None,
     lora: LoraConfig | None = None,
+    fp8: Fp8Layers | None = None,
     part: ModelPart | None = None,
 ) -> RankModel:
     """Return the share of one rank; arguments and errors as ``rank_sizes``.
@@ -121,6 +123,7 @@ def rank_model(
         dtype=dtype,
         moe=moe,
         lora=lora,
+        fp8=fp8,
     )
     if part is not None:
         sizes = _of_part(sizes, part)
@@ -161,10 +164,14 @@ def _of_part(sizes: RankSizes, part: ModelPart) -> RankSizes:
     windows = sizes.windows
     if windows:
         windows = tuple(windows[number] for number in part.layers)
+    fp8 = sizes.fp8
+    if fp8 is not None:
+        fp8 = replace(fp8, layers=tuple(fp8.layers[number] for number in part.layers))
     return replace(
         sizes,
         num_layers=len(part.layers),
         windows=windows,
+        fp8=fp8,
         has_embedding=part.has_embedding,
         has_head=part.has_head,
     )

@@ -14,6 +14,7 @@ from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.techniques.fp8 import ALIGNMENT, Fp8Layers
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -52,6 +53,7 @@ class RankSizes:
         scales_blocks: outputs of attention and MLP are multiplied by a constant (Granite).
         has_embedding: the rank embeds the tokens; False after the first stage of a pipeline.
         has_head: the rank has final norm, head and loss; False before the last stage of a pipeline.
+        fp8: layers whose matmuls have float8 operands; None: none.
     """
 
     model_type: str
@@ -82,6 +84,7 @@ class RankSizes:
     scales_blocks: bool = False
     has_embedding: bool = True
     has_head: bool = True
+    fp8: Fp8Layers | None = None
 
     def window(self, index: int) -> int | None:
         """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
@@ -89,11 +92,36 @@ class RankSizes:
             return None
         return self.windows[index]
 
+    @property
+    def are_layers_alike(self) -> bool:
+        """Whether dense layers keep the same: no windows or float8 in some of them, or adapters after layer 0."""
+        return not self.windows and self.adapters is None and (self.fp8 is None or all(self.fp8.layers))
+
     # Cached: a search asks for them millions of times.
     @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch, S * B."""
         return self.sequence_length * self.micro_batch_size
+
+    @cached_property
+    def linear_elements(self) -> dict[str, int]:
+        """Elements of the linear layers' weights on this rank, of those that are computed together; without experts."""
+        width = self.width
+        if self.moe is not None:
+            width = self.moe.shared_width
+        return {
+            "qkv": (self.query + 2 * self.kv) * self.hidden,
+            "attention output": self.query * self.hidden,
+            "mlp in": self.mlp_inputs * width * self.hidden,
+            "mlp out": width * self.hidden,
+        }
+
+    def fp8_linears(self, index: int) -> frozenset[str]:
+        """Return which of ``linear_elements`` round their operands to float8 in layer ``index``."""
+        if self.fp8 is None or not self.fp8.layers[index]:
+            return frozenset()
+        least = self.fp8.least_products
+        return frozenset(name for name, count in self.linear_elements.items() if count and self.tokens * count >= least)
 
     @property
     def is_gated(self) -> bool:
@@ -142,6 +170,7 @@ def rank_sizes(
     dtype: str,
     moe: MoEConfig | None = None,
     lora: LoraConfig | None = None,
+    fp8: Fp8Layers | None = None,
 ) -> RankSizes:
     """Return the sizes of one rank's tensors.
 
@@ -153,10 +182,11 @@ def rank_sizes(
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
         moe: options of experts; None: the options of the model's config.
         lora: options of adapters; None without adapters.
+        fp8: layers whose matmuls have float8 operands; None: none.
 
     Raises:
         ValueError: T does not divide heads, MLP width or sequence, EP does not divide the experts, the model
-            has dense layers and layers with experts, or its adapters are not planned.
+            has dense layers and layers with experts, its adapters are not planned, or sizes have no float8 matmul.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(spec, size)
@@ -178,7 +208,7 @@ def rank_sizes(
     adapters = None
     if lora is not None:
         adapters = adapters_of(spec, lora)
-    return RankSizes(
+    sizes = RankSizes(
         model_type=model_type,
         num_layers=spec.num_layers,
         sequence_length=sequence_length,
@@ -207,4 +237,24 @@ def rank_sizes(
         reduces_in_fp32=parallel.reduce_dtype == "float32",
         adapters=adapters,
         scales_blocks=spec.residual_multiplier is not None,
+        fp8=fp8,
     )
+    if any(sizes.fp8_linears(index) for index in range(sizes.num_layers)):
+        require_fp8_sizes(spec, size)
+    return sizes
+
+
+def require_fp8_sizes(spec: ModelSpec, tensor_model_parallel_size: int) -> None:
+    """Raise ``ValueError`` if the linear layers of a rank have sizes that no float8 matmul has."""
+    size = tensor_model_parallel_size
+    heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
+    width = spec.intermediate_size
+    # Of experts the shared one alone is a linear layer.
+    if spec.experts is not None:
+        width = spec.experts.shared_width or 0
+    found = (spec.hidden_size, heads * spec.head_dim, kv_heads * spec.head_dim, width // size)
+    if any(each % ALIGNMENT for each in found):
+        raise ValueError(
+            f"fp8 needs sizes that are multiples of {ALIGNMENT}; hidden size, queries, keys and MLP of a rank are "
+            f"{list(found)}: train in bf16, or with another tensor_model_parallel_size than {size}"
+        )

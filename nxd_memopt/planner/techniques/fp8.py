@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 LEAST_PRODUCTS = 2**35
 """Multiplications of a forward matmul from which float8 pays.
 
@@ -9,6 +11,44 @@ Measured on an H200, forward and backward with casts against bf16, at 2,048 and 
 multiplications (2,048 x 2,048 at 8,192 tokens, 4,096 x 4,096 at 2,048) tensorwise scales take 0.93 to 1.0 of the
 time, with half of them 1.0 to 1.1, with four times as many 0.7 to 0.85 (docs/precision.md).
 """
+ALIGNMENT = 16
+"""Multiple of all dimensions of a float8 matmul but the rows of its result."""
+LEAST_CAPABILITY = 9.0
+"""Compute capability from which GPUs multiply in float8."""
+
+
+@dataclass(frozen=True)
+class Fp8Layers:
+    """Decoder layers whose linear layers round their operands where that pays.
+
+    Args:
+        layers: for each decoder layer whether its linear layers may.
+        is_rowwise: each row of an operand has a scale, instead of each tensor.
+        least_products: see ``LEAST_PRODUCTS``; 0 rounds all.
+    """
+
+    layers: tuple[bool, ...]
+    is_rowwise: bool = False
+    least_products: int = LEAST_PRODUCTS
+
+
+def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, ...]:
+    """Return for each decoder layer whether it may round.
+
+    Args:
+        first_last_layers_bf16: layers at each end that do not.
+        num_layers: all of them.
+
+    Raises:
+        ValueError: no layer is left.
+    """
+    ends = first_last_layers_bf16
+    if 2 * ends >= num_layers:
+        raise ValueError(
+            f"first_last_layers_bf16={ends} leaves none of {num_layers} decoder layers: use less than "
+            f"{(num_layers + 1) // 2}"
+        )
+    return tuple(ends <= number < num_layers - ends for number in range(num_layers))
 
 
 def pays(tokens: int, inputs: int, outputs: int) -> bool:

@@ -68,6 +68,49 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
 
 
+def _rounding(sizes: RankSizes) -> tuple[frozenset[str], float]:
+    """Return the linear layers that round to float8, and in which part of the decoder layers."""
+    if sizes.fp8 is None:
+        return frozenset(), 0.0
+    by_layer = [sizes.fp8_linears(index) for index in range(sizes.num_layers)]
+    # All layers that round at all are alike.
+    names = max(by_layer, key=len)
+    return names, sum(map(bool, by_layer)) / sizes.num_layers
+
+
+def fp8_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return the FLOPs of ``matmul_flops`` whose operands are float8."""
+    names, part = _rounding(sizes)
+    weights = {name: count if name in names else 0 for name, count in sizes.linear_elements.items()}
+    per_weight = 6 if sizes.adapters is None else 4
+    elements = per_weight * sum(weights.values()) * sizes.num_layers
+    return part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, weights))
+
+
+def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return the bytes that magnitudes and casts of float8 operands read and write in a micro-batch.
+
+    Magnitudes read a tensor, a cast reads it again and writes a byte for each of rows and columns. Gradients of outputs
+    and inputs of column-parallel layers are cast to both at once; weights, and inputs of row-parallel layers, to rows in
+    forward and to columns in backward. Without columns of frozen weights' layers it is less: an upper bound.
+    """
+    names, part = _rounding(sizes)
+    element = sizes.element_bytes
+    forward = dict.fromkeys(sizes.linear_elements, 0)
+    backward = 0
+    for name in names:
+        weight = sizes.linear_elements[name]
+        own, stream = sizes.tokens * (weight // sizes.hidden), sizes.shard_tokens * sizes.hidden
+        if name in ("qkv", "mlp in"):
+            forward[name] = (2 * element + 2) * stream + (2 * element + 1) * weight
+            backward += (2 * element + 2) * own + (element + 1) * weight
+        else:
+            forward[name] = (2 * element + 1) * (own + weight)
+            backward += (2 * element + 2) * stream + (element + 1) * (own + weight)
+    once = (sum(forward.values()) + backward) * sizes.num_layers
+    return part * (once + _recomputed_elements(sizes, memory, forward))
+
+
 def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
     """Return the FLOPs of a micro-batch's forward and backward that the model itself needs, without recomputation.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.options import Resume, check_options, field_types, option, require_named, require_one_of
+from nxd_memopt.planner.techniques.fp8 import Fp8Layers, rounded_layers
 from nxd_memopt.training.config.combinations import conflict_with_graphs, require_compatible
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
@@ -165,6 +166,16 @@ class TrainerConfig:
         require_named("trainer.wandb_project", self.wandb_project)
         object.__setattr__(self, "precision", precision_name(self.precision))
         require_one_of("trainer.precision", self.precision, tuple(PRECISIONS))
+
+    def fp8_layers(self, num_layers: int) -> Fp8Layers | None:
+        """Return which of ``num_layers`` decoder layers round to float8; None without ``fp8``.
+
+        Raises:
+            ValueError: ``first_last_layers_bf16`` leaves none.
+        """
+        if self.fp8 is None:
+            return None
+        return Fp8Layers(rounded_layers(self.first_last_layers_bf16, num_layers), self.fp8_recipe == "rowwise")
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -20,7 +20,8 @@ def utilization_per_token(config: TrainConfig, hf_config: PretrainedConfig) -> f
     The work is the model's (``planner.timing.step_time.model_flops``): without recomputation, with the
     experts that a token uses. The attention of isolated documents depends on their lengths and is
     left out, so that the MFU is a lower bound there. The rate is the published dense one of the
-    dtype of the weights (``planner/hardware.py``). CPUs have no published rate, TF32 is not in the
+    dtype of the weights (``planner/hardware.py``), also with ``fp8``, whose matmuls may exceed it: the
+    MFU then is comparable with a bf16 run's. CPUs have no published rate, TF32 is not in the
     table, and LoRA computes no gradients of most weights.
     """
     device = _device()

@@ -1,0 +1,59 @@
+"""The temporary tensors of linear layers with float8 operands, in the moments of a layer's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from nxd_memopt.planner.memory.layer_moment import Moment
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+
+OPERANDS = "float8 operands"
+"""Name of the temporary tensors of a byte an element."""
+_LINEARS = {
+    "MLP, last projection": ("mlp out",),
+    "MLP, first projections": ("mlp in",),
+    "attention output projection": ("attention output",),
+    "query, key and value projections": ("qkv",),
+    "output projections": ("attention output", "mlp out"),
+    "input projections": ("qkv", "mlp in"),
+    "shared expert, last projection": ("mlp out",),
+    "shared expert, first projections": ("mlp in",),
+}
+"""Moment -> linear layers whose weight gradients it computes, by the names of ``RankSizes.linear_elements``."""
+
+
+def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels, fp8: Collection[str]) -> list[Moment]:
+    """Return ``moments`` with the float8 operands of the linear layers ``fp8``, which replace gathered tensors."""
+    found: list[Moment] = []
+    for moment in moments:
+        names = [name for name in _LINEARS.get(moment.name, ()) if name in fp8]
+        # Of a mixture of experts the shared one alone rounds.
+        if sizes.moe is not None and moment.name.startswith("MLP"):
+            names = []
+        temporary = dict(moment.temporary)
+        if names:
+            temporary |= {"gathered": 0, OPERANDS: _operand_bytes(sizes, names)}
+        # The gradient of the activation is computed at once, where bf16 has tiles of it.
+        if names == ["mlp out"] and kernels.fused and sizes.moe is None:
+            temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
+        found.append(replace(moment, temporary=temporary))
+    return found
+
+
+def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
+    """Return the bytes of the float8 tensors of linear layers that are computed together.
+
+    Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of column-parallel
+    layers those that are gathered and the copy that joins them, of row-parallel layers one at a time. The outputs of
+    row-parallel layers are one tensor. Columns are for gradients of weights.
+    """
+    widths = [sizes.linear_elements[name] // sizes.hidden for name in names]
+    weights = sum(widths) * sizes.hidden
+    if sizes.adapters is not None:
+        return sizes.tokens * (sum(widths) if names[0] in ("qkv", "mlp in") else sizes.hidden) + weights
+    if names[0] in ("qkv", "mlp in"):
+        gathered = 2 * sizes.tokens * sizes.hidden * int(sizes.shards > 1)
+        return 2 * sizes.tokens * sum(widths) + weights + gathered
+    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(widths)

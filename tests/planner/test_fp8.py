@@ -1,0 +1,127 @@
+"""Plans of models whose linear layers multiply in float8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.hardware import GIB, device_named
+from nxd_memopt.planner.memory.activations import activations
+from nxd_memopt.planner.memory.backward import layer_moments
+from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.search.candidates import memories, tensor_parallel_sizes
+from nxd_memopt.planner.search.plan import Plan, evaluate
+from nxd_memopt.planner.search.problem import Problem, Setting
+from nxd_memopt.planner.sizes.rank_model import ModelPart
+from nxd_memopt.planner.techniques.fp8 import Fp8Layers, rounded_layers
+from nxd_memopt.planner.timing.step_work import fp8_cast_bytes, fp8_flops, matmul_flops
+from tests.planner.storages import named, share_of, sizes_of
+from tests.reference import assert_says, error_message
+
+LLAMA = named("llama-3-8b")
+ALL = Fp8Layers((True,) * 32)
+ROWWISE = replace(ALL, is_rowwise=True)
+NO_TECHNIQUES = MemoryConfig()
+ON_GPU = Kernels(fused=True, attention="flash4")
+FULL = MemoryConfig(recompute_granularity="full")
+
+
+def problem(fp8: Fp8Layers | None, device: str = "h200", **options) -> Problem:
+    return Problem(LLAMA, device_named(device), 1, 8192, precision="bf16-true", fp8=fp8, **options)
+
+
+def plan(fp8: Fp8Layers | None) -> Plan:
+    return evaluate(problem(fp8), Setting(cuda_graph=True))
+
+
+# Measured on an H200 with 8,192 tokens, bf16-true, a CUDA graph: GiB and milliseconds.
+@pytest.mark.parametrize(
+    ("fp8", "gib", "step_ms"), [(None, 74.51, 732.7), (ALL, 73.75, 548.8), (ROWWISE, 73.77, 570.8)]
+)
+def test_measured_steps(fp8, gib, step_ms):
+    found = plan(fp8)
+    # bf16 is planned 1.3 % too small; in the pool of a graph gradients find no room between other tensors.
+    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.025)
+    assert found.memory.reserved_bytes / GIB > gib
+    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.03)
+
+
+def test_layers_at_the_ends_are_planned_as_bf16():
+    sizes = [
+        sizes_of(LLAMA, length=8192, rows=1, dtype="bfloat16", fp8=fp8)
+        for fp8 in (None, ALL, Fp8Layers(rounded_layers(2, 32)))
+    ]
+    plain, rounded, mixed = (activations(each, NO_TECHNIQUES, ON_GPU).layer_bytes for each in sizes)
+    assert mixed == plain[:2] + rounded[2:30] + plain[30:]
+    # a byte less for each element of two inputs
+    assert plain[0] - rounded[0] == pytest.approx(2 * 8192 * 4096, abs=64)
+    part = ModelPart((1, 2), has_embedding=False, has_head=False)
+    share = share_of(LLAMA, length=8192, rows=1, dtype="bfloat16", fp8=sizes[2].fp8, part=part)
+    assert activations(share.sizes, NO_TECHNIQUES, ON_GPU).layer_bytes == (plain[1], rounded[2])
+
+
+def test_layers_that_are_faster_in_bf16_are_planned_as_such():
+    """With 512 tokens gate and up have 2^35.8 multiplications, and the other matmuls at most 2^34.8."""
+    short, shorter = (sizes_of(LLAMA, length=length, rows=1, dtype="bfloat16", fp8=ALL) for length in (512, 256))
+    assert short.fp8_linears(0) == {"mlp in"}
+    assert shorter.fp8_linears(0) == set()
+    assert fp8_flops(shorter, NO_TECHNIQUES) == fp8_cast_bytes(shorter, NO_TECHNIQUES) == 0
+
+
+def test_temporary_tensors_of_backward():
+    sizes = sizes_of(LLAMA, length=8192, rows=1, dtype="bfloat16", fp8=ALL)
+    operands = {
+        each.name: each.temporary.get("float8 operands") for each in layer_moments(sizes, NO_TECHNIQUES, ON_GPU)
+    }
+    tokens, hidden, width, qkv = 8192, 4096, 14336, 6144
+    assert operands == {
+        "MLP, last projection": 2 * tokens * hidden + width * hidden + tokens * width,
+        "MLP, first projections": 2 * tokens * 2 * width + 2 * width * hidden,
+        "attention output projection": 2 * tokens * hidden + hidden * hidden + tokens * hidden,
+        "attention": None,
+        "query, key and value projections": 2 * tokens * qkv + qkv * hidden,
+    }
+
+
+def test_work_of_matmuls_and_casts():
+    sizes = sizes_of(LLAMA, length=8192, rows=1, dtype="bfloat16", fp8=ALL)
+    tokens, hidden, width, qkv = 8192, 4096, 14336, 6144
+    weights = hidden * (qkv + hidden + 3 * width)
+    assert fp8_flops(sizes, NO_TECHNIQUES) == 32 * 6 * tokens * weights
+    head = 6 * tokens * hidden * sizes.vocab
+    assert matmul_flops(sizes, NO_TECHNIQUES) - fp8_flops(sizes, NO_TECHNIQUES) == head
+    # Elements of inputs of column- and of row-parallel layers, of gradients of outputs, and of weights.
+    once, twice = 2 * tokens * hidden, tokens * (hidden + width)
+    gradients = tokens * (qkv + hidden + 2 * width + hidden)
+    assert fp8_cast_bytes(sizes, NO_TECHNIQUES) == 32 * (6 * once + 8 * twice + 6 * gradients + 8 * weights)
+    # Forward again, but the last projection.
+    again = fp8_cast_bytes(sizes, FULL) - fp8_cast_bytes(sizes, NO_TECHNIQUES)
+    repeated = hidden * (qkv + hidden + 2 * width)
+    assert again == 32 * (6 * once + 5 * tokens * hidden + 5 * repeated)
+    assert fp8_flops(sizes, FULL) - fp8_flops(sizes, NO_TECHNIQUES) == 32 * 2 * tokens * repeated
+    half = replace(sizes, fp8=Fp8Layers((True, False) * 16))
+    assert fp8_flops(half, NO_TECHNIQUES) == fp8_flops(sizes, NO_TECHNIQUES) / 2
+
+
+@pytest.mark.parametrize("device", ["a100", "trn1", "trn2"])
+def test_devices_without_float8_matmuls(device):
+    message = error_message(lambda: problem(ALL, device))
+    assert_says(message, "trainer.fp8", "9.0", device.partition("-")[0], "null")
+
+
+def test_search_keeps_what_float8_layers_support():
+    long = replace(problem(ALL), sequence_length=65536)
+    assert any(each.mlp_tile_tokens for each in memories(replace(long, fp8=None)))
+    assert not any(each.mlp_tile_tokens or each.attention_head_groups for each in memories(long))
+    odd = named("llama-3-8b", intermediate_size=14336 + 16)
+    eight = replace(problem(ALL), model=odd, devices=8)
+    assert tensor_parallel_sizes(replace(eight, fp8=None)) == [1, 2, 4, 8]
+    assert tensor_parallel_sizes(eight) == [1]
+    message = error_message(lambda: sizes_of(odd, ParallelConfig(2), 8192, 1, "bfloat16", fp8=ALL))
+    assert_says(message, "16", "7176", "tensor_model_parallel_size")
+
+
+def test_no_layer_is_left():
+    assert_says(error_message(lambda: rounded_layers(2, 4)), "first_last_layers_bf16=2", "4", "less than 2")
