@@ -189,7 +189,10 @@ def test_frozen_weights_of_row_parallel_layers_pass_the_gradient_on(recipe):
 @RECIPES
 def test_no_tokens_have_no_gradient(recipe):
     parallel_state.initialize_model_parallel(1)
-    layers = ColumnParallelLinear(HIDDEN, 32, gather_output=False), RowParallelLinear(32, HIDDEN, input_is_parallel=True)
+    layers = (
+        ColumnParallelLinear(HIDDEN, 32, gather_output=False),
+        RowParallelLinear(32, HIDDEN, input_is_parallel=True),
+    )
     x = torch.zeros(0, 2, HIDDEN, requires_grad=True)
     for layer in layers:
         layer.fp8 = recipe

@@ -22,6 +22,7 @@ from nxd_memopt.ops.fp8 import (
     Magnitudes,
     Operand,
     as_both,
+    as_bytes,
     as_columns,
     as_rows,
     magnitudes,
@@ -73,7 +74,8 @@ class Fp8ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         needs_input, _, *needs_parameters = ctx.needs_input_grad
-        weights, columns_of_x = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        saved = ctx.saved_tensors  # once: a recomputed region is computed again for each read
+        weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
         grad = _joined([comm.sequence_first(each) for each in grads], -1)
         recipe = recipe_of(comm)
         sizes = magnitudes(_flat(grad), recipe)
@@ -164,7 +166,7 @@ class GatheredRows:
         self._scale = rows.scale
         if self._is_rowwise:
             self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), _gathering_group(comm))
-        self._gathering = comm.gather(rows.data.view(torch.uint8).view(shape), materialize=materialize)
+        self._gathering = comm.gather(as_bytes(rows.data).view(shape), materialize=materialize)
 
     def whole(self) -> Operand:
         """Return the rows of all ranks."""
@@ -202,7 +204,7 @@ def gathered_columns(columns: Operand, rows: int, comm: ActivationSharding) -> C
     if size == 1:
         return lambda: columns
     width = columns.data.size(0)
-    gathering = backend.start_all_gather(columns.data.view(torch.uint8), group)
+    gathering = backend.start_all_gather(as_bytes(columns.data), group)
 
     def wait() -> Operand:
         # [T K, s] -> [K, T s], without the padding of each shard
