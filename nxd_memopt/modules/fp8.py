@@ -44,10 +44,12 @@ def use_fp8(
     names: list[str] = []
     # a rank's stages of a pipeline have the layers' numbers in the model
     for number, layer in model.backbone.layers.named_children():
-        if first_last_layers_bf16 <= int(number) < count - first_last_layers_bf16:
-            for group in _computed_together(layer):
-                if tokens is None or _pays(tokens, list(group.values())):
-                    names += [f"{number}.{name}" for name in _round(group, recipe)]
+        is_between = first_last_layers_bf16 <= int(number) < count - first_last_layers_bf16
+        for group in _computed_together(layer):
+            for linear in group.values():
+                linear.fp8 = None  # of an earlier call
+            if is_between and (tokens is None or _pays(tokens, list(group.values()))):
+                names += [f"{number}.{name}" for name in _round(group, recipe)]
     return names
 
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.fp8 import use_fp8
 from nxd_memopt.ops import fp8
 from nxd_memopt.ops.fp8 import Fp8Recipe, Operand
 from nxd_memopt.parallel_layers import grads, layers, parallel_state
 from nxd_memopt.parallel_layers.functional import fp8_linear
+from nxd_memopt.planner.techniques.fp8 import LEAST_PRODUCTS
 from tests.dist.pool import distributed
-from tests.reference import assert_same_on_all_ranks, relative_error
+from tests.reference import assert_same_on_all_ranks, assert_says, error_message, relative_error
 from tests.reference_models import (
     batch,
     full_gradients,
@@ -67,6 +70,19 @@ def without_rounding() -> Iterator[None]:
         mock.patch.object(fp8_linear, "as_bytes", lambda data: data),
     ):
         yield
+
+
+@contextmanager
+def counted_products() -> Iterator[list[int]]:
+    """Yield a list of one number, of the float8 matmuls."""
+    counts = [0]
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        counts[0] += 1
+        return fp8.product(*args, **options)
+
+    with mock.patch.object(fp8_linear, "product", counted):
+        yield counts
 
 
 def in_float8(config: Any, reference: nn.Module, recipe: Fp8Recipe, **options: Any) -> nn.Module:
@@ -123,6 +139,39 @@ def test_gradients_are_transformers_within_float8_roundings(name, recipe, world_
         error = (gradient - part).norm() / wanted[parameter].norm()
         # the terms of a key bias's gradient cancel, their errors do not
         assert error < 0.15 or parameter.endswith("k_proj.bias"), f"{parameter}: {error:.3f}"
+
+
+@distributed(world_size=[1, 2])
+@RECIPES
+@pytest.mark.parametrize(("width", "least"), [(64, 128**2), (512, 128 * 512)], ids=["attention", "MLP"])
+def test_branches_of_which_one_is_in_float8(width, least, granularity, world_size):
+    parallel_state.initialize_model_parallel(world_size)
+    config = gpt_neox_config(**SIZES | {"intermediate_size": width})
+    reference = hugging_face(config)
+    reference(**batch()).loss.backward()
+    wanted = full_gradients(reference)
+    model = parallel_model(config, full_parameters(reference), sequence_parallel=True)
+    names = use_fp8(model, Fp8Recipe("e4m3", granularity), tokens=LEAST_PRODUCTS * world_size // least)
+    assert len(names) == 4
+    with without_rounding(), counted_products() as counts:
+        found = gradients(model)
+    assert counts == [3 * len(names)]  # forward, dX and dW
+    for parameter, gradient in wanted.items():
+        part = local_part(parameter, gradient, config)
+        assert (found[parameter] - part).norm() < TOLERANCE * gradient.norm(), parameter
+
+
+def test_a_technique_that_reads_weights_refuses_float8_layers():
+    model = in_float8(CONFIGS["llama"](), hugging_face(CONFIGS["llama"]()), Fp8Recipe())
+    for option in ({"mlp_tile_tokens": 8}, {"attention_head_groups": 2}):
+        apply_memory(model, MemoryConfig(**option))
+        assert_says(error_message(lambda: model(**batch())), *option, "fp8")
+
+
+def test_a_second_call_replaces_the_first():
+    model = in_float8(CONFIGS["llama"](), hugging_face(CONFIGS["llama"]()), Fp8Recipe())
+    assert use_fp8(model, Fp8Recipe(), tokens=1) == []
+    assert all(getattr(module, "fp8", None) is None for module in model.modules())
 
 
 RECOMPUTE = {
