@@ -210,6 +210,19 @@ def test_frozen_weights_of_row_parallel_layers_pass_the_gradient_on(recipe):
 
 @distributed(world_size=1)
 @RECIPES
+def test_an_update_of_weights_changes_their_scale(recipe):
+    parallel_state.initialize_model_parallel(1)
+    x = uneven(LENGTH, HIDDEN, seed=3)
+    for layer in (ColumnParallelLinear(HIDDEN, 32, bias=False), RowParallelLinear(HIDDEN, 32, bias=False)):
+        layer.fp8 = recipe
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight *= 4
+        assert torch.equal(layer(x), 4 * before)
+
+
+@distributed(world_size=1)
+@RECIPES
 def test_no_tokens_have_no_gradient(recipe):
     parallel_state.initialize_model_parallel(1)
     layers = (

@@ -137,8 +137,8 @@ def test_gradients_are_transformers_within_float8_roundings(name, recipe, world_
     for parameter, gradient in found.items():
         part = local_part(parameter, wanted[parameter], config)
         error = (gradient - part).norm() / wanted[parameter].norm()
-        # the terms of a key bias's gradient cancel, their errors do not
-        assert error < 0.15 or parameter.endswith("k_proj.bias"), f"{parameter}: {error:.3f}"
+        # a lost sum is an error of 0.5; the terms of a key bias's gradient cancel, their errors do not
+        assert error < 0.25 or parameter.endswith("k_proj.bias"), f"{parameter}: {error:.3f}"
 
 
 @distributed(world_size=[1, 2])
