@@ -136,15 +136,16 @@ class Fp8RowParallel(torch.autograd.Function):
             as_columns(weight, sizes, FORWARD_DTYPE) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
-        input_grads = gradient.rows.products(operands, grad.dtype)
+        input_grads = gradient.products(operands, grad.dtype)
+        columns_of_grad = gradient.columns() if any(needs_grad[1::2]) else None
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
             inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
         ):
             weight_grad = None
-            if needs_weight:
+            if needs_weight and columns_of_grad is not None:
                 columns = as_columns(_flat(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
-                weight_grad = product(gradient.columns(), columns, grad.dtype)
+                weight_grad = product(columns_of_grad, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
 
@@ -176,13 +177,16 @@ class GatheredRows:
         self, weights: Sequence[Operand], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
-        parts: list[list[Tensor]] = [[] for _ in weights]
+        parts: dict[int, list[Tensor]] = {}
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
-            for part, weight in zip(parts, weights, strict=True):
-                result = product(operand, weight, dtype, bias, fast=fast)
-                part.append(result.view(*rows.shape[:-1], weight.data.size(0)))
-        return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+            results = [product(operand, weight, dtype, bias, fast=fast) for weight in weights]
+            parts[start] = [result.view(*rows.shape[:-1], result.size(-1)) for result in results]
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        # Chunks arrive in any order: this rank's own rows are the first.
+        in_order = zip(*(parts[start] for start in sorted(parts)), strict=True)
+        return [torch.cat(each) for each in in_order]
 
     def _operand(self, start: int, rows: Tensor) -> Operand:
         scale = self._scale
@@ -221,22 +225,32 @@ class RowGradient:
     Args:
         comm: sharding of the output.
         grad: this rank's gradient, sequence first.
-        needs_columns: whether ``columns`` will be called.
+        needs_columns: whether ``columns`` will be called, after ``products``.
     """
 
     def __init__(self, comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> None:
+        self._comm = comm
+        self._columns: Callable[[], Operand] | None = None
         group, recipe = _gathering_group(comm), recipe_of(comm)
         flat = _flat(grad)
         # With one scale the gathered rows are transposed. Columns with scales of their own are gathered too.
         casts_columns = needs_columns and (recipe.is_rowwise or backend.group_size(group) == 1)
         sizes = magnitudes(flat, recipe, group)
-        rows, columns = _operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
-        self.rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
-        self._columns = None if columns is None else gathered_columns(columns, flat.size(0), comm)
+        rows, self._shard = _operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
+        self._shard_rows = flat.size(0)
+        self._rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
+
+    def products(self, weights: Sequence[Operand], dtype: torch.dtype) -> list[Tensor]:
+        """Return ``rows weight^t`` for each weight; see ``GatheredRows.products``."""
+        results = self._rows.products(weights, dtype)
+        # A gather may overwrite the rows of the one before it: this one starts when they have been read.
+        if self._shard is not None:
+            self._columns = gathered_columns(self._shard, self._shard_rows, self._comm)
+        return results
 
     def columns(self) -> Operand:
         """Return the columns ``[H, S]`` of all ranks' rows."""
-        return transposed(self.rows.whole()) if self._columns is None else self._columns()
+        return transposed(self._rows.whole()) if self._columns is None else self._columns()
 
 
 def reduced_products(
