@@ -126,7 +126,8 @@ def _maximum(values: Tensor, group: ProcessGroup | None) -> Tensor:
 def as_rows(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> Operand:
     """Return ``x`` rounded to float8, ``[M, K]``.
 
-    Numbers that are all below ``SMALLEST`` are zeros with the scale 1. An infinity or NaN makes all values of its scale NaN.
+    Numbers that are all below ``SMALLEST`` are zeros with the scale 1. An infinity or NaN makes all values of its scale
+    NaN.
 
     Args:
         x: ``[M, K]``.

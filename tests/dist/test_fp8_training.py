@@ -23,7 +23,10 @@ STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_si
 @contextmanager
 def on_this_device() -> Iterator[None]:
     """Let the CPU compute small layers in float8."""
-    with mock.patch.object(type(backend), "fp8_refusal", lambda self: None), mock.patch.object(fp8, "LEAST_PRODUCTS", 0):
+    with (
+        mock.patch.object(type(backend), "fp8_refusal", lambda self: None),
+        mock.patch.object(fp8, "LEAST_PRODUCTS", 0),
+    ):
         yield
 
 
