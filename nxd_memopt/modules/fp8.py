@@ -37,9 +37,12 @@ def use_fp8(
     """
     _require_called(model)
     names: list[str] = []
-    for number, layer in _rounded_layers(model, first_last_layers_bf16).items():
+    rounded = _rounded_layers(model, first_last_layers_bf16)
+    for number, layer in model.backbone.layers.named_children():
         for group in _computed_together(layer):
-            if tokens is None or _pays(tokens, list(group.values())):
+            for linear in group.values():
+                linear.fp8 = None  # of an earlier call
+            if number in rounded and (tokens is None or _pays(tokens, list(group.values()))):
                 names += [f"{number}.{name}" for name in _round(group, recipe)]
     return names
 

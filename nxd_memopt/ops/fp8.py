@@ -158,8 +158,13 @@ def transposed(operand: Operand) -> Operand:
     data = operand.data
     if data.is_cuda:
         return Operand(cuda.transposed(data), operand.scale)
-    columns = padded(data.view(torch.uint8).t())
+    columns = padded(as_bytes(data).t())
     return Operand(columns.contiguous().view(data.dtype), operand.scale)
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Return float8 numbers as integers, which collectives and copies take."""
+    return data.view(torch.uint8)
 
 
 def padded(columns: Tensor) -> Tensor:

@@ -191,14 +191,20 @@ def apply_fp8(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     recipe = Fp8Recipe(trainer.fp8, trainer.fp8_recipe)
     tokens = config.data.micro_batch_size * config.data.seq_length if config.lora.base_dtype is None else None
     names = use_fp8(model, recipe, first_last_layers_bf16=trainer.first_last_layers_bf16, tokens=tokens)
+    held = len(model.decoder_layers())
+    stage = " of the first stage" if held < model.spec.num_layers else ""
     if not names:
-        return [f"fp8: in no layer, because all are faster in {config.dtype} with {tokens} tokens in a micro-batch"]
+        kept = f"the first and last {trainer.first_last_layers_bf16} stay as they are, " if stage else ""
+        return [
+            f"fp8: in no layer{stage}, because {kept}all are faster in {config.dtype} with {tokens} tokens in a "
+            "micro-batch"
+        ]
     kinds = sorted({name.rpartition(".")[2] for name in names})
     layers = {name.partition(".")[0] for name in names}
     others = "all else, and evaluation," if config.lora.base_dtype is None else "all else"
     return [
         f"fp8: {trainer.fp8}, {trainer.fp8_recipe}, in {', '.join(kinds)} of {len(layers)} of "
-        f"{model.spec.num_layers} decoder layers; {others} in {config.dtype}"
+        f"{held} decoder layers{stage}; {others} in {config.dtype}"
     ]
 
 

@@ -77,6 +77,17 @@ def test_special_values_equal_the_cpus(value, granularity):
 
 @GRANULARITIES
 @DTYPES
+def test_numbers_without_a_finite_inverse_scale_equal_the_cpus(dtype, granularity):
+    x = torch.full((32, 64), 1e-38, dtype=torch.bfloat16)
+    x[3], x[5, 7] = 0, 2.0**-90
+    recipe = Fp8Recipe(granularity=granularity)
+    found = fp8.as_both(x.cuda(), fp8.magnitudes(x.cuda(), recipe), dtype)
+    for on_gpu, on_cpu in zip(found, fp8.as_both(x, fp8.magnitudes(x, recipe), dtype), strict=True):
+        assert_same(on_gpu, on_cpu)
+
+
+@GRANULARITIES
+@DTYPES
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_equal_float64(has_bias, fast, dtype, granularity):

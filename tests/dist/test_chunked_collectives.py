@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.mlp import fused_gated_mlp
+from nxd_memopt.ops.fp8 import GRANULARITIES, Fp8Recipe
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from tests.dist.pool import distributed
-from tests.reference import assert_float64_close, shard, tensors
+from tests.reference import assert_float64_close, relative_error, shard, tensors
 
 F64 = {"dtype": torch.float64}
 LENGTH, BATCH, HIDDEN = 12, 3, 8
@@ -36,8 +37,8 @@ class PieceGathering:
 
     def __init__(self, shard, group, *, materialize: bool) -> None:
         if PieceGathering.last is not None:
-            # bytes of float8: 255 is NaN
-            PieceGathering.last.fill_(torch.nan if PieceGathering.last.is_floating_point() else 255)
+            # 127 is NaN in the bytes of both float8 formats
+            PieceGathering.last.fill_(torch.nan if PieceGathering.last.is_floating_point() else 127)
         self._whole, self._is_wanted = backend.all_gather(shard, group), materialize
         PieceGathering.last = self._whole
         self.length = self._whole.size(0)
@@ -95,10 +96,10 @@ def in_pieces(monkeypatch) -> Iterator[list[str]]:
         yield started
 
 
-def layers(dimension: int, *, bias: bool):
+def layers(dimension: int, *, bias: bool, hidden: int = HIDDEN, width: int = 12):
     options = {"bias": bias, "sequence_parallel_enabled": True, "sequence_dimension": dimension, **F64}
-    columns = [ColumnParallelLinear(HIDDEN, n, gather_output=False, **options) for n in (12, 12)]
-    return torch.nn.ModuleList([*columns, RowParallelLinear(12, HIDDEN, input_is_parallel=True, **options)])
+    columns = [ColumnParallelLinear(hidden, n, gather_output=False, **options) for n in (width, width)]
+    return torch.nn.ModuleList([*columns, RowParallelLinear(width, hidden, input_is_parallel=True, **options)])
 
 
 def results(modules, x, *, gated: bool):
@@ -134,6 +135,28 @@ def test_layers(dimension, bias, joins):
         assert started.count("gather") == 3 and started.count("reduction") == 2
         for a, b in zip(found, expected, strict=True):
             assert_float64_close(a, b)
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_float8_layers(dimension, granularity):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    torch.manual_seed(0)
+    modules = layers(dimension, bias=True, hidden=16, width=64)
+    for layer in modules:
+        layer.fp8 = Fp8Recipe(granularity=granularity)
+    shape = (LENGTH, BATCH, 16) if dimension == 0 else (BATCH, LENGTH, 16)
+    x = shard(tensors(*shape), dimension)
+    for gated in (False, True):
+        expected = results(modules, x, gated=gated)
+        with in_pieces(pytest.MonkeyPatch()) as started:
+            found = results(modules, x, gated=gated)
+        # rowwise gathers the gradient's columns too, which have scales of their own
+        assert started.count("gather") == 3 + (granularity == "rowwise") and started.count("reduction") == 2
+        for a, b in zip(found, expected, strict=True):
+            assert relative_error(a, b) < 1e-6
 
 
 @distributed(world_size=[2, 4])

@@ -43,6 +43,10 @@ def uneven(*shape: int, seed: int):
     return x * 2.0 ** (tensors(*shape[:-1], 1, seed=seed + 70)).float()
 
 
+def ones_and_twos(weight):
+    weight.copy_(torch.arange(weight.numel()).view_as(weight) % 7 % 2 + 1)
+
+
 def rounding(recipe: Fp8Recipe) -> Rounding:
     return Rounding(recipe.granularity, GRADIENTS[recipe.format])
 
@@ -164,6 +168,25 @@ def test_shards_of_one_row_have_scales_of_their_own(recipe):
 
 @distributed(world_size=2)
 @RECIPES
+def test_the_sequence_may_be_dimension_1(recipe):
+    parallel_state.initialize_model_parallel(2)
+    whole = uneven(LENGTH, BATCH, HIDDEN, seed=3)
+    found = []
+    for dimension in (0, 1):
+        options = {"sequence_parallel_enabled": True, "sequence_dimension": dimension, "init_method": ones_and_twos}
+        column = ColumnParallelLinear(HIDDEN, 64, bias=False, gather_output=False, **options)
+        row = RowParallelLinear(64, HIDDEN, bias=False, input_is_parallel=True, **options)
+        column.fp8 = row.fp8 = recipe
+        x = shard(whole, 0, size=2).movedim(0, dimension).clone().requires_grad_()
+        output = row(column(x))
+        output.backward(x.detach() * 2)
+        moved = [each.movedim(dimension, 0) for each in (output, x.grad)]
+        found.append([*moved, column.weight.grad, row.weight.grad])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@distributed(world_size=2)
+@RECIPES
 def test_a_nan_of_one_rank_reaches_all_ranks(recipe):
     parallel_state.initialize_model_parallel(2)
     layer = ColumnParallelLinear(HIDDEN, 32, bias=False, gather_output=False, sequence_parallel_enabled=True)
@@ -191,6 +214,19 @@ def test_frozen_weights_of_row_parallel_layers_pass_the_gradient_on(recipe):
         layer(x).backward(uneven(LENGTH, HIDDEN, seed=4))
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@distributed(world_size=1)
+@RECIPES
+def test_an_update_of_weights_changes_their_scale(recipe):
+    parallel_state.initialize_model_parallel(1)
+    x = uneven(LENGTH, HIDDEN, seed=3)
+    for layer in (ColumnParallelLinear(HIDDEN, 32, bias=False), RowParallelLinear(HIDDEN, 32, bias=False)):
+        layer.fp8 = recipe
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight *= 4
+        assert torch.equal(layer(x), 4 * before)
 
 
 @distributed(world_size=1)

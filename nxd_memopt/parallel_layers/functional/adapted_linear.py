@@ -359,7 +359,7 @@ def _row_reduction(ctx: Any, rows: Tensor, weight: Tensor) -> ChunkedReduction:
 def _fp8_input_grad(ctx: Any, shard: Tensor, weight: Tensor) -> Tensor:
     """Return ``dY W`` of all ranks' rows, ``[S, ..., n]``."""
     gradient = fp8_linear.RowGradient(ctx.comm, shard, needs_columns=False)
-    (result,) = gradient.rows.products([fp8_linear.weight_columns(ctx.comm, weight, ctx.weight_sizes)], shard.dtype)
+    (result,) = gradient.products([fp8_linear.weight_columns(ctx.comm, weight, ctx.weight_sizes)], shard.dtype)
     return result
 
 

@@ -60,7 +60,7 @@ class Fp8GatedRowParallel(torch.autograd.Function):
         (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
         gradient = RowGradient(ctx.comm, grad, needs_columns=needs_weight)
         operand = weight_columns(ctx.comm, weight, ctx.weight_sizes)
-        (activated_grad,) = gradient.rows.products([operand], gate.dtype)
+        (activated_grad,) = gradient.products([operand], gate.dtype)
         # One kernel recomputes the activation and overwrites gate and up with their gradients.
         activated = gated_activation_gradient(gate, up, activated_grad, ctx.hidden_act)
         weight_grad = None

@@ -22,6 +22,7 @@ from nxd_memopt.ops.fp8 import (
     Magnitudes,
     Operand,
     as_both,
+    as_bytes,
     as_columns,
     as_rows,
     magnitudes,
@@ -68,8 +69,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         needs_input, _, *needs_parameters = ctx.needs_input_grad
-        # Read once: a checkpoint unpacks a tensor a single time.
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a recomputed region is computed again for each read
         weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
         grad = joined([comm.sequence_first(each) for each in grads], -1)
         recipe = recipe_of(comm)
@@ -178,16 +178,16 @@ class Fp8RowParallel(torch.autograd.Function):
             weight_columns(comm, weight, sizes) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
-        input_grads = gradient.rows.products(operands, grad.dtype)
-        grad_columns = gradient.columns() if any(needs_grad[1::2]) else None
+        input_grads = gradient.products(operands, grad.dtype)
+        columns_of_grad = gradient.columns() if any(needs_grad[1::2]) else None
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
             inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
         ):
             weight_grad = None
-            if needs_weight and grad_columns is not None:
+            if needs_weight and columns_of_grad is not None:
                 columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
-                weight_grad = product(grad_columns, columns, grad.dtype)
+                weight_grad = product(columns_of_grad, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
 
@@ -209,7 +209,7 @@ class GatheredRows:
         self._scale = rows.scale
         if self._is_rowwise:
             self._scale = backend.all_gather(rows.scale.view(*shape[:-1], 1), gathering_group(comm))
-        self._gathering = comm.gather(rows.data.view(torch.uint8).view(shape), materialize=materialize)
+        self._gathering = comm.gather(as_bytes(rows.data).view(shape), materialize=materialize)
 
     def whole(self) -> Operand:
         """Return the rows of all ranks."""
@@ -256,7 +256,7 @@ def gathered_columns(columns: Operand, rows: int, comm: ActivationSharding) -> C
     if size == 1:
         return lambda: columns
     width = columns.data.size(0)
-    gathering = backend.start_all_gather(columns.data.view(torch.uint8), group)
+    gathering = backend.start_all_gather(as_bytes(columns.data), group)
 
     def wait() -> Operand:
         # [T K, s] -> [K, T s], without the padding of each shard
@@ -273,28 +273,32 @@ class RowGradient:
     Args:
         comm: sharding of the output.
         grad: this rank's gradient, sequence first.
-        needs_columns: whether ``columns`` will be called.
+        needs_columns: whether ``columns`` will be called, after ``products``.
     """
 
     def __init__(self, comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> None:
+        self._comm = comm
+        self._columns: Callable[[], Operand] | None = None
         group, recipe = gathering_group(comm), recipe_of(comm)
         flat = flat_rows(grad)
         # With one scale the gathered rows are transposed. Columns with scales of their own are gathered too.
         casts_columns = needs_columns and (recipe.is_rowwise or backend.group_size(group) == 1)
         sizes = magnitudes(flat, recipe, group)
-        rows, columns = operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
-        self.rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
-        self._own_columns = columns
-        self._comm, self._own_rows = comm, flat.size(0)
+        rows, self._shard = operands(flat, sizes, recipe.gradient_dtype, needs_columns=casts_columns)
+        self._shard_rows = flat.size(0)
+        self._rows = GatheredRows(comm, grad.shape, rows, materialize=needs_columns and not casts_columns)
+
+    def products(self, weights: Sequence[Operand], dtype: torch.dtype) -> list[Tensor]:
+        """Return ``rows weight^t`` for each weight; see ``GatheredRows.products``."""
+        results = self._rows.products(weights, dtype)
+        # A gather may overwrite the rows of the one before it: this one starts when they have been read.
+        if self._shard is not None:
+            self._columns = gathered_columns(self._shard, self._shard_rows, self._comm)
+        return results
 
     def columns(self) -> Operand:
-        """Return the columns ``[H, S]`` of all ranks' rows; call after ``rows.products``.
-
-        A group's gathers use the same memory in turn: the next one begins when the rows are read.
-        """
-        if self._own_columns is None:
-            return transposed(self.rows.whole())
-        return gathered_columns(self._own_columns, self._own_rows, self._comm)()
+        """Return the columns ``[H, S]`` of all ranks' rows."""
+        return transposed(self._rows.whole()) if self._columns is None else self._columns()
 
 
 def weight_sizes_of(comm: ActivationSharding, weight: Tensor) -> Magnitudes | None:

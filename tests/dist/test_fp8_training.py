@@ -1,0 +1,87 @@
+"""Runs of the training program with float8 layers: shardings, stages, resumption and export against one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from nxd_memopt.backends import backend
+from nxd_memopt.planner.techniques import fp8
+from tests.dist import pool
+from tests.training.runs import LLAMA, TENSOR_AND_SEQUENCE, _run_rank, losses, run_here, summary, write_config
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 4}
+PROGRAM = {"max_steps": 6, "precision": "bf16-mixed", "fp8": "hybrid", "export": False, "save_interval": 3}
+STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+@contextmanager
+def on_this_device() -> Iterator[None]:
+    """Let the CPU compute small layers in float8."""
+    with (
+        mock.patch.object(type(backend), "fp8_refusal", lambda self: None),
+        mock.patch.object(fp8, "LEAST_PRODUCTS", 0),
+    ):
+        yield
+
+
+def _run_float8(config: str, options: tuple[str, ...]) -> str:
+    with on_this_device():
+        return _run_rank(config, options)
+
+
+def run(directory: Path, *options: str, ranks: int, **sections: dict[str, Any]) -> list[float]:
+    directory.mkdir(exist_ok=True)
+    trainer = PROGRAM | sections.pop("trainer", {})
+    data = {"micro_batch_size": 1} | sections.pop("data", {})
+    model = {"tokenizer": str(directory / "tokenizer"), "config_overrides": LLAMA | SIZES}
+    config = write_config(directory, model=model, trainer=trainer, data=data, **sections)
+    pool.run_on_ranks(_run_float8, ranks, str(config), options)
+    return losses(directory / "run")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data_parallel": {"sharding": "zero3"}},
+        {"parallel": STAGES},
+        pytest.param({"data_parallel": {"sharding": "zero2"}}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": {"overlap_grad_reduce": True}}, marks=pytest.mark.slow),
+    ],
+    ids=["zero3", "stages", "zero2", "overlap"],
+)
+def test_a_layout_without_shards_of_matmuls_has_the_losses_of_one_rank(
+    tmp_path: Path, sections: dict[str, dict[str, Any]]
+) -> None:
+    expected = run(tmp_path / "one", ranks=1)
+    # Rounded alike; a mean over ranks in another order moves some weights by a bf16 rounding.
+    assert run(tmp_path / "two", ranks=2, **sections) == pytest.approx(expected, rel=2e-4)
+
+
+def test_a_run_continues_in_float8_and_back_if_asked_and_evaluates_as_transformers(tmp_path: Path) -> None:
+    optimizer = {"decay_steps": 6}
+    in_bf16, in_float8 = {"fp8": None, "max_steps": 2}, {"fp8": "hybrid", "max_steps": 4}
+    run(tmp_path, ranks=1, optimizer=optimizer, trainer=in_bf16)
+    with pytest.raises(pool.RankError, match=r"trainer.fp8 was None and is 'hybrid'.*--trainer.allow-changes"):
+        run(tmp_path, ranks=1, optimizer=optimizer, trainer=in_float8)
+    allowed = ("--trainer.allow-changes", "trainer.fp8")
+    run(tmp_path, *allowed, ranks=1, optimizer=optimizer, trainer=in_float8)
+    last = {"fp8": None, "export": "verify", "allow_changes": ["trainer.fp8"]}
+    assert len(run(tmp_path, ranks=1, optimizer=optimizer, trainer=last)) == 6
+    assert summary(tmp_path / "run")["transformers_difference"] < 1e-3  # bf16 in other orders
+
+
+def test_the_exported_weights_are_evaluated_without_rounding(tmp_path: Path) -> None:
+    run(tmp_path, ranks=2, parallel=TENSOR_AND_SEQUENCE, trainer={"export": "verify", "max_steps": 2})
+    # An evaluation in float8 differs by more than 1e-3.
+    assert summary(tmp_path / "run")["transformers_difference"] < 3e-4
+
+
+def test_a_device_without_float8_is_refused(tmp_path: Path) -> None:
+    outcome = run_here(write_config(tmp_path, model={"config_overrides": LLAMA | SIZES}, trainer=PROGRAM))
+    assert outcome.returncode != 0 and "trainer.fp8 hybrid needs an NVIDIA GPU" in outcome.stderr
