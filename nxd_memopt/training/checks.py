@@ -96,7 +96,7 @@ def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     require_supported_values(hf_config, OVERRIDES)
     for stages in all_stages(model_spec(hf_config), config.parallel):
         require_layers(config.memory, len(stages.layers), len(stages.chunks))
-    config.trainer.fp8_layers(hf_config.num_hidden_layers)  # called for its checks
+    config.fp8_layers(hf_config.num_hidden_layers)  # called for its checks
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
 

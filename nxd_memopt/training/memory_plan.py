@@ -159,7 +159,7 @@ def _problem(
         host_gib=host_gib,
         moe=resolve_options(config.moe, hf_config),
         lora=config.lora.config(),
-        fp8=config.trainer.fp8_layers(spec.num_layers),
+        fp8=config.fp8_layers(spec.num_layers),
     )
 
 

@@ -243,7 +243,7 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
         host_gib=options.host_memory_gib,
         moe=planned_moe(run, config, device),
         lora=run.config.lora.config(),
-        fp8=run.config.trainer.fp8_layers(spec.num_layers),
+        fp8=run.config.fp8_layers(spec.num_layers),
         tensor_model_parallel_size=stated_size(run, "tensor_model_parallel_size"),
     )
 

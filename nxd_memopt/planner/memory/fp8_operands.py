@@ -46,8 +46,8 @@ def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
     """Return the bytes of the float8 tensors of linear layers that are computed together.
 
     Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of
-    column-parallel layers those that are gathered and the copy that joins them, of row-parallel layers one at a time. The outputs of
-    row-parallel layers are one tensor. Columns are for gradients of weights.
+    column-parallel layers those that are gathered and the copy that joins them, of row-parallel layers one at a time.
+    The outputs of row-parallel layers are one tensor. Columns are for gradients of weights.
     """
     widths = [sizes.linear_elements[name] // sizes.hidden for name in names]
     weights = sum(widths) * sizes.hidden

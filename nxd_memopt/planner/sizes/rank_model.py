@@ -94,7 +94,12 @@ class RankModel:
 
     def frozen_bytes(self, layout: StateLayout) -> int:
         """Return the bytes of the parameters that are not trained, between steps."""
-        layers = self.sizes.num_layers * frozen_weight_bytes(self.frozen_layer_shapes, layout)
+        sizes = self.sizes
+        layers = sizes.num_layers * frozen_weight_bytes(self.frozen_layer_shapes, layout)
+        if sizes.fp8 is not None and sizes.fp8.stores_weights:
+            # a byte in the place of an element
+            saved = sum(sizes.linear_elements.values()) * (layout.element_bytes - 1)
+            layers -= sum(sizes.fp8.layers) * saved
         return layers + frozen_weight_bytes(self.frozen_other_shapes, layout)
 
 

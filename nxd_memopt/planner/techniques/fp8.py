@@ -25,11 +25,13 @@ class Fp8Layers:
         layers: for each decoder layer whether its linear layers may.
         is_rowwise: each row of an operand has a scale, instead of each tensor.
         least_products: see ``LEAST_PRODUCTS``; 0 rounds all.
+        stores_weights: the weights of these layers are stored in float8.
     """
 
     layers: tuple[bool, ...]
     is_rowwise: bool = False
     least_products: int = LEAST_PRODUCTS
+    stores_weights: bool = False
 
 
 def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,16 +167,6 @@ class TrainerConfig:
         object.__setattr__(self, "precision", precision_name(self.precision))
         require_one_of("trainer.precision", self.precision, tuple(PRECISIONS))
 
-    def fp8_layers(self, num_layers: int) -> Fp8Layers | None:
-        """Return which of ``num_layers`` decoder layers round to float8; None without ``fp8``.
-
-        Raises:
-            ValueError: ``first_last_layers_bf16`` leaves none.
-        """
-        if self.fp8 is None:
-            return None
-        return Fp8Layers(rounded_layers(self.first_last_layers_bf16, num_layers), self.fp8_recipe == "rowwise")
-
     @property
     def saves_checkpoints(self) -> bool:
         """Whether the run writes checkpoints."""
@@ -261,6 +251,20 @@ class TrainConfig:
                 f"data_parallel.num_distributed_optimizer_instances {instances}: the experts' ranks would be divided "
                 "too; leave the instances out, or set expert_model_parallel_size to 1"
             )
+
+    def fp8_layers(self, num_layers: int) -> Fp8Layers | None:
+        """Return which of ``num_layers`` decoder layers round to float8; None without ``trainer.fp8``.
+
+        Raises:
+            ValueError: ``first_last_layers_bf16`` leaves no layer.
+        """
+        trainer = self.trainer
+        if trainer.fp8 is None:
+            return None
+        layers = Fp8Layers(rounded_layers(trainer.first_last_layers_bf16, num_layers), trainer.fp8_recipe == "rowwise")
+        if self.lora.base_dtype is None:
+            return layers
+        return replace(layers, least_products=0, stores_weights=True)
 
     @property
     def dtype(self) -> str:
