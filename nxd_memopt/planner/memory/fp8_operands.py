@@ -24,9 +24,7 @@ _LINEARS = {
 """Moment -> linear layers whose weight gradients it computes, by the names of ``RankSizes.linear_elements``."""
 
 
-def with_operands(
-    moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels, fp8: Collection[str]
-) -> list[Moment]:
+def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels, fp8: Collection[str]) -> list[Moment]:
     """Return ``moments`` with the float8 operands of the linear layers ``fp8``, which replace gathered tensors."""
     found: list[Moment] = []
     for moment in moments:
@@ -47,9 +45,9 @@ def with_operands(
 def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
     """Return the bytes of the float8 tensors of linear layers that are computed together.
 
-    Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of column-parallel
-    layers those that are gathered and the copy that joins them, of row-parallel layers one at a time. The outputs of
-    row-parallel layers are one tensor. Columns are for gradients of weights.
+    Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of
+    column-parallel layers those that are gathered and the copy that joins them, of row-parallel layers one at a time.
+    The outputs of row-parallel layers are one tensor. Columns are for gradients of weights.
     """
     widths = [sizes.linear_elements[name] // sizes.hidden for name in names]
     weights = sum(widths) * sizes.hidden

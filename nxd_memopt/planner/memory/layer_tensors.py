@@ -16,8 +16,8 @@ from nxd_memopt.architectures.adapters import QKV
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
-from nxd_memopt.planner.techniques.fp8 import ALIGNMENT
 from nxd_memopt.planner.techniques.tiling import require_head_groups
 
 MODEL_TYPES_WITH_QK_NORM = ("qwen3", "qwen3_moe")
@@ -377,9 +377,7 @@ def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int)
     return wide | statistics | {f"{name} normalised": values * sizes.element_bytes}
 
 
-def _gated_mlp(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str]
-) -> Part:
+def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str]) -> Part:
     """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
     if memory.mlp_tile_tokens is not None:
         return Part("mlp", inputs, inputs)
@@ -413,9 +411,7 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Col
     return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
 
 
-def _llama_layer(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]
-) -> Part:
+def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
     statistics = _statistics(sizes, index)
     normed = {"normed attention input": residual_bytes(sizes)}
@@ -436,9 +432,7 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
     return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
-def _experts(
-    sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, fp8: Collection[str]
-) -> Part:
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, fp8: Collection[str]) -> Part:
     """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
     normed = {"normed mlp input": residual_bytes(sizes)}
     saves = expert_tensors(sizes, moe, fused=kernels.fused)
@@ -461,9 +455,7 @@ def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kern
     return Part("layer", norm.inputs, norm.saves, (attention, mlp))
 
 
-def _gpt_neox_layer(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]
-) -> Part:
+def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
     """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
     mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
     parts = (
