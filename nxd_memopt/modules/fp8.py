@@ -10,7 +10,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.lora import is_adapter
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
-from nxd_memopt.planner.techniques.fp8 import pays, rounded_layers
+from nxd_memopt.planner.sizes.fp8_layers import pays, rounded_layers
 
 _Linear = ColumnParallelLinear | RowParallelLinear
 

@@ -22,7 +22,7 @@ from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.ops.cuda import fp8 as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.options import require_one_of
-from nxd_memopt.planner.techniques.fp8 import ALIGNMENT as ALIGNMENT
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT as ALIGNMENT
 
 FORWARD_DTYPE = torch.float8_e4m3fn
 """Dtype of activations and weights, of all recipes."""

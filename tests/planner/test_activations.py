@@ -13,7 +13,7 @@ from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.layer_tensors import Kernels
-from nxd_memopt.planner.techniques.fp8 import Fp8Layers, rounded_layers
+from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers, rounded_layers
 from tests.dist.pool import distributed
 from tests.planner.storages import LENGTH, ROWS, counted_bytes, sizes_of
 from tests.reference import assert_says, error_message

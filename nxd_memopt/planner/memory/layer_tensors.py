@@ -16,8 +16,8 @@ from nxd_memopt.architectures.adapters import QKV
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
-from nxd_memopt.planner.techniques.fp8 import ALIGNMENT
 from nxd_memopt.planner.techniques.tiling import require_head_groups
 
 MODEL_TYPES_WITH_QK_NORM = ("qwen3", "qwen3_moe")

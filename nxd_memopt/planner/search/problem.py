@@ -13,8 +13,8 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.memory.layer_tensors import WINDOWED_KERNELS, Kernels
+from nxd_memopt.planner.sizes.fp8_layers import LEAST_CAPABILITY, Fp8Layers
 from nxd_memopt.planner.sizes.states import STAGING_BYTES
-from nxd_memopt.planner.techniques.fp8 import LEAST_CAPABILITY, Fp8Layers
 from nxd_memopt.planner.techniques.gpu_attention import PACKAGES, supported
 
 PRECISIONS = {

@@ -11,9 +11,9 @@ from nxd_memopt.architectures.parameters import parameters
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout, elements, frozen_weight_bytes
-from nxd_memopt.planner.techniques.fp8 import Fp8Layers
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
 """Function of ``states.py`` that counts bytes of parameters of given shapes."""

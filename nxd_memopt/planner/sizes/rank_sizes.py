@@ -14,7 +14,7 @@ from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.techniques.fp8 import ALIGNMENT, Fp8Layers
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT, Fp8Layers
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -196,10 +196,6 @@ def rank_sizes(
     shards = 1
     if parallel.sequence_parallel_enabled:
         shards = size
-    # A sequence that fits its window runs like one without, so that its layers need not be told apart.
-    windows: tuple[int | None, ...] = ()
-    if any(each is not None and each < sequence_length for each in spec.windows):
-        windows = tuple(each if each is not None and each < sequence_length else None for each in spec.windows)
     # Models that differ from LLaMA by windows, biases and factors keep the same tensors for backward.
     model_type = spec.model_type
     if not (spec.is_gpt_neox or spec.has_experts or "q_norm" in spec.biases):
@@ -233,7 +229,7 @@ def rank_sizes(
         moe=experts,
         attention_dropout=spec.attention_dropout > 0,
         hidden_dropout=spec.hidden_dropout > 0,
-        windows=windows,
+        windows=_windows(spec, sequence_length),
         reduces_in_fp32=parallel.reduce_dtype == "float32",
         adapters=adapters,
         scales_blocks=spec.residual_multiplier is not None,
@@ -242,6 +238,14 @@ def rank_sizes(
     if any(sizes.fp8_linears(index) for index in range(sizes.num_layers)):
         require_fp8_sizes(spec, size)
     return sizes
+
+
+def _windows(spec: ModelSpec, sequence_length: int) -> tuple[int | None, ...]:
+    """Return ``RankSizes.windows``."""
+    # A sequence that fits its window runs like one without, so that its layers need not be told apart.
+    if any(each is not None and each < sequence_length for each in spec.windows):
+        return tuple(each if each is not None and each < sequence_length else None for each in spec.windows)
+    return ()
 
 
 def require_fp8_sizes(spec: ModelSpec, tensor_model_parallel_size: int) -> None:

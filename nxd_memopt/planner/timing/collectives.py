@@ -133,6 +133,13 @@ class StepShape:
         """Return the bytes of the hidden states of ``tokens``."""
         return tokens * self.sizes.hidden * self.sizes.element_bytes
 
+    def layer_gather(self) -> Counter[Collective]:
+        """Return the all-gather of a linear layer: of float8 rows if all linear layers of the middle layer round."""
+        rounded = self.sizes.fp8_linears(self.sizes.num_layers // 2)
+        if self.sizes.shards == 1 or len(rounded) < len(self.sizes.linear_elements):
+            return self.gather()
+        return self._one("all_gather", self.tokens * self.sizes.hidden)
+
     def gather(self, tokens: int | None = None) -> Counter[Collective]:
         """Return the all-gather of the activation of ``tokens``, by default all, with SP.
 
@@ -240,8 +247,8 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
         dense += int(moe.shared_width > 0) - 1
         total += _experts_forward(shape, moe) + _experts_output(shape, moe) + _experts_backward(shape, moe)
     for _ in range(dense):
-        total += shape.gather() + shape.reduction()
-        total += shape.gather() + shape.reduction() + shape.gather()
+        total += shape.layer_gather() + shape.reduction()
+        total += shape.layer_gather() + shape.reduction() + shape.layer_gather()
     # The backward of each group of heads runs the group again up to its output projection.
     total += _times(shape.gather(), shape.head_groups)
     # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
@@ -366,7 +373,7 @@ def _recomputed(
     """Return the collectives that recomputation issues again."""
     # A recomputed block issues its forward collectives again: one column input and one row output.
     dense, experts = _recomputed_parts(shape, memory, stops_early=stops_early)
-    parts = [(shape.gather(), dense[0]), (shape.reduction(), dense[1])]
+    parts = [(shape.layer_gather(), dense[0]), (shape.reduction(), dense[1])]
     moe = shape.sizes.moe
     if moe is not None:
         parts += [(_experts_forward(shape, moe), experts[0]), (_experts_output(shape, moe), experts[1])]

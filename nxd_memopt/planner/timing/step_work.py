@@ -90,9 +90,9 @@ def fp8_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
 def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     """Return the bytes that magnitudes and casts of float8 operands read and write in a micro-batch.
 
-    Magnitudes read a tensor, a cast reads it again and writes a byte for each of rows and columns. Gradients of outputs
-    and inputs of column-parallel layers are cast to both at once; weights, and inputs of row-parallel layers, to rows
-    in forward and to columns in backward. Without columns of frozen weights' layers it is less: an upper bound.
+    Magnitudes read a tensor, a cast reads it again and writes a byte for each of rows and columns. Gradients of
+    outputs and inputs of column-parallel layers are cast to both at once; weights, and inputs of row-parallel layers,
+    to rows in forward and to columns in backward. Layers with frozen weights have no columns: an upper bound.
     """
     names, part = _rounding(sizes)
     element = sizes.element_bytes

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.options import Resume, check_options, field_types, option, require_named, require_one_of
-from nxd_memopt.planner.techniques.fp8 import Fp8Layers, rounded_layers
+from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers, rounded_layers
 from nxd_memopt.training.config.combinations import conflict_with_graphs, require_compatible
 from nxd_memopt.training.config.data import DataConfig
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
