@@ -18,7 +18,7 @@ from nxd_memopt.ops import fp8
 from nxd_memopt.ops.fp8 import Fp8Recipe, Operand
 from nxd_memopt.parallel_layers import grads, layers, parallel_state
 from nxd_memopt.parallel_layers.functional import fp8_linear
-from nxd_memopt.planner.techniques.fp8 import LEAST_PRODUCTS
+from nxd_memopt.planner.sizes.fp8_layers import LEAST_PRODUCTS
 from tests.dist.pool import distributed
 from tests.reference import assert_same_on_all_ranks, assert_says, error_message, relative_error
 from tests.reference_models import (
