@@ -22,6 +22,9 @@ VALUES: dict[str, Any] = {
     "memory.cpu_offloading_num_layers": 1,
     "lora.lora_rank": 4,
     "trainer.compile": "layer",
+    "trainer.fp8": "hybrid",
+    "trainer.fp8_recipe": "rowwise",
+    "trainer.first_last_layers_bf16": 1,
     "trainer.resume_from": "runs/a",
     "trainer.max_epochs": 2.0,
     "model.warm_start": "runs/b",
@@ -37,6 +40,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 0.5},
     "optimizer.in_backward": {"clip_grad": 0.0},
     "parallel.virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "trainer.fp8": {"precision": "bf16-mixed"},
     "memory.recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
 }
 
