@@ -42,6 +42,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "optimizer.store_param_remainders": {"optimizer_offload_fraction": 0.5},
     "optimizer.in_backward": {"clip_grad": 0.0},
     "parallel.virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "trainer.fp8": {"precision": "bf16-mixed"},
     "memory.recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
 }
 
