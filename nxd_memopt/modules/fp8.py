@@ -23,7 +23,7 @@ def use_fp8(
     Head, embedding, norms, routers, experts, adapters and attention stay in the model's dtype.
 
     Args:
-        model: model whose parameters are in any floating-point dtype.
+        model: model in bf16, or on a CPU in any floating-point dtype.
         recipe: formats and scales.
         first_last_layers_bf16: number of decoder layers at each end that stay as they are.
         tokens: of a micro-batch; layers that are faster in bf16 then stay as they are. ``None`` rounds all.
