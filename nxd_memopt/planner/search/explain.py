@@ -31,7 +31,7 @@ TIME_TERMS = {
     "matmuls": ("6 FLOPs a weight and token, 2 more where recomputed, at the reached rate", "step_work.matmul_flops"),
     "attention": ("2 S^2 columns forward, 2.5 times that backward", "step_work.attention_flops"),
     "elementwise": (
-        "bytes of norms, RoPE, activations, float8 casts over the bandwidth",
+        "bytes of norms, RoPE, activations, casts over the bandwidth",
         "step_work.elementwise_bytes",
     ),
     "tensor-parallel collectives": ("bytes over the link that nothing hides", "step_work.tensor_parallel_bytes"),
