@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from nxd_memopt.backends import backend
-from nxd_memopt.planner.techniques import fp8
+from nxd_memopt.planner.sizes import fp8_layers
 from tests.dist import pool
 from tests.training.runs import LLAMA, TENSOR_AND_SEQUENCE, _run_rank, losses, run_here, summary, write_config
 
@@ -25,7 +25,7 @@ def on_this_device() -> Iterator[None]:
     """Let the CPU compute small layers in float8."""
     with (
         mock.patch.object(type(backend), "fp8_refusal", lambda self: None),
-        mock.patch.object(fp8, "LEAST_PRODUCTS", 0),
+        mock.patch.object(fp8_layers, "LEAST_PRODUCTS", 0),
     ):
         yield
 
