@@ -134,15 +134,20 @@ def _operation(
 
 def _subtract_children(found: list[Operation]) -> None:
     """Set ``child_ns`` and ``after_parent_ns``. Python functions are transparent: operators are their caller's."""
+    inner: list[tuple[Operation, Operation]] = []
     for operation in found:
         if operation.is_python or operation.allocation is not None:
             continue
-        for ancestor in operation.ancestors():
-            if not ancestor.is_python:
-                # A message is complete long after the operator that has started it.
-                operation.after_parent_ns = max(0, operation.end_ns - ancestor.end_ns)
-                ancestor.child_ns += operation.end_ns - operation.start_ns - operation.after_parent_ns
-                break
+        parent = next((each for each in operation.ancestors() if not each.is_python), None)
+        if parent is not None:
+            inner.append((operation, parent))
+    containers = {id(parent) for _, parent in inner}
+    for operation, parent in inner:
+        # A message is complete long after the operator that has started it. What contains operators is not one: it
+        # may only seem to outlive its parent, whose range may be of another thread.
+        if id(operation) not in containers and operation.start_ns < parent.end_ns:
+            operation.after_parent_ns = max(0, operation.end_ns - parent.end_ns)
+        parent.child_ns += operation.end_ns - operation.start_ns - operation.after_parent_ns
 
 
 class Attribution:
