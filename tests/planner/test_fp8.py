@@ -149,4 +149,4 @@ def test_frozen_weights_in_float8_take_a_byte():
     )
     linears = 80 * (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672)
     assert plain - rounded == linears
-    assert 66 < rounded / GIB < 69
+    assert (plain / GIB, rounded / GIB) == pytest.approx((131.4, 67.7), abs=0.1)

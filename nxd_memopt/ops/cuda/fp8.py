@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT
+
 # Tiles that reach 3.2 to 3.9 TB/s on an H200 for 8,192 rows of 4,096 to 28,672 columns.
 _LARGEST = {"ROWS": 8, "COLUMNS": 1024, "STEPS": 4, "num_warps": 4}
 _CAST = {"ROWS": 64, "COLUMNS": 256, "num_warps": 8}
-_ALIGNMENT = 16  # as in ops.fp8, which imports this module
 SMALLEST = 2.0**-100
 
 
@@ -46,7 +47,7 @@ def cast(
     """Return data and scale of ``x`` as rows, then as columns; see ``ops.fp8.as_both``."""
     x = _with_adjacent_columns(x)
     count, width = x.shape
-    padded = -(-count // _ALIGNMENT) * _ALIGNMENT
+    padded = -(-count // ALIGNMENT) * ALIGNMENT
     # what is not computed is empty
     as_rows = x.new_empty((count, width) if rows else (0,), dtype=dtype)
     as_columns = x.new_empty((width, padded) if columns else (0,), dtype=dtype)
@@ -76,7 +77,7 @@ def cast(
 def transposed(data: Tensor) -> Tensor:
     """Return ``[K, M]`` of float8 ``[M, K]``, M padded with zeros."""
     rows, columns = data.shape
-    padded = -(-rows // _ALIGNMENT) * _ALIGNMENT
+    padded = -(-rows // ALIGNMENT) * ALIGNMENT
     result = data.new_empty(columns, padded)
     _kernels().transpose[_tiles(padded, columns, _CAST["ROWS"], _CAST["COLUMNS"])](
         data.view(torch.uint8), result.view(torch.uint8), rows, columns, padded, **_CAST

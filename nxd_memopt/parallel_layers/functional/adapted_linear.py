@@ -36,7 +36,7 @@ from nxd_memopt.ops.autograd import (
 from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional import fp8_linear
-from nxd_memopt.parallel_layers.functional.gated_mlp import row_tiles
+from nxd_memopt.parallel_layers.functional.gated_mlp import require_first_backward, row_tiles
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -435,7 +435,6 @@ class AdaptedGatedRowParallel(torch.autograd.Function):
         reduced: Tensor,
     ) -> Tensor:
         ctx.comm, ctx.hidden_act, ctx.scale = comm, hidden_act, scale
-        ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight, factor_a, factor_b, reduced)
         reduction = _row_reduction(ctx, activated, weight)
         return _accumulated(as_dtype(reduction.wait(), gate.dtype), reduced, factor_b.t(), scale)
@@ -443,11 +442,7 @@ class AdaptedGatedRowParallel(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError(
-                "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
-            )
-        ctx.is_overwritten = True
+        require_first_backward(ctx)
         comm: ActivationSharding = ctx.comm
         (gate, up, weight, factor_a, factor_b, reduced), needs = saved_inputs(ctx)
         _, _, needs_weight, needs_a, needs_b, _ = needs

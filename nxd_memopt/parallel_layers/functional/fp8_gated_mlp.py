@@ -18,6 +18,7 @@ from nxd_memopt.parallel_layers.functional.fp8_linear import (
     weight_rows,
     weight_sizes_of,
 )
+from nxd_memopt.parallel_layers.functional.gated_mlp import require_first_backward
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 
 
@@ -39,7 +40,6 @@ class Fp8GatedRowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.comm, ctx.hidden_act = comm, hidden_act
         recipe = recipe_of(comm)
-        ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight)
         activated = gated_activation(gate, up, hidden_act)
         ctx.sizes = magnitudes(activated, recipe)
@@ -52,11 +52,7 @@ class Fp8GatedRowParallel(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError(
-                "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
-            )
-        ctx.is_overwritten = True
+        require_first_backward(ctx)
         (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
         gradient = RowGradient(ctx.comm, grad, needs_columns=needs_weight)
         operand = weight_columns(ctx.comm, weight, ctx.weight_sizes)

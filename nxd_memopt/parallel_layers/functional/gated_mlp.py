@@ -36,7 +36,6 @@ class GatedRowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.comm = comm
         ctx.hidden_act = hidden_act
-        ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight)
 
         # The activation exists for one chunk of rows at a time, and is not saved.
@@ -48,11 +47,7 @@ class GatedRowParallel(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError(
-                "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
-            )
-        ctx.is_overwritten = True
+        require_first_backward(ctx)
         (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
         # On XLA the barrier keeps the activation of forward from being reused, and thus stored.
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
@@ -70,6 +65,13 @@ class GatedRowParallel(torch.autograd.Function):
         # gate and up are overwritten: with new versions autograd rejects a use of the old values.
         torch.autograd.graph.increment_version((gate, up))
         return None, None, None, gate, up, weight_grad
+
+
+def require_first_backward(ctx: Any) -> None:
+    """Raise ``RuntimeError`` in a second backward of a Function whose first one overwrites its saved tensors."""
+    if getattr(ctx, "is_overwritten", False):
+        raise RuntimeError("the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph")
+    ctx.is_overwritten = True
 
 
 def row_tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
