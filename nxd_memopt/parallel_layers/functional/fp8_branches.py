@@ -75,10 +75,12 @@ class Fp8NormalisedColumns(autograd.Function):
             rows.append(both[0])
             columns.append(both[1])
         # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
-        folded = zip(weights, ctx.weight_sizes, gains, strict=True)
-        weight_columns = [as_columns(weight, sizes, FORWARD_DTYPE, gain) for weight, sizes, gain in folded]
-        pairs = list(zip(rows, weight_columns, strict=True))
+        pairs = [
+            (rows_of_grad, as_columns(weight, sizes, FORWARD_DTYPE, gain))
+            for rows_of_grad, weight, sizes, gain in zip(rows, weights, ctx.weight_sizes, gains, strict=True)
+        ]
         reduction = reduced_products(comm, output_grads[0].shape, pairs, x.dtype)
+        del rows, pairs  # a byte for each element of all dY_i and W_i, which dW_i do not read
         needed = ctx.needs_input_grad[3:]
         results: list[Tensor | None] = [None] * len(needed)
         if whole is not None:

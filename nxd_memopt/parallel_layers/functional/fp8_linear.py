@@ -88,6 +88,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
         reduction = None
         if needs_input:
             reduction = input_grad_reduction(comm, grad.shape, rows, weights, ctx.weight_sizes, ctx.dtype)
+        del rows  # a byte for each element of dY, which dW does not read
         weight_grads: Sequence[Tensor | None] = [None] * len(weights)
         if whole is not None and columns is not None:
             weight_grad = product(columns, whole(), ctx.dtype)
