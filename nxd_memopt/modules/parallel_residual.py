@@ -136,8 +136,8 @@ def normalised_column_parallel_linears(
         raise ValueError(
             f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
         )
-    # Branches of which one rounds have different inputs. Stored weights were rounded without the norm's affine part.
-    if len({layer.rounding for layer in layers}) > 1 or any(layer.weight_scale is not None for layer in layers):
+    # Weights that are stored in float8 were rounded without the norm's affine part.
+    if not _multiply_alike(layers):
         return tuple(cast(Tensor, layer(norm(input))) for norm, layer in branches)
     parameters: list[Tensor | None] = []
     for norm, layer in branches:
@@ -149,6 +149,11 @@ def normalised_column_parallel_linears(
     function = _NormalisedColumns if comm.fp8 is None else Fp8NormalisedColumns
     with torch.autocast(input.device.type, enabled=False):
         return cast("tuple[Tensor, ...]", function.apply(x, norms[0].eps, comm, *flat))
+
+
+def _multiply_alike(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> bool:
+    """Return whether one function computes all layers: none of them alone rounds, or has a scale of its own."""
+    return len({layer.rounding for layer in layers}) == 1 and all(layer.weight_scale is None for layer in layers)
 
 
 def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor) -> Tensor:
@@ -167,9 +172,9 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
     """
     pairs = [(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
     in_float8 = [layer.saves_float8_input for layer in layers]
-    if len({layer.rounding for layer in layers}) == 1:
+    if _multiply_alike(layers):
         output = row_parallel(pairs, layers[0], in_float8=in_float8)
-    else:  # some of the layers are faster in bf16: a reduction each
+    else:  # a reduction each
         first, *others = (
             row_parallel([pair], layer, in_float8=[layer.saves_float8_input])
             for pair, layer in zip(pairs, layers, strict=True)
