@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedReduction, backend
-from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.autograd import (
+    SavedInputs,
+    as_dtype,
+    first_derivative_only,
+    link_saved_inputs,
+    save_inputs_first,
+    saved_inputs,
+)
 from nxd_memopt.ops.fp8 import (
     FORWARD_DTYPE,
     Fp8Recipe,
@@ -81,6 +88,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
         reduction = None
         if needs_input:
             reduction = input_grad_reduction(comm, grad.shape, rows, weights, ctx.weight_sizes, ctx.dtype)
+        del rows  # a byte for each element of dY, which dW does not read
         weight_grads: Sequence[Tensor | None] = [None] * len(weights)
         if whole is not None and columns is not None:
             weight_grad = product(columns, whole(), ctx.dtype)
@@ -112,7 +120,7 @@ def column_outputs(
     weight_sizes = weight_sizes_of(comm, packed)
     gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
     operand = weight_rows(comm, packed, weight_sizes)
-    (output,) = gathered.products([operand], shard.dtype, _joined_bias(biases), fast=True)
+    (output,) = gathered.products([operand], shard.dtype, [_joined_bias(biases)], fast=True)
     return split_sizes(output, [each.size(0) for each in weights], dim=-1), weight_sizes
 
 
@@ -140,30 +148,66 @@ def input_grad_reduction(
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
+def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_float8: Sequence[bool]) -> Tensor:
+    """Return ``sum_i X_i W_i^t`` reduced over the ranks.
+
+    Args:
+        comm: sharding of the output.
+        factors: ``[X_1, W_1, X_2, W_2, ...]``.
+        in_float8: for each X_i whether its float8 columns are saved instead of it; default none.
+    """
+    inputs, weights = factors[0::2], factors[1::2]
+    rows: list[Operand | None] = [None] * len(inputs)
+    columns: list[Tensor] = []
+    is_read = [weight.requires_grad for weight in weights]
+    # Rounded here and not in the Function, so that a recompute ends before the matmuls (``ops.autograd``).
+    for i, is_rounded in enumerate([] if torch.compiler.is_compiling() else in_float8):
+        if is_rounded:
+            flat = flat_rows(comm.sequence_first(inputs[i].detach()))
+            needs_columns = is_read[i] and torch.is_grad_enabled()
+            sizes = magnitudes(flat, recipe_of(comm))
+            rows[i], columns_of_input = operands(flat, sizes, FORWARD_DTYPE, needs_columns=needs_columns)
+            columns += columns_of_input or ()
+            is_read[i] = False
+    flags = [flag for each in is_read for flag in (each, True)]
+    handle, saved = save_inputs_first(*factors, is_read=flags, added=columns)
+    return cast(Tensor, Fp8RowParallel.apply(comm, handle, rows, *saved))
+
+
 class Fp8RowParallel(torch.autograd.Function):
     """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
 
-    Saves X_i as they are: attention saves its output too, so that a float8 copy would only add to it.
+    Saves X_i as they are where another module does so too, as attention does, so that a float8 copy would
+    only add to it. Inputs that were rounded before have their columns among the saved tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *remaining: Tensor
+        ctx: Any,
+        comm: ActivationSharding,
+        handle: SavedInputs | None,
+        rounded: Sequence[Operand | None],
+        x: Tensor,
+        *remaining: Tensor,
     ) -> Tensor:
         factors = (x, *remaining)
         ctx.comm = comm
         recipe = recipe_of(comm)
         link_saved_inputs(ctx, handle, *factors)
-        inputs = [flat_rows(comm.sequence_first(each)) for each in factors[0::2]]
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
-        ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
+        ctx.input_sizes: list[Magnitudes | None] = []
         ctx.weight_sizes = [weight_sizes_of(comm, each) for each in factors[1::2]]
-        pairs = [
-            (as_rows(each, sizes, FORWARD_DTYPE), weight_rows(comm, weight, weight_sizes))
-            for each, sizes, weight, weight_sizes in zip(
-                inputs, ctx.input_sizes, factors[1::2], ctx.weight_sizes, strict=True
-            )
-        ]
+        pairs: list[tuple[Operand, Operand]] = []
+        for each, rows, weight, weight_sizes in zip(
+            factors[0::2], rounded, factors[1::2], ctx.weight_sizes, strict=True
+        ):
+            sizes = None
+            if rows is None:
+                flat = flat_rows(comm.sequence_first(each))
+                sizes = magnitudes(flat, recipe)
+                rows = as_rows(flat, sizes, FORWARD_DTYPE)
+            ctx.input_sizes.append(sizes)
+            pairs.append((rows, weight_rows(comm, weight, weight_sizes)))
         reduction = reduced_products(comm, comm.sequence_first(x).shape, pairs, x.dtype, fast=True)
         return comm.original_layout(as_dtype(reduction.wait(), x.dtype))
 
@@ -171,25 +215,29 @@ class Fp8RowParallel(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         comm: ActivationSharding = ctx.comm
-        factors, needs_grad = saved_inputs(ctx)
-        inputs, weights = factors[0::2], factors[1::2]
-        gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_grad[1::2]))
+        saved, needs_grad = saved_inputs(ctx)
+        factors, columns_of_inputs = saved[: len(needs_grad)], iter(saved[len(needs_grad) :])
+        weights, needs_weights = factors[1::2], needs_grad[1::2]
+        gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_weights))
         operands = [
             weight_columns(comm, weight, sizes) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
         input_grads = gradient.products(operands, grad.dtype)
-        columns_of_grad = gradient.columns() if any(needs_grad[1::2]) else None
+        columns_of_grad = gradient.columns() if any(needs_weights) else None
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
-            inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
+            factors[0::2], input_grads, ctx.input_sizes, needs_weights, strict=True
         ):
             weight_grad = None
             if needs_weight and columns_of_grad is not None:
-                columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
+                if sizes is None:
+                    columns = Operand(next(columns_of_inputs), next(columns_of_inputs))
+                else:
+                    columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
                 weight_grad = product(columns_of_grad, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
-        return None, None, *results
+        return None, None, None, *results
 
 
 class GatheredRows:
@@ -216,16 +264,22 @@ class GatheredRows:
         return self._operand(0, self._gathering.wait())
 
     def products(
-        self, weights: Sequence[Operand], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+        self,
+        weights: Sequence[Operand],
+        dtype: torch.dtype,
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        fast: bool = False,
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
+        biases = biases or [None] * len(weights)
         # Rows arrive in another order than their own, this rank's first.
         results: list[Tensor] = []
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             shape = (self._gathering.length, *rows.shape[1:-1])
             is_whole = rows.size(0) == self._gathering.length
-            for i, weight in enumerate(weights):
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
                 part = product(operand, weight, dtype, bias, fast=fast)
                 part = part.view(*rows.shape[:-1], weight.data.size(0))
                 if is_whole:

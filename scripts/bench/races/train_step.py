@@ -7,7 +7,8 @@ peers), batch 1. T is the number of processes; with ``--expert-parallel EP`` it 
 of the EP data-parallel ranks has a sequence of its own. ``ours`` has variants as one CUDA graph and with
 compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` with Liger-Kernel)
 and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
-compiled layers and with asynchronous tensor parallelism). Ours uses FlashAttention-4 if it is
+compiled layers, with asynchronous tensor parallelism, and in float8). ``torchao`` is ``liger``'s loss with
+compiled layers in float8. Ours uses FlashAttention-4 if it is
 installed, and so do peers called ``flash4``; the other peers have PyTorch's choice.
 
 ``--recompute full`` recomputes every layer. Ours may keep the attention kernel's result
@@ -67,6 +68,7 @@ from scripts.bench.races.peers import (
     build_hf,
     build_liger,
     build_liger_grouped,
+    dtensor_with_float8,
     dtype,
     with_compiled_layers,
     with_flash4,
@@ -143,6 +145,8 @@ BUILDERS: dict[str, Builder] = {
     "dtensor": build_dtensor,
     "dtensor compiled": with_compiled_layers(build_dtensor),
     "dtensor compiled, flash4": with_flash4(with_compiled_layers(build_dtensor)),
+    "dtensor torchao tensorwise, flash4": with_flash4(dtensor_with_float8("tensorwise")),
+    "dtensor torchao rowwise, flash4": with_flash4(dtensor_with_float8("rowwise")),
     # Last, because its compiler setting stays on for the rest of the process.
     "dtensor compiled, async TP": build_dtensor_async,
 }
