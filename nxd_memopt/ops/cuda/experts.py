@@ -204,6 +204,13 @@ def sum_of_rows(values: Tensor, positions: Tensor, rows: ExpertRows, weights: Te
     return out
 
 
+def positions_of(choices: Tensor, count: int) -> Tensor:
+    """Return the row of each of ``count`` choices, int32; a number that no row has for a choice without one."""
+    positions = torch.full((count,), choices.numel(), dtype=torch.int32, device=choices.device)
+    numbers = torch.arange(choices.numel(), dtype=torch.int32, device=choices.device)
+    return positions.scatter_(0, choices, numbers)
+
+
 def routed_experts(
     x: Tensor,
     weights: Tensor,
@@ -227,10 +234,7 @@ def routed_experts(
         down: ``[E, H, F]``.
         hidden_act: a key of ``KINDS``.
     """
-    # A choice without a row has a position that no row has.
-    positions = torch.full((weights.numel(),), choices.numel(), dtype=torch.int32, device=x.device)
-    numbers = torch.arange(choices.numel(), dtype=torch.int32, device=x.device)
-    positions.scatter_(0, choices, numbers)
+    positions = positions_of(choices, weights.numel())
     rows = ExpertRows.of(choices.to(torch.int32), offsets.to(torch.int32), weights.size(1))
     with torch.autocast(x.device.type, enabled=False):
         projected = cast(Tensor, _GateUp.apply(rows, positions, x, gate_up))
