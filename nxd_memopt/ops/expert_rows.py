@@ -30,11 +30,12 @@ def gated_of_rows_gradient(gate_up: Tensor, grad: Tensor, weights: Tensor, rows:
     upstream = grad[:end].float()
     row_weights = weights.flatten()[choices].float().unsqueeze(1)
     activated = gated_activation_gradient(gate, up, upstream * row_weights, hidden_act)
+    dweights = torch.zeros_like(weights).flatten()
+    dweights[choices] = (upstream * activated).sum(1).to(weights.dtype)
+    # last: in fp32 ``upstream`` is the memory of ``grad``
     gate_up[:end] = torch.cat([gate, up], 1)
     grad[:end] = activated * row_weights
-    dweights = torch.zeros_like(weights)
-    dweights.view(-1)[choices] = (upstream * activated).sum(1).to(weights.dtype)
-    return dweights
+    return dweights.view_as(weights)
 
 
 def sum_of_rows(values: Tensor, positions: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:

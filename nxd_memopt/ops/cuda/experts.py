@@ -32,7 +32,8 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
 from nxd_memopt.ops.cuda.support import can_use_triton
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MOST_EXPERTS = 1024  # of one program that plans tiles
+MOST_EXPERTS = 1024
+"""Experts of a rank for which one program plans the tiles."""
 _GATED = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}
 _GATED_BACKWARD = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
 _SUM = {"BLOCK": 1024, "num_warps": 4}
@@ -51,7 +52,7 @@ def can_use_kernels(x: Tensor, gate_up: Tensor, down: Tensor, hidden_act: str) -
     # The rows of all other operands have the lengths of the weights' rows.
     if not (can_be_tiled(gate_up) and can_be_tiled(down)):
         return False
-    return gate_up.size(0) <= _MOST_EXPERTS and has_copy_engine(x.device)
+    return gate_up.size(0) <= MOST_EXPERTS and has_copy_engine(x.device)
 
 
 class _GateUp(torch.autograd.Function):

@@ -11,6 +11,8 @@ Measured on an H200, forward and backward with casts against bf16, at 2,048 and 
 multiplications (2,048 x 2,048 at 8,192 tokens, 4,096 x 4,096 at 2,048) tensorwise scales take 0.93 to 1.0 of the
 time, with half of them 1.0 to 1.1, with four times as many 0.7 to 0.85 (docs/precision.md).
 """
+LEAST_EXPERT_ROWS = 1024
+"""Rows of an expert from which float8 pays: its weight is measured and cast in the time of about 500 rows."""
 ALIGNMENT = 16
 """Multiple of all dimensions of a float8 matmul but the rows of its result."""
 LEAST_CAPABILITY = 9.0
@@ -56,3 +58,15 @@ def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, 
 def pays(tokens: int, inputs: int, outputs: int) -> bool:
     """Return whether a rank's matmul of ``[tokens, inputs]`` by ``[inputs, outputs]`` is faster in float8."""
     return tokens * inputs * outputs >= LEAST_PRODUCTS
+
+
+def experts_pay(rows: int, experts: int, inputs: int, outputs: int) -> bool:
+    """Return whether a rank's experts are faster in float8.
+
+    Args:
+        rows: of all its experts.
+        experts: of this rank.
+        inputs: H.
+        outputs: width of an expert on this rank.
+    """
+    return pays(rows, inputs, outputs) and rows >= experts * LEAST_EXPERT_ROWS
