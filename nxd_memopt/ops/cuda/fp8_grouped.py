@@ -105,7 +105,14 @@ def cast(
 
 
 def product_of_rows(
-    a: Tensor, a_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows: ExpertRows, dtype: torch.dtype, *, fast: bool
+    a: Tensor,
+    a_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: ExpertRows,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
 ) -> Tensor:
     """Return ``a_r weight[e]^t`` for each row r of expert e; see ``ops.fp8_grouped.product_of_rows``."""
     options: dict[str, Any] = dict(_FAST if fast else _PRECISE)

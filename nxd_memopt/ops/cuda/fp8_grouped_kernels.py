@@ -150,7 +150,7 @@ def _sum(x, y, total, PRECISE: tl.constexpr, BLOCK_K: tl.constexpr):  # noqa: N8
     """Return ``total + x y``; with PRECISE in fp32 registers after each BLOCK_K products."""
     if PRECISE:
         return tl.dot(x, y, total, max_num_imprecise_acc=BLOCK_K)
-    else:  # noqa: RET505
+    else:
         return tl.dot(x, y, total)
 
 
