@@ -54,8 +54,6 @@ def use_fp8(
             if number not in rounded or _reason_for_bf16(module) is not None:
                 continue
             if tokens is None or _experts_pay(tokens, module):
-                _require_alignment(f"{name}.gate_up_proj", experts.gate_up_proj)
-                _require_alignment(f"{name}.down_proj", experts.down_proj)
                 experts.fp8 = recipe
                 names.append(f"{number}.{name}")
     return names
@@ -132,8 +130,11 @@ def _reason_for_bf16(module: MoELayer) -> str | None:
         return "moe_pad_expert_input_to_capacity pads their rows"
     if module.experts.hidden_act not in KINDS:
         return f"the activation is {module.experts.hidden_act}"
-    if module.experts.gate_up_proj.size(0) > MOST_EXPERTS:
+    experts, *sizes = module.experts.down_proj.shape
+    if experts > MOST_EXPERTS:
         return f"a rank has more than {MOST_EXPERTS}"
+    if any(size % ALIGNMENT for size in sizes):
+        return f"their sizes on a rank, {sizes}, are no multiples of {ALIGNMENT}"
     return None
 
 
@@ -143,17 +144,13 @@ def _experts_pay(tokens: int, module: MoELayer) -> bool:
     return experts_pay(tokens * module.moe.moe_router_topk, experts, inputs, width)
 
 
-def _require_alignment(name: str, weight: nn.Parameter) -> None:
-    if any(size % ALIGNMENT for size in weight.shape[-2:]):
-        raise ValueError(
-            f"fp8 needs sizes that are multiples of {ALIGNMENT}, the weight of {name} is {list(weight.shape)} on this "
-            "rank: train in bf16, or with another tensor_model_parallel_size"
-        )
-
-
 def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:
     for name, layer in layers.items():
-        _require_alignment(name, layer.weight)
+        if any(size % ALIGNMENT for size in layer.weight.shape):
+            raise ValueError(
+                f"fp8 needs sizes that are multiples of {ALIGNMENT}, the weight of {name} is "
+                f"{list(layer.weight.shape)} on this rank: train in bf16, or with another tensor_model_parallel_size"
+            )
         layer.fp8 = recipe
     return list(layers)
 

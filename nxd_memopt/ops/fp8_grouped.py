@@ -62,7 +62,7 @@ def as_columns(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtyp
     parts = _rows_by_expert(x, rows, gathers)
     scale, inverse = scales(_by_column(sizes, x.size(-1)), dtype)
     rounded = [times(part, factors, dtype) for part, factors in zip(parts, inverse, strict=True)]
-    return Operand(torch.cat([each.view(torch.uint8) for each in rounded]).t().view(dtype), scale)
+    return Operand(torch.cat(rounded).t(), scale)
 
 
 def as_both(
