@@ -8,11 +8,11 @@ from torch import nn
 
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.lora import is_adapter
+from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.moe_layer import MoELayer
-from nxd_memopt.ops.cuda.elementwise import KINDS
-from nxd_memopt.ops.cuda.experts import MOST_EXPERTS
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
+from nxd_memopt.planner.sizes import fp8_layers
 from nxd_memopt.planner.sizes.fp8_layers import experts_pay, pays, rounded_layers
 
 _Linear = ColumnParallelLinear | RowParallelLinear
@@ -122,26 +122,20 @@ def _expert_layers(layer: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 
 def _reason_for_bf16(module: MoELayer) -> str | None:
-    if module.experts.has_biases:
-        return "their matmuls have biases"
-    if module.moe.moe_expert_block_size is not None:
-        return "moe_expert_block_size computes them in blocks"
-    if module.moe.moe_pad_expert_input_to_capacity:
-        return "moe_pad_expert_input_to_capacity pads their rows"
-    if module.experts.hidden_act not in KINDS:
-        return f"the activation is {module.experts.hidden_act}"
-    experts, *sizes = module.experts.down_proj.shape
-    if experts > MOST_EXPERTS:
-        return f"a rank has more than {MOST_EXPERTS}"
-    if any(size % ALIGNMENT for size in sizes):
-        return f"their sizes on a rank, {sizes}, are no multiples of {ALIGNMENT}"
-    return None
+    experts = module.experts
+    shape = (0, 0, 0) if experts.has_biases else _shape(experts)
+    return fp8_layers.experts_in_bf16(module.moe, shape, has_biases=experts.has_biases)
 
 
 def _experts_pay(tokens: int, module: MoELayer) -> bool:
     # Of EP ranks each has k rows for each of its own tokens, if the routing is balanced.
-    experts, inputs, width = module.experts.down_proj.shape
-    return experts_pay(tokens * module.moe.moe_router_topk, experts, inputs, width)
+    return experts_pay(tokens * module.moe.moe_router_topk, *_shape(module.experts))
+
+
+def _shape(experts: Experts) -> tuple[int, int, int]:
+    """Return the experts of this rank, H, and the width of an expert here."""
+    count, hidden, width = experts.down_proj.shape
+    return count, hidden, width
 
 
 def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:

@@ -14,7 +14,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 
 def gated_of_rows(gate_up: Tensor, hidden_act: str) -> Tensor:
     """Return ``act(gate) * up``, ``[R, F]``, of ``gate_up``, ``[R, 2 F]``."""
-    if can_use_triton(gate_up):
+    if hidden_act in KINDS and can_use_triton(gate_up):
         return cuda.gated_of_rows(gate_up, KINDS[hidden_act])
     gate, up = gate_up.float().chunk(2, 1)
     return gated_activation(gate, up, hidden_act).to(gate_up.dtype)
@@ -22,7 +22,7 @@ def gated_of_rows(gate_up: Tensor, hidden_act: str) -> Tensor:
 
 def gated_of_rows_gradient(gate_up: Tensor, grad: Tensor, weights: Tensor, rows: ExpertRows, hidden_act: str) -> Tensor:
     """Overwrite ``gate_up`` and ``grad``, and return the gradient of ``weights``; see ``ops.cuda.experts``."""
-    if can_use_triton(gate_up, grad):
+    if hidden_act in KINDS and can_use_triton(gate_up, grad):
         return cuda.gated_of_rows_gradient(gate_up, grad, weights, rows, KINDS[hidden_act])
     end = int(rows.offsets[-1])
     choices = rows.choices[:end]

@@ -113,6 +113,8 @@ class _WeightedDown(torch.autograd.Function):
         ddown = None
         if columns is not None:
             columns_of_inner = as_columns(inner, rows, magnitudes(inner, rows, ctx.recipe), FORWARD_DTYPE)
+            # before the gradient of the weight is allocated
+            del inner
             ddown = product_over_rows(columns, columns_of_inner, rows, gate_up.dtype)
         return None, None, None, None, None, gate_up, dweights, ddown
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxd_memopt.architectures.experts import TILE_ROWS
 from nxd_memopt.backends import backend
 from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.modules.moe.assignment import Assignment, assign
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.ops import fp8, fp8_grouped
-from nxd_memopt.ops.cuda.grouped_matmul import TILE_ROWS, ExpertRows
+from nxd_memopt.ops.cuda.grouped_matmul import ExpertRows
 from nxd_memopt.ops.fp8 import Fp8Recipe, Magnitudes, Operand
 from nxd_memopt.ops.fp8_experts import fp8_routed_experts
 from tests.reference import relative_error, tensors

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nxd_memopt.architectures.experts import copied_columns, copies_rows
+from nxd_memopt.architectures.experts import MOST_EXPERTS, copied_columns, copies_rows
 from nxd_memopt.ops.autograd import (
     SavedInputs,
     first_derivative_only,
@@ -32,8 +32,6 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
 from nxd_memopt.ops.cuda.support import can_use_triton
 
 _DTYPES = (torch.bfloat16, torch.float16)
-MOST_EXPERTS = 1024
-"""Experts of a rank for which one program plans the tiles."""
 _GATED = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}
 _GATED_BACKWARD = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
 _SUM = {"BLOCK": 1024, "num_warps": 4}

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.architectures.experts import TILE_ROWS
 from nxd_memopt.ops.cuda.fp8 import SMALLEST
-from nxd_memopt.ops.cuda.grouped_matmul import TILE_ROWS, ExpertRows, descriptor, multiprocessors
+from nxd_memopt.ops.cuda.grouped_matmul import ExpertRows, descriptor, multiprocessors
 
 _LARGEST = {"TILE": TILE_ROWS, "ROWS": 8, "COLUMNS": 1024, "num_warps": 4}
 _CAST = {"TILE": TILE_ROWS, "COLUMNS": 128, "num_warps": 8}

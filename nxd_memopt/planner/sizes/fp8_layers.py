@@ -1,8 +1,11 @@
-"""Says which linear layers are faster with float8 operands: facts that the library and the planner share."""
+"""Says which linear layers and experts are faster with float8 operands: facts of library and planner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from nxd_memopt.architectures.experts import MOST_EXPERTS
+from nxd_memopt.moe_config import MoEConfig
 
 LEAST_PRODUCTS = 2**35
 """Multiplications of a forward matmul from which float8 pays.
@@ -70,3 +73,25 @@ def experts_pay(rows: int, experts: int, inputs: int, outputs: int) -> bool:
         outputs: width of an expert on this rank.
     """
     return pays(rows, inputs, outputs) and rows >= experts * LEAST_EXPERT_ROWS
+
+
+def experts_in_bf16(options: MoEConfig, shape: tuple[int, int, int], *, has_biases: bool) -> str | None:
+    """Return why the experts of a layer never round, or None.
+
+    Args:
+        options: of the layer.
+        shape: experts of a rank, H, and the width of an expert on it.
+        has_biases: the experts are GPT-NeoX's.
+    """
+    experts, *sizes = shape
+    if has_biases:
+        return "their matmuls have biases"
+    if options.moe_expert_block_size is not None:
+        return "moe_expert_block_size computes them in blocks"
+    if options.moe_pad_expert_input_to_capacity:
+        return "moe_pad_expert_input_to_capacity pads their rows"
+    if experts > MOST_EXPERTS:
+        return f"a rank has more than {MOST_EXPERTS}"
+    if any(size % ALIGNMENT for size in sizes):
+        return f"their sizes on a rank, {sizes}, are no multiples of {ALIGNMENT}"
+    return None
