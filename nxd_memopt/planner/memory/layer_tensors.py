@@ -130,20 +130,30 @@ def saves_float8_activation(sizes: RankSizes, fp8: Collection[str]) -> bool:
     return is_plain and "mlp out" in fp8 and sizes.hidden_act != "relu"
 
 
-def with_magnitudes(layer: Part, sizes: RankSizes, fp8: Collection[str]) -> Part:
-    """Return a layer with the magnitudes that its float8 linear layers keep."""
-    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, fp8))))
+def with_magnitudes(layer: Part, sizes: RankSizes, index: int) -> Part:
+    """Return layer ``index`` with the magnitudes that its float8 linear layers and experts keep."""
+    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, index))))
 
 
-def fp8_magnitudes(sizes: RankSizes, fp8: Collection[str]) -> Tensors:
-    """Return the magnitudes that float8 layers keep, whatever is recomputed: of weights, and of what is rounded twice.
+def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
+    """Return the magnitudes that layer ``index`` keeps, whatever is recomputed: of what is rounded twice.
 
-    Row-parallel layers round their inputs for forward and again for backward.
+    All weights are. Row-parallel layers round their inputs for forward and again for backward, experts the tokens.
     """
     if sizes.fp8 is None:
         return {}
     tensors: Tensors = {}
-    for name in fp8:
+    moe = sizes.moe
+    if moe is not None and sizes.fp8_experts(index):
+        experts, rows = moe.local_experts, moe.rows(sizes.tokens)
+        numbers = {
+            "the tokens": rows + experts * sizes.hidden,
+            "gate and up": experts * (2 * moe.width + sizes.hidden),
+            "down": experts * (sizes.hidden + moe.width),
+        }
+        for each, count in numbers.items():
+            tensors[f"magnitudes of the experts, {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else experts)
+    for name in sizes.fp8_linears(index):
         outputs = sizes.linear_elements[name] // sizes.hidden
         numbers = {name: sizes.hidden + outputs}
         is_rounded_once = name == "mlp out" and saves_float8_activation(sizes, fp8)
@@ -211,7 +221,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         layer = _merged_gpt_neox_layer(sizes, memory, kernels, fp8)
     else:
         layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
-    return with_magnitudes(layer, sizes, fp8)
+    return with_magnitudes(layer, sizes, index)
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:
