@@ -153,7 +153,8 @@ def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
         }
         for each, count in numbers.items():
             tensors[f"magnitudes of the experts, {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else experts)
-    for name in sizes.fp8_linears(index):
+    fp8 = sizes.fp8_linears(index)
+    for name in fp8:
         outputs = sizes.linear_elements[name] // sizes.hidden
         numbers = {name: sizes.hidden + outputs}
         is_rounded_once = name == "mlp out" and saves_float8_activation(sizes, fp8)
