@@ -152,7 +152,6 @@ def input_grad_reduction(
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
-<<<<<<< HEAD
 def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_float8: Sequence[bool]) -> Tensor:
     """Return ``sum_i X_i W_i^t`` reduced over the ranks.
 
@@ -177,7 +176,8 @@ def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_flo
     flags = [flag for each in is_read for flag in (each, True)]
     handle, saved = save_inputs_first(*factors, is_read=flags, added=columns)
     return cast(Tensor, Fp8RowParallel.apply(comm, handle, rows, *saved))
-=======
+
+
 def frozen_input_grad_reduction(
     comm: ActivationSharding,
     grads: Sequence[Tensor],
@@ -208,7 +208,6 @@ def frozen_row_input_grad(
     gradient = RowGradient(comm, shard, needs_columns=False)
     (result,) = gradient.products([weight_columns(comm, weight, weight_sizes)], shard.dtype)
     return result
->>>>>>> lora8
 
 
 class Fp8RowParallel(torch.autograd.Function):
