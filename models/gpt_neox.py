@@ -98,6 +98,8 @@ class GPTNeoXMLP(FusibleModule):
         self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
         self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)
+        # The activation keeps its input; of ReLU it keeps the result, which a float8 copy would only add to.
+        self.dense_4h_to_h.saves_float8_input = config.hidden_act != "relu"
 
     def layers(self) -> MLPLayers:
         """Return the submodules, for tiles of tokens."""

@@ -92,17 +92,20 @@ def unchanged(*watched: Tensor) -> Iterator[None]:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts c10d operators by name, e.g. ``{"allreduce_": 2}``."""
+    """Counts c10d operators by name, e.g. ``{"allreduce_": 2}``, and the bytes of the larger of a call's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func.name().split("::")
         if namespace == "c10d":
             name = name.split(".")[0]
             self.calls[name] = self.calls.get(name, 0) + 1
+            sizes = [each.nbytes for each in args if isinstance(each, torch.Tensor)]
+            self.bytes[name] = self.bytes.get(name, 0) + max(sizes, default=0)
         return func(*args, **(kwargs or {}))
 
     @property

@@ -71,15 +71,7 @@ def float8_groups(model: ParallelCausalLM, *, first_last_layers_bf16: int = 0) -
     """Return the weights that ``load_pretrained`` may store in float8: those of one matmul, which share a scale.
 
     Call ``use_fp8`` with equal ``first_last_layers_bf16`` and without ``tokens``.
-
-    Raises:
-        ValueError: the model merges matmuls of different layers.
     """
-    if model.spec.is_gpt_neox:
-        raise ValueError(
-            f"weights in float8 need layers whose matmuls are separate, and {model.spec.model_type} adds up attention "
-            "and MLP in one: leave lora.base_dtype out"
-        )
     return [
         [linear.weight for linear in group.values()]
         for layer in _rounded_layers(model, first_last_layers_bf16).values()

@@ -18,6 +18,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.ops.residual import add_residual
+from nxd_memopt.parallel_layers.functional.fp8_branches import Fp8NormalisedColumns
 from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, parameter_grads, products
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
@@ -135,8 +136,8 @@ def normalised_column_parallel_linears(
         raise ValueError(
             f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
         )
-    # In float8 each branch has an input of its own: the affine parts come before the gather.
-    if any(layer.rounding is not None for layer in layers):
+    # Weights that are stored in float8 were rounded without the norm's affine part.
+    if not _multiply_alike(layers):
         return tuple(cast(Tensor, layer(norm(input))) for norm, layer in branches)
     parameters: list[Tensor | None] = []
     for norm, layer in branches:
@@ -145,8 +146,14 @@ def normalised_column_parallel_linears(
     # runs without it. All layers share one gather, so the first one defines group and layout.
     x, *flat = cast_if_autocast_enabled(input, *parameters)
     comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
+    function = _NormalisedColumns if comm.fp8 is None else Fp8NormalisedColumns
     with torch.autocast(input.device.type, enabled=False):
-        return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
+        return cast("tuple[Tensor, ...]", function.apply(x, norms[0].eps, comm, *flat))
+
+
+def _multiply_alike(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> bool:
+    """Return whether one function computes all layers: none of them alone rounds, or has a scale of its own."""
+    return len({layer.rounding for layer in layers}) == 1 and all(layer.weight_scale is None for layer in layers)
 
 
 def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor) -> Tensor:
@@ -164,10 +171,14 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
         ValueError: ``residual`` has another shape.
     """
     pairs = [(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
-    if len({layer.rounding for layer in layers}) == 1:
-        output = row_parallel(pairs, layers[0])
-    else:  # some of the layers are faster in bf16: a reduction each
-        first, *others = (row_parallel([pair], layer) for pair, layer in zip(pairs, layers, strict=True))
+    in_float8 = [layer.saves_float8_input for layer in layers]
+    if _multiply_alike(layers):
+        output = row_parallel(pairs, layers[0], in_float8=in_float8)
+    else:  # a reduction each
+        first, *others = (
+            row_parallel([pair], layer, in_float8=[layer.saves_float8_input])
+            for pair, layer in zip(pairs, layers, strict=True)
+        )
         output = sum(others, first)
     # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
     # in place of a shard with s = 1.

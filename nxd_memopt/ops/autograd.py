@@ -82,15 +82,17 @@ class SavedInputs:
 
     Args:
         is_read: for each tensor whether backward reads it; None for all.
+        added: tensors without a gradient that are saved after them.
     """
 
     _ctx: Any = None
 
-    def __init__(self, is_read: Sequence[bool] | None = None) -> None:
+    def __init__(self, is_read: Sequence[bool] | None = None, added: Sequence[Tensor] = ()) -> None:
         self.is_read = is_read
+        self.added = added
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors, None for one that is not read.
+        """Return the saved tensors, None for one that is not read, and then the added ones.
 
         Call once, in the backward of the Function that uses them.
         """
@@ -109,7 +111,9 @@ class _SaveInputs(torch.autograd.Function):
     def forward(ctx: Any, handle: SavedInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         is_read = handle.is_read or [True] * len(tensors)
-        ctx.save_for_backward(*(x if is_kept else None for x, is_kept in zip(tensors, is_read, strict=True)))
+        kept = (x if is_kept else None for x, is_kept in zip(tensors, is_read, strict=True))
+        ctx.save_for_backward(*kept, *handle.added)
+        handle.added = ()  # a reference would keep what a hook moves
         # The handle reads the tensors from this node, so checkpoint's saved-tensor hooks apply to
         # them: offloading moves them, and a recomputation ends when the last one is saved again.
         handle._ctx = ctx
@@ -122,7 +126,7 @@ class _SaveInputs(torch.autograd.Function):
 
 
 def save_inputs_first(
-    *tensors: Tensor, is_read: Sequence[bool] | None = None
+    *tensors: Tensor, is_read: Sequence[bool] | None = None, added: Sequence[Tensor] = ()
 ) -> tuple[SavedInputs | None, tuple[Tensor, ...]]:
     """Save ``tensors`` for backward; pass the returned handle and tensors to the next Function.
 
@@ -132,10 +136,11 @@ def save_inputs_first(
     Args:
         tensors: tensors to save.
         is_read: for each tensor whether backward reads it; others are not kept. Default all.
+        added: tensors to save without a gradient; none under torch.compile.
     """
     if torch.compiler.is_compiling():
         return None, tensors
-    handle = SavedInputs(is_read)
+    handle = SavedInputs(is_read, added)
     return handle, _SaveInputs.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
 
 

@@ -85,27 +85,40 @@ class Operand(NamedTuple):
     scale: Tensor
 
 
-def magnitudes(x: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None = None) -> Magnitudes:
+def magnitudes(
+    x: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None = None, *, factors: Tensor | None = None
+) -> Magnitudes:
     """Return the largest magnitudes of ``x``; NaN if there is a NaN.
 
     Args:
         x: ``[M, K]``.
         recipe: one number for the tensor, or one for each row and column.
         group: ranks that have other rows of the same tensor.
+        factors: ``[K]``, multiply the columns first, in fp32; the casts get the same.
     """
     if can_use_triton(x):
-        rows, columns = cuda.magnitudes(x, recipe.is_rowwise)
-    elif x.numel() == 0:
+        rows, columns = cuda.magnitudes(x, recipe.is_rowwise, factors)
+        return _of_all_ranks(rows, columns, recipe, group)
+    x = _scaled(x, factors)
+    if x.numel() == 0:
         rows, columns = _zeros(x, recipe)
     elif recipe.is_rowwise:
         absolute = x.abs().float()
         rows, columns = absolute.amax(1, keepdim=True), absolute.amax(0).unsqueeze(1)
     else:
         rows = columns = x.abs().amax().float().view(1, 1)
+    return _of_all_ranks(rows, columns, recipe, group)
+
+
+def _of_all_ranks(rows: Tensor, columns: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None) -> Magnitudes:
     if backend.group_size(group) > 1:
         columns = _maximum(columns, group)
         rows = rows if recipe.is_rowwise else columns
     return Magnitudes(rows, columns)
+
+
+def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x.float() * factors.float()
 
 
 def _zeros(x: Tensor, recipe: Fp8Recipe) -> tuple[Tensor, Tensor]:
@@ -122,7 +135,7 @@ def _maximum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return backend.all_reduce(bits, group, "max").view(torch.float32)
 
 
-def as_rows(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> Operand:
+def as_rows(x: Tensor, sizes: Magnitudes, dtype: torch.dtype, factors: Tensor | None = None) -> Operand:
     """Return ``x`` rounded to float8, ``[M, K]``.
 
     Numbers that are all below ``SMALLEST`` are zeros with the scale 1. An infinity or NaN makes all values of its
@@ -132,17 +145,18 @@ def as_rows(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> Operand:
         x: ``[M, K]``.
         sizes: magnitudes of ``x``.
         dtype: of the data.
+        factors: as for the magnitudes.
     """
     if can_use_triton(x):
-        return Operand(*cuda.cast(x, sizes.rows, sizes.columns, dtype, rows=True, columns=False)[:2])
-    return _rounded(x, sizes.rows, dtype)
+        return Operand(*cuda.cast(x, sizes.rows, sizes.columns, dtype, factors, rows=True, columns=False)[:2])
+    return _rounded(_scaled(x, factors), sizes.rows, dtype)
 
 
-def as_columns(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> Operand:
+def as_columns(x: Tensor, sizes: Magnitudes, dtype: torch.dtype, factors: Tensor | None = None) -> Operand:
     """Return ``x^t`` rounded to float8, ``[K, M]``, M padded with zeros to ``ALIGNMENT``; see ``as_rows``."""
     if can_use_triton(x):
-        return Operand(*cuda.cast(x, sizes.rows, sizes.columns, dtype, rows=False, columns=True)[2:])
-    return _rounded(padded(x.t()), sizes.columns, dtype)
+        return Operand(*cuda.cast(x, sizes.rows, sizes.columns, dtype, factors, rows=False, columns=True)[2:])
+    return _rounded(padded(_scaled(x, factors).t()), sizes.columns, dtype)
 
 
 def as_both(x: Tensor, sizes: Magnitudes, dtype: torch.dtype) -> tuple[Operand, Operand]:

@@ -21,8 +21,8 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_column_parallel
-from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, Fp8RowParallel
+from nxd_memopt.parallel_layers.functional.adapted_column import adapted_column_parallel
+from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, fp8_row_parallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -275,6 +275,8 @@ class RowParallelLinear(BaseParallelLinear):
             is used with ``input_is_parallel=False``.
     """
 
+    saves_float8_input: bool = False  # with fp8, where no other module keeps the input for its own backward
+
     def __init__(
         self,
         input_size: int,
@@ -334,7 +336,7 @@ class RowParallelLinear(BaseParallelLinear):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
         if self.reduce_output:
-            output = row_parallel([(local, self.weight)], self)
+            output = row_parallel([(local, self.weight)], self, in_float8=[self.saves_float8_input])
         else:
             output = F.linear(local, self.weight)
         # The bias is replicated: added before the reduction it would count T times.
@@ -367,25 +369,30 @@ class RowParallelLinear(BaseParallelLinear):
             mappings.require_equal_shards(partial_shape[self.sequence_dimension], size)
 
 
-def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear) -> Tensor:
+def row_parallel(
+    pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear, *, in_float8: Sequence[bool] = ()
+) -> Tensor:
     """Return ``sum_i X_i W_i^t`` reduced over the ranks as in ``layer``, without the bias.
 
     Args:
         pairs: inputs ``[..., n_i/T]`` with their weights ``[H, n_i/T]``.
         layer: layer that defines group, sequence dimension and dtype of the reduction.
+        in_float8: ``saves_float8_input`` of each pair's layer; default none.
     """
     if pairs[0][0].dim() == 1:
-        return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
+        rows = [(x.unsqueeze(0), weight) for x, weight in pairs]
+        return row_parallel(rows, layer, in_float8=in_float8).squeeze(0)
     # An autograd Function takes tensors as separate arguments: X_1, W_1, X_2, W_2, ...
     tensors = [tensor for pair in pairs for tensor in pair]
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*tensors))
     layer.require_divisible_sequence(tensors[0].shape)
+    comm = layer.activation_sharding()
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
+        if comm.fp8 is not None:
+            return fp8_row_parallel(comm, tensors, in_float8)
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
         is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]
         handle, saved = save_inputs_first(*tensors, is_read=is_read)
-        comm = layer.activation_sharding()
-        function = RowParallel if comm.fp8 is None else Fp8RowParallel
-        return cast(Tensor, function.apply(comm, handle, *saved))
+        return cast(Tensor, RowParallel.apply(comm, handle, *saved))

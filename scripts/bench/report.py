@@ -26,6 +26,10 @@ OPTIMIZER = (
     "AdamW with bf16 parameters, gradients and states (8 bytes per parameter; 6 where the setting has the optimizer in "
     "backward, which keeps no gradients)"
 )
+FLOAT8 = (
+    f"{DEVICE}, batch 1, the same optimizer; the variants of a setting ran one after the other in one run. Ours in "
+    "float8 is one CUDA graph. MFU is not shown: its peak is bf16's. [Precision](precision.md) says what is rounded."
+)
 BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 
 
@@ -70,7 +74,7 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def fastest_pairs(settings: Sequence[tuple[str, str, str]] | None = None) -> list[tuple[Row, Row]]:
     """Return ours and the fastest peer of each race of full training steps; with ``settings`` one pair for each."""
-    rows = [row for row in rows_of("train_step") if row.get("expert_parallel", "") in ("", "1")]
+    rows = [row for row in bf16_steps() if row.get("expert_parallel", "") in ("", "1")]
     races = latest_races(rows, ("model", "tensor_parallel", "tokens"))
     if settings is not None:
         by_setting: dict[tuple[str, str, str], list[Row]] = {}
@@ -84,6 +88,35 @@ def fastest_pairs(settings: Sequence[tuple[str, str, str]] | None = None) -> lis
         peers = [row for row in race if not _is_ours(row["variant"])]
         pairs.append((max(ours, key=speed_of), max(peers, key=speed_of)))
     return pairs
+
+
+def bf16_steps() -> list[Row]:
+    """Return the rows of full training steps whose matmuls are in bf16."""
+    return [row for row in rows_of("train_step") if not _is_float8(row)]
+
+
+def _is_float8(row: Row) -> bool:
+    return "fp8" in row["variant"] or "torchao" in row["variant"]
+
+
+def float8_lines() -> list[str]:
+    """Return a table of the last runs with steps in float8, a line for each variant."""
+    keys = ("model", "tensor_parallel", "tokens")
+    run = (*keys, "date", "commit", "command")
+    rows = rows_of("train_step")
+    runs = {tuple(row[key] for key in run) for row in rows if _is_float8(row)}
+    races = latest_races([row for row in rows if tuple(row[key] for key in run) in runs], keys)
+    lines = [
+        "| model | T | tokens | variant | ms | tokens/s/GPU | of ours in bf16 | GiB | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for race in races:
+        in_bf16 = [speed_of(row) for row in race if _is_ours(row["variant"]) and not _is_float8(row)]
+        for row in race:
+            cells = [row["model"], row["tensor_parallel"], f"{int(row['tokens']):,}", row["variant"], row["step_ms"]]
+            cells += [f"{speed_of(row):,.0f}", f"{speed_of(row) / max(in_bf16):.2f}" if in_bf16 else ""]
+            lines.append(f"| {' | '.join([*cells, row['peak_gib'], row['commit']])} |")
+    return lines if races else []
 
 
 def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
@@ -161,7 +194,7 @@ def scaling_lines() -> list[str]:
     """
     # The last row in sorted order wins: the last day, then clean commits, then the fastest.
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
-    rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
+    rows = [row for row in bf16_steps() if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
 
     def rank(row: Row) -> tuple[str, bool, float]:
         return row["date"], not row["commit"].endswith("-dirty"), speed_of(row)
@@ -230,6 +263,7 @@ def measured_on() -> str:
 
 def page() -> str:
     """Return docs/benchmarks.md."""
+    float8 = float8_lines()
     parts = [
         "# Benchmarks",
         "Written by `python -m scripts.bench.report --write` from the rows in `docs/benchmarks/`.",
@@ -240,6 +274,7 @@ def page() -> str:
         "installed; a peer uses it where its name says so. Losses are shown where they differ. Versions and commands: "
         "[train_step.csv](benchmarks/train_step.csv).",
         "\n".join(step_lines()),
+        *(["### Matmuls in float8", FLOAT8, "\n".join(float8)] if float8 else []),
         f"### One {OTHER_DEVICE}",
         "Batch 1, the same optimizer; all variants of a model and length ran one after the other on one machine.",
         "\n".join(variant_lines(rows_of("train_step", OTHER_DEVICE))),

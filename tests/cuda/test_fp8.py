@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import GraphedLoss
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.fp8 import use_fp8
 from nxd_memopt.ops import fp8
 from nxd_memopt.ops.fp8 import Fp8Recipe
@@ -62,6 +64,20 @@ def test_casts_equal_the_cpus_bit_by_bit(shape, layout, dtype, granularity):
 
 
 @GRANULARITIES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_columns_with_factors_equal_the_cpus_bit_by_bit(shape, granularity):
+    x, factors = uneven(*shape, seed=1), uneven(1, shape[1], seed=2)[0]
+    recipe = Fp8Recipe(granularity=granularity)
+    found = fp8.magnitudes(x.cuda(), recipe, factors=factors.cuda())
+    expected = fp8.magnitudes(x, recipe, factors=factors)
+    for each, of_cpu in zip(found, expected, strict=True):
+        assert torch.equal(each.cpu(), of_cpu)
+    for cast in (fp8.as_rows, fp8.as_columns):
+        operand = cast(x.cuda(), found, fp8.FORWARD_DTYPE, factors.cuda())
+        assert_same(operand, cast(x, expected, fp8.FORWARD_DTYPE, factors))
+
+
+@GRANULARITIES
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
 def test_special_values_equal_the_cpus(value, granularity):
     x = torch.zeros(32, 64, dtype=torch.bfloat16) if value == 0 else uneven(32, 64, seed=2)
@@ -102,18 +118,15 @@ def test_products_equal_float64(has_bias, fast, dtype, granularity):
     assert relative_error(found.double(), expected) < 4e-3  # a rounding to bf16
 
 
-def small_model(recipe: Fp8Recipe | None, device: str) -> LlamaForCausalLM:
+def small_model(recipe: Fp8Recipe | None, device: str, *, is_gpt_neox: bool = False) -> ParallelCausalLM:
     torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
     memory = MemoryConfig(attention_backend="math")  # of both devices
-    model = LlamaForCausalLM(config, memory=memory, dtype=torch.bfloat16, device=torch.device(device))
+    options = {"memory": memory, "dtype": torch.bfloat16, "device": torch.device(device)}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if is_gpt_neox:
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=128), **options)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128), **options)
     if recipe is not None:
         use_fp8(model, recipe)
     return model
@@ -121,15 +134,16 @@ def small_model(recipe: Fp8Recipe | None, device: str) -> LlamaForCausalLM:
 
 @GRANULARITIES
 @pytest.mark.parametrize("format", fp8.FORMATS)
-def test_model_equals_the_cpus_within_bf16_roundings(format, granularity):
+@pytest.mark.parametrize("is_gpt_neox", [False, True])
+def test_model_equals_the_cpus_within_bf16_roundings(is_gpt_neox, format, granularity):
     ids = torch.randint(0, 128, (2, 71), generator=torch.Generator().manual_seed(0))
     recipe = Fp8Recipe(format, granularity)
     gradients = {}
     for device in ("cuda", "cpu"):
-        model = small_model(recipe, device)
+        model = small_model(recipe, device, is_gpt_neox=is_gpt_neox)
         model(ids.to(device), labels=ids.to(device)).loss.backward()
         gradients[device] = {name: p.grad.double().cpu() for name, p in model.named_parameters()}
-    exact = small_model(None, "cuda")
+    exact = small_model(None, "cuda", is_gpt_neox=is_gpt_neox)
     exact(ids.cuda(), labels=ids.cuda()).loss.backward()
     for name, parameter in exact.named_parameters():
         of_cpu = gradients["cpu"][name]

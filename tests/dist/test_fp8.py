@@ -9,7 +9,8 @@ import torch.distributed as dist
 from nxd_memopt.checkpoint import load_pretrained, save_pretrained
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.lora_config import LoraConfig
-from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models import model_class
+from nxd_memopt.models.gpt_neox import GPTNeoXMLP
 from nxd_memopt.modules.fp8 import float8_groups, use_fp8
 from nxd_memopt.modules.lora.layers import adapt
 from nxd_memopt.modules.mlp import fused_gated_mlp
@@ -27,7 +28,7 @@ from tests.dist.pool import distributed
 from tests.dist.test_chunked_collectives import in_pieces
 from tests.reference import assert_says, error_message, from_all_ranks, relative_error, shard, tensors
 from tests.reference_fp8 import E4M3, E5M2, Rounding, rounded
-from tests.reference_models import llama_config
+from tests.reference_models import gpt_neox_config, llama_config
 
 # S, B, H and the outputs of two layers; with T = 2 a shard has 33 rows, no multiple of 16
 LENGTH, BATCH, HIDDEN, WIDTHS = 22, 3, 32, (32, 64)
@@ -394,20 +395,26 @@ def test_row_parallel_layer_with_an_adapter(recipe, is_gated):
 
 
 @distributed(world_size=[1, 2])
-def test_weights_stored_in_float8_are_those_of_the_files_rounded_once(tmp_path):
+@pytest.mark.parametrize(("make_config", "matmuls"), [(llama_config, 7), (gpt_neox_config, 4)])
+def test_weights_stored_in_float8_are_those_of_the_files_rounded_once(make_config, matmuls, tmp_path):
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(size)
-    config = llama_config(hidden_size=128, intermediate_size=96)
+    config = make_config(hidden_size=128, intermediate_size=96)
     parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1)
-    original = LlamaForCausalLM(config, parallel=parallel)
+    model = model_class(config.model_type)
+    original = model(config, parallel=parallel)
+    # Merged branches round other operands than layers with stored weights, which are computed one by one.
+    for module in original.modules():
+        if isinstance(module, GPTNeoXMLP):
+            module.register_forward_hook(lambda *_: None)
     save_pretrained(original, tmp_path)
-    stored = LlamaForCausalLM(config, parallel=parallel, device="meta")
+    stored = model(config, parallel=parallel, device="meta")
     groups = float8_groups(stored, first_last_layers_bf16=0)
     load_pretrained(stored, tmp_path, in_float8=groups)
     use_fp8(stored, Fp8Recipe())
     # As many bytes as elements, and the values that rounding gives: equal losses, gradients and evaluations.
     linears = {name: each for name, each in stored.named_parameters() if each.itemsize == 1}
-    assert len(linears) == sum(len(group) for group in groups) == 7 * config.num_hidden_layers
+    assert len(linears) == sum(len(group) for group in groups) == matmuls * config.num_hidden_layers
     use_fp8(original, Fp8Recipe())
     with torch.no_grad():
         for name, parameter in original.named_parameters():

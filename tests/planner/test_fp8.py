@@ -82,11 +82,32 @@ def test_temporary_tensors_of_backward():
     tokens, hidden, width, qkv = 8192, 4096, 14336, 6144
     assert operands == {
         "MLP, last projection": 2 * tokens * hidden + width * hidden + tokens * width,
-        "MLP, first projections": 2 * tokens * 2 * width + 2 * width * hidden,
+        "MLP, first projections, gradient of the input": 2 * tokens * 2 * width + 2 * width * hidden,
+        "MLP, first projections": tokens * 2 * width,
         "attention output projection": 2 * tokens * hidden + hidden * hidden + tokens * hidden,
         "attention": None,
-        "query, key and value projections": 2 * tokens * qkv + qkv * hidden,
+        "query, key and value projections, gradient of the input": 2 * tokens * qkv + qkv * hidden,
+        "query, key and value projections": tokens * qkv,
     }
+
+
+def test_temporary_tensors_of_merged_branches():
+    """GPT-NeoX-20B: 64 heads of 96, MLP of 24,576; on each of two ranks half of them."""
+    neox = named("gpt-neox-20b")
+    parallel = ParallelConfig(2, sequence_parallel_enabled=True)
+    sizes = sizes_of(neox, parallel, 8192, 1, "bfloat16", fp8=Fp8Layers((True,) * 44))
+    moments = {each.name: each.temporary for each in layer_moments(sizes, NO_TECHNIQUES, ON_GPU)}
+    tokens, hidden, qkv, width = 8192, 6144, 9216, 12288
+    inputs = moments["input projections"]
+    # Columns of both gradients, and the normalised rows, gathered and joined.
+    assert inputs["float8 operands"] == tokens * (qkv + width) + 2 * tokens * hidden
+    assert inputs["normalised"] == inputs["inputs of the branches"] == 0
+    before = moments["input projections, gradient of the input"]
+    assert before["float8 operands"] - inputs["float8 operands"] == (qkv + width) * (tokens + hidden)
+    assert before["dX"] == 2 * 2 * tokens * hidden and before["dW"] == 0
+    # The columns of attention's output; those of the activation are saved.
+    rows = moments["output projections"]["float8 operands"]
+    assert rows == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * hidden // 2
 
 
 def test_work_of_matmuls_and_casts():

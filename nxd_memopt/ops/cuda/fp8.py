@@ -29,7 +29,7 @@ def _with_adjacent_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def magnitudes(x: Tensor, is_rowwise: bool) -> tuple[Tensor, Tensor]:
+def magnitudes(x: Tensor, is_rowwise: bool, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the largest magnitudes of rows and columns; see ``ops.fp8.magnitudes``."""
     x = _with_adjacent_columns(x)
     rows, columns = x.shape
@@ -37,12 +37,22 @@ def magnitudes(x: Tensor, is_rowwise: bool) -> tuple[Tensor, Tensor]:
     sizes = torch.zeros(rows + columns if is_rowwise else 1, 1, dtype=torch.int32, device=x.device)
     row_sizes, column_sizes = (sizes[:rows], sizes[rows:]) if is_rowwise else (sizes, sizes)
     grid = _tiles(rows, columns, _LARGEST["ROWS"] * _LARGEST["STEPS"], _LARGEST["COLUMNS"])
-    _kernels().largest[grid](x, row_sizes, column_sizes, rows, columns, x.stride(0), ROWWISE=is_rowwise, **_LARGEST)
+    # without FACTORS the kernel does not read them: pass any tensor
+    options = {"ROWWISE": is_rowwise, "FACTORS": factors is not None, **_LARGEST}
+    tensors = (x, x if factors is None else factors, row_sizes, column_sizes)
+    _kernels().largest[grid](*tensors, rows, columns, x.stride(0), **options)
     return row_sizes.view(torch.float32), column_sizes.view(torch.float32)
 
 
 def cast(
-    x: Tensor, row_sizes: Tensor, column_sizes: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+    x: Tensor,
+    row_sizes: Tensor,
+    column_sizes: Tensor,
+    dtype: torch.dtype,
+    factors: Tensor | None = None,
+    *,
+    rows: bool,
+    columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return data and scale of ``x`` as rows, then as columns; see ``ops.fp8.as_both``."""
     x = _with_adjacent_columns(x)
@@ -54,6 +64,7 @@ def cast(
     row_scales, column_scales = torch.empty_like(row_sizes), torch.empty_like(column_sizes)
     _kernels().cast[_tiles(padded, width, _CAST["ROWS"], _CAST["COLUMNS"])](
         x,
+        x if factors is None else factors,
         row_sizes,
         column_sizes,
         as_rows,
@@ -69,6 +80,7 @@ def cast(
         TO_ROWS=rows,
         TO_COLUMNS=columns,
         ROWWISE=row_sizes.numel() > 1 or column_sizes.numel() > 1,
+        FACTORS=factors is not None,
         **_CAST,
     )
     return as_rows, row_scales, as_columns, column_scales

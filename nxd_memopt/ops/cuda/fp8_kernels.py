@@ -9,12 +9,14 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 @triton.jit
 def largest(
     x,
+    factors,
     row_sizes,
     column_sizes,
     rows,
     columns,
     stride,
     ROWWISE: tl.constexpr,  # noqa: N803
+    FACTORS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     STEPS: tl.constexpr,  # noqa: N803
@@ -23,10 +25,14 @@ def largest(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if FACTORS:
+        factor = tl.load(factors + column, mask=is_column, other=0.0).to(tl.float32)
     for step in range(STEPS):
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & is_column[None, :]
         values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if FACTORS:
+            values *= factor[None, :]
         values = tl.abs(values)
         # Integers, whose order is the order of the values, with NaN above infinity.
         if ROWWISE:
@@ -53,6 +59,7 @@ def scales(sizes, limit: tl.constexpr, smallest: tl.constexpr):
 @triton.jit
 def cast(
     x,
+    factors,
     row_sizes,
     column_sizes,
     as_rows,
@@ -68,6 +75,7 @@ def cast(
     TO_ROWS: tl.constexpr,  # noqa: N803
     TO_COLUMNS: tl.constexpr,  # noqa: N803
     ROWWISE: tl.constexpr,  # noqa: N803
+    FACTORS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
@@ -79,6 +87,8 @@ def cast(
     mask = is_row[:, None] & is_column[None, :]
     # rows from ``rows`` to ``padded_rows`` are zeros in the transposed result
     values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if FACTORS:
+        values *= tl.load(factors + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if TO_ROWS:
         if ROWWISE:
             scale, inverse = scales(tl.load(row_sizes + row, mask=is_row, other=0.0), LIMIT, SMALLEST)

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedReduction, backend
-from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.autograd import (
+    SavedInputs,
+    as_dtype,
+    first_derivative_only,
+    link_saved_inputs,
+    save_inputs_first,
+    saved_inputs,
+)
 from nxd_memopt.ops.fp8 import (
     FORWARD_DTYPE,
     Fp8Recipe,
@@ -30,6 +37,7 @@ from nxd_memopt.ops.fp8 import (
     product,
     transposed,
 )
+from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, ColumnActivationSharding
@@ -61,7 +69,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.shard_rows = flat_rows(shard).size(0)
         ctx.save_for_backward(*weights, *(columns or ()))
-        outputs, ctx.weight_sizes = column_outputs(comm, shard, rows, weights, parameters[1::2])
+        outputs, ctx.weight_sizes = column_outputs(comm, shard, weights, parameters[1::2], rows)
         return tuple(comm.original_layout(each) for each in outputs)
 
     @staticmethod
@@ -81,6 +89,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
         reduction = None
         if needs_input:
             reduction = input_grad_reduction(comm, grad.shape, rows, weights, ctx.weight_sizes, ctx.dtype)
+        del rows  # a byte for each element of dY, which dW does not read
         weight_grads: Sequence[Tensor | None] = [None] * len(weights)
         if whole is not None and columns is not None:
             weight_grad = product(columns, whole(), ctx.dtype)
@@ -95,24 +104,27 @@ class Fp8ColumnParallel(torch.autograd.Function):
 def column_outputs(
     comm: ActivationSharding,
     shard: Tensor,
-    rows: Operand,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    rows: Operand | None = None,
 ) -> tuple[Sequence[Tensor], Magnitudes | None]:
     """Return ``X W_i^t + b_i`` for all rows X of the ranks, and ``weight_sizes_of`` the joined weights.
 
     Args:
         comm: sharding of X.
-        shard: this rank's rows, ``[s, ..., H]``, of which only shape and dtype are read.
-        rows: the same rows in float8.
+        shard: this rank's rows, ``[s, ..., H]``.
         weights: W_i, ``[n_i, H]``.
         biases: b_i, ``[n_i]`` or None.
+        rows: the rows of the shard in float8, None to round them.
     """
+    if rows is None:
+        sizes = magnitudes(flat_rows(shard), recipe_of(comm), gathering_group(comm))
+        rows = as_rows(flat_rows(shard), sizes, FORWARD_DTYPE)
     packed = joined(weights, 0)
     weight_sizes = weight_sizes_of(comm, packed)
     gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
     operand = weight_rows(comm, packed, weight_sizes)
-    (output,) = gathered.products([operand], shard.dtype, _joined_bias(biases), fast=True)
+    (output,) = gathered.products([operand], shard.dtype, [_joined_bias(biases)], fast=True)
     return split_sizes(output, [each.size(0) for each in weights], dim=-1), weight_sizes
 
 
@@ -123,7 +135,7 @@ def input_grad_reduction(
     weights: Sequence[Tensor],
     weight_sizes: Magnitudes | None,
     dtype: torch.dtype,
-    term: tuple[Tensor, Tensor] | None = None,
+    term: LowRankTerm | None = None,
 ) -> ChunkedReduction:
     """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
 
@@ -134,36 +146,104 @@ def input_grad_reduction(
         weights: W_i, ``[n_i, H]``.
         weight_sizes: from ``column_outputs``.
         dtype: of the partial sums.
-        term: factors ``[S, ..., r]`` and ``[r, H]`` of a product that is added.
+        term: added to the sum of each rank.
     """
     operand = weight_columns(comm, joined(weights, 0), weight_sizes)
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
+def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_float8: Sequence[bool]) -> Tensor:
+    """Return ``sum_i X_i W_i^t`` reduced over the ranks.
+
+    Args:
+        comm: sharding of the output.
+        factors: ``[X_1, W_1, X_2, W_2, ...]``.
+        in_float8: for each X_i whether its float8 columns are saved instead of it; default none.
+    """
+    inputs, weights = factors[0::2], factors[1::2]
+    rows: list[Operand | None] = [None] * len(inputs)
+    columns: list[Tensor] = []
+    is_read = [weight.requires_grad for weight in weights]
+    # Rounded here and not in the Function, so that a recompute ends before the matmuls (``ops.autograd``).
+    for i, is_rounded in enumerate([] if torch.compiler.is_compiling() else in_float8):
+        if is_rounded:
+            flat = flat_rows(comm.sequence_first(inputs[i].detach()))
+            needs_columns = is_read[i] and torch.is_grad_enabled()
+            sizes = magnitudes(flat, recipe_of(comm))
+            rows[i], columns_of_input = operands(flat, sizes, FORWARD_DTYPE, needs_columns=needs_columns)
+            columns += columns_of_input or ()
+            is_read[i] = False
+    flags = [flag for each in is_read for flag in (each, True)]
+    handle, saved = save_inputs_first(*factors, is_read=flags, added=columns)
+    return cast(Tensor, Fp8RowParallel.apply(comm, handle, rows, *saved))
+
+
+def frozen_input_grad_reduction(
+    comm: ActivationSharding,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    weight_sizes: Magnitudes | None,
+    term: LowRankTerm,
+) -> ChunkedReduction:
+    """Return ``input_grad_reduction`` of dY_i that are not needed for the gradients of W_i."""
+    grad, recipe = joined(grads, -1), recipe_of(comm)
+    rows = as_rows(flat_rows(grad), magnitudes(flat_rows(grad), recipe), recipe.gradient_dtype)
+    return input_grad_reduction(comm, grad.shape, rows, weights, weight_sizes, grad.dtype, term)
+
+
+def row_reduction(
+    comm: ActivationSharding, rows: Tensor, weight: Tensor, term: LowRankTerm | None
+) -> tuple[ChunkedReduction, Magnitudes | None]:
+    """Start reducing ``X W^t`` of sequence-first rows over the ranks; return ``weight_sizes_of`` the weight too."""
+    sizes = weight_sizes_of(comm, weight)
+    operand = as_rows(flat_rows(rows), magnitudes(flat_rows(rows), recipe_of(comm)), FORWARD_DTYPE)
+    pairs = [(operand, weight_rows(comm, weight, sizes))]
+    return reduced_products(comm, rows.shape, pairs, rows.dtype, fast=True, term=term), sizes
+
+
+def frozen_row_input_grad(
+    comm: ActivationSharding, shard: Tensor, weight: Tensor, weight_sizes: Magnitudes | None
+) -> Tensor:
+    """Return ``dY W`` of all ranks' rows, ``[S, ..., n]``; dY is not needed for the gradient of W."""
+    gradient = RowGradient(comm, shard, needs_columns=False)
+    (result,) = gradient.products([weight_columns(comm, weight, weight_sizes)], shard.dtype)
+    return result
+
+
 class Fp8RowParallel(torch.autograd.Function):
     """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
 
-    Saves X_i as they are: attention saves its output too, so that a float8 copy would only add to it.
+    Saves X_i as they are where another module does so too, as attention does, so that a float8 copy would
+    only add to it. Inputs that were rounded before have their columns among the saved tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *remaining: Tensor
+        ctx: Any,
+        comm: ActivationSharding,
+        handle: SavedInputs | None,
+        rounded: Sequence[Operand | None],
+        x: Tensor,
+        *remaining: Tensor,
     ) -> Tensor:
         factors = (x, *remaining)
         ctx.comm = comm
         recipe = recipe_of(comm)
         link_saved_inputs(ctx, handle, *factors)
-        inputs = [flat_rows(comm.sequence_first(each)) for each in factors[0::2]]
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
-        ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
+        ctx.input_sizes: list[Magnitudes | None] = []
         ctx.weight_sizes = [weight_sizes_of(comm, each) for each in factors[1::2]]
-        pairs = [
-            (as_rows(each, sizes, FORWARD_DTYPE), weight_rows(comm, weight, weight_sizes))
-            for each, sizes, weight, weight_sizes in zip(
-                inputs, ctx.input_sizes, factors[1::2], ctx.weight_sizes, strict=True
-            )
-        ]
+        pairs: list[tuple[Operand, Operand]] = []
+        for each, rows, weight, weight_sizes in zip(
+            factors[0::2], rounded, factors[1::2], ctx.weight_sizes, strict=True
+        ):
+            sizes = None
+            if rows is None:
+                flat = flat_rows(comm.sequence_first(each))
+                sizes = magnitudes(flat, recipe)
+                rows = as_rows(flat, sizes, FORWARD_DTYPE)
+            ctx.input_sizes.append(sizes)
+            pairs.append((rows, weight_rows(comm, weight, weight_sizes)))
         reduction = reduced_products(comm, comm.sequence_first(x).shape, pairs, x.dtype, fast=True)
         return comm.original_layout(as_dtype(reduction.wait(), x.dtype))
 
@@ -171,25 +251,29 @@ class Fp8RowParallel(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         comm: ActivationSharding = ctx.comm
-        factors, needs_grad = saved_inputs(ctx)
-        inputs, weights = factors[0::2], factors[1::2]
-        gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_grad[1::2]))
+        saved, needs_grad = saved_inputs(ctx)
+        factors, columns_of_inputs = saved[: len(needs_grad)], iter(saved[len(needs_grad) :])
+        weights, needs_weights = factors[1::2], needs_grad[1::2]
+        gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_weights))
         operands = [
             weight_columns(comm, weight, sizes) for weight, sizes in zip(weights, ctx.weight_sizes, strict=True)
         ]
         # inputs of frozen weights are not kept, so that only the gradient has a dtype
         input_grads = gradient.products(operands, grad.dtype)
-        columns_of_grad = gradient.columns() if any(needs_grad[1::2]) else None
+        columns_of_grad = gradient.columns() if any(needs_weights) else None
         results: list[Tensor | None] = []
         for x, input_grad, sizes, needs_weight in zip(
-            inputs, input_grads, ctx.input_sizes, needs_grad[1::2], strict=True
+            factors[0::2], input_grads, ctx.input_sizes, needs_weights, strict=True
         ):
             weight_grad = None
             if needs_weight and columns_of_grad is not None:
-                columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
+                if sizes is None:
+                    columns = Operand(next(columns_of_inputs), next(columns_of_inputs))
+                else:
+                    columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
                 weight_grad = product(columns_of_grad, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
-        return None, None, *results
+        return None, None, None, *results
 
 
 class GatheredRows:
@@ -216,16 +300,22 @@ class GatheredRows:
         return self._operand(0, self._gathering.wait())
 
     def products(
-        self, weights: Sequence[Operand], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+        self,
+        weights: Sequence[Operand],
+        dtype: torch.dtype,
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        fast: bool = False,
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
+        biases = biases or [None] * len(weights)
         # Rows arrive in another order than their own, this rank's first.
         results: list[Tensor] = []
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             shape = (self._gathering.length, *rows.shape[1:-1])
             is_whole = rows.size(0) == self._gathering.length
-            for i, weight in enumerate(weights):
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
                 part = product(operand, weight, dtype, bias, fast=fast)
                 part = part.view(*rows.shape[:-1], weight.data.size(0))
                 if is_whole:
@@ -328,7 +418,7 @@ def reduced_products(
     dtype: torch.dtype,
     *,
     fast: bool = False,
-    term: tuple[Tensor, Tensor] | None = None,
+    term: LowRankTerm | None = None,
 ) -> ChunkedReduction:
     """Start reducing ``sum_i rows_i weight_i^t`` over the ranks, chunk by chunk.
 
@@ -338,7 +428,7 @@ def reduced_products(
         pairs: rows ``[S..., K_i]`` and weight ``[n, K_i]``.
         dtype: of the partial sums.
         fast: see ``ops.fp8.product``.
-        term: factors ``[S, ..., r]`` and ``[r, n]`` of a product in ``dtype`` that is added.
+        term: in ``dtype``, added to the sum.
     """
     rows_each = torch.Size(shape[1:-1]).numel()
     width = pairs[0][1].data.size(0)
@@ -349,7 +439,7 @@ def reduced_products(
         for other in others:
             total += other
         if term is not None:
-            total.addmm_(flat_rows(term[0][start:stop]), term[1])
+            total = term.rows(start, stop).added_to(total)
         return total.view(stop - start, *shape[1:-1], width)
 
     return comm.reduce(partial_sums, (*shape[:-1], width), dtype)
@@ -414,7 +504,3 @@ def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
     if len(present) not in (0, len(biases)):
         raise ValueError("layers with one input and float8 operands need biases for all or none of them: use bf16")
     return joined(present, 0) if present else None
-
-
-def flat_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))

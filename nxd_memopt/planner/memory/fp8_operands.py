@@ -8,7 +8,7 @@ from dataclasses import replace
 from nxd_memopt.architectures.experts import TILE_ROWS, MoESizes
 from nxd_memopt.planner.memory.expert_tensors import has_expert_kernels
 from nxd_memopt.planner.memory.layer_moment import Moment
-from nxd_memopt.planner.memory.layer_tensors import Kernels
+from nxd_memopt.planner.memory.layer_tensors import Kernels, saves_float8_activation
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 OPERANDS = "float8 operands"
@@ -26,8 +26,15 @@ _LINEARS = {
 """Moment -> linear layers whose weight gradients it computes, by the names of ``RankSizes.linear_elements``."""
 
 
+_COLUMN_PARALLEL = ("qkv", "mlp in")
+
+
 def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels, fp8: Collection[str]) -> list[Moment]:
-    """Return ``moments`` with the float8 operands of the linear layers ``fp8``, which replace gathered tensors."""
+    """Return ``moments`` with the float8 operands of the linear layers ``fp8``, which replace gathered tensors.
+
+    Column-parallel layers that train have a moment more: the gradient of their input has other operands than the
+    gradients of their weights.
+    """
     found: list[Moment] = []
     for moment in moments:
         names = [name for name in _LINEARS.get(moment.name, ()) if name in fp8]
@@ -35,30 +42,53 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
         if sizes.moe is not None and moment.name.startswith("MLP"):
             names = []
         temporary = dict(moment.temporary)
+        # Merged branches whose inputs are rounded have them in float8; dX of each branch exists before their sum.
+        merged = {"normalised": 0, "inputs of the branches": 0} if set(_COLUMN_PARALLEL) <= set(names) else {}
         if names:
-            temporary |= {"gathered": 0, OPERANDS: _operand_bytes(sizes, names)}
+            temporary |= {"gathered": 0, **merged, OPERANDS: _operand_bytes(sizes, names, fp8)}
         # The gradient of the activation is computed at once, where bf16 has tiles of it.
-        if names == ["mlp out"] and kernels.fused and sizes.moe is None:
+        if names == ["mlp out"] and kernels.fused and sizes.is_gated and sizes.moe is None:
             temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
+        if names and names[0] in _COLUMN_PARALLEL and sizes.adapters is None:
+            before = temporary | {"dW": 0, "dX": len(names) * temporary["dX"]}
+            before[OPERANDS] += _input_gradient_bytes(sizes, names)
+            found.append(replace(moment, name=f"{moment.name}, gradient of the input", temporary=before))
         found.append(replace(moment, temporary=temporary))
     return found
 
 
-def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
-    """Return the bytes of the float8 tensors of linear layers that are computed together.
+def _widths(sizes: RankSizes, names: Sequence[str]) -> list[int]:
+    """Return the outputs of column-parallel layers, or the inputs of row-parallel ones, on this rank."""
+    return [sizes.linear_elements[name] // sizes.hidden for name in names]
 
-    Rows and columns of the outputs' gradients, the transposed weights, and the columns of the inputs: of
-    column-parallel layers those that are gathered and the copy that joins them, of row-parallel layers one at a time.
-    The outputs of row-parallel layers are one tensor. Columns are for gradients of weights.
+
+def _input_gradient_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
+    """Return the operands that column-parallel layers free before the gradients of their weights.
+
+    Rows of the outputs' gradients and the transposed weights.
     """
-    widths = [sizes.linear_elements[name] // sizes.hidden for name in names]
+    return sum(_widths(sizes, names)) * (sizes.tokens + sizes.hidden)
+
+
+def _operand_bytes(sizes: RankSizes, names: Sequence[str], fp8: Collection[str]) -> int:
+    """Return the bytes of the float8 tensors of the weights' gradients of layers that are computed together.
+
+    Of column-parallel layers the columns of the outputs' gradients, and of the inputs those that are gathered and the
+    copy that joins them. Of row-parallel layers, whose outputs are one tensor, rows and columns of its gradient, the
+    transposed weights, and the columns of the inputs, one at a time, that are not saved. Columns are for gradients
+    of weights.
+    """
+    widths = _widths(sizes, names)
+    if names[0] in _COLUMN_PARALLEL:
+        if sizes.adapters is not None:
+            return _input_gradient_bytes(sizes, names)
+        return sizes.tokens * (sum(widths) + 2 * sizes.hidden * int(sizes.shards > 1))
     weights = sum(widths) * sizes.hidden
     if sizes.adapters is not None:
-        return sizes.tokens * (sum(widths) if names[0] in ("qkv", "mlp in") else sizes.hidden) + weights
-    if names[0] in ("qkv", "mlp in"):
-        gathered = 2 * sizes.tokens * sizes.hidden * int(sizes.shards > 1)
-        return 2 * sizes.tokens * sum(widths) + weights + gathered
-    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(widths)
+        return sizes.tokens * sizes.hidden + weights
+    is_saved = saves_float8_activation(sizes, fp8)
+    rounded = [width for name, width in zip(names, widths, strict=True) if not (name == "mlp out" and is_saved)]
+    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(rounded, default=0)
 
 
 def with_expert_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels) -> list[Moment]:

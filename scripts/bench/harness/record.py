@@ -30,7 +30,7 @@ _VARIABLES = (  # environment variables that change what is measured
     "NXD_MEMOPT_PEER_MEMORY",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-_PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4", "deepspeed")
+_PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4", "deepspeed", "torchao")
 _KERNELS = {"flash-attn-4": "flash_attn.cute.interface"}  # distributions that ours uses where they can be imported
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"

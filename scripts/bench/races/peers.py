@@ -63,17 +63,22 @@ def with_float8(recipe: str) -> Builder:
     """
 
     def build(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
-
         model, loss_of = _with_liger(config, memory, rope=False, swiglu=False, rms_norm=False)
-        convert_to_float8_training(
-            model,
-            config=Float8LinearConfig.from_recipe_name(recipe),
-            module_filter_fn=lambda module, name: ".layers." in name,
-        )
+        _convert_to_float8(model, recipe)
         return model, loss_of
 
     return with_compiled_layers(build)
+
+
+def _convert_to_float8(model: nn.Module, recipe: str) -> None:
+    """Let the linear layers of the decoder layers multiply in torchao's float8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda module, name: ".layers." in name,
+    )
 
 
 def with_flash4(build: Builder) -> Builder:
@@ -109,15 +114,30 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     Norms run on sequence shards, linear layers are column- and row-parallel, and the loss is
     computed from sharded logits.
     """
+    return _with_dtensor(config, memory)
+
+
+def dtensor_with_float8(recipe: str) -> Builder:
+    """Return ``build_dtensor`` with compiled layers that multiply in torchao's float8, as in torchtitan.
+
+    Args:
+        recipe: torchao's name: ``tensorwise``, which gathers in float8, or ``rowwise``.
+    """
+    return with_compiled_layers(lambda config, memory: _with_dtensor(config, memory, recipe))
+
+
+def _with_dtensor(config: Any, memory: MemoryConfig, float8: str | None = None) -> tuple[nn.Module, LossFunction]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     mesh = init_device_mesh(backend.device.type, (dist.get_world_size(),))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    if float8 is not None:
+        _convert_to_float8(model, float8)
     # The model is parallelized on the meta device, so each rank allocates its shard only.
     # Initialization and RoPE tables follow, because to_empty leaves memory undefined.
-    parallelize_module(model, mesh, dtensor_plan(config))
+    parallelize_module(model, mesh, dtensor_plan(config, gathers_float8=float8 == "tensorwise"))
     model.to_empty(device=backend.device)
     base = model.get_submodule(model.base_model_prefix)
     base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
@@ -165,29 +185,36 @@ def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, L
     return with_compiled_layers(build_dtensor)(config, memory)
 
 
-def dtensor_plan(config: Any) -> dict[str, Any]:
+def _layer_styles(*, gathers_float8: bool) -> tuple[Any, Any, Any]:
+    """Return the styles of a decoder layer's inputs, and of its column- and row-parallel layers."""
+    if gathers_float8:
+        from torchao.float8 import float8_tensor_parallel as styles  # pyright: ignore[reportMissingImports]
+
+        return styles.PrepareFloat8ModuleInput, styles.Float8ColwiseParallel, styles.Float8RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+    return PrepareModuleInput, ColwiseParallel, RowwiseParallel
+
+
+def dtensor_plan(config: Any, *, gathers_float8: bool = False) -> dict[str, Any]:
     """Return the parallel style of every module, by its name with ``*`` for layers."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     # Between the layers, activations are sequence shards, [B, S/T, H]: Shard(1). Row-parallel
     # layers reduce-scatter their output to that layout, and each block all-gathers its input once,
     # before the column-parallel layers. The head all-gathers too, but its logits stay sharded
     # along the vocabulary, as DTensors, for loss_parallel.
+    prepared, column_style, row_style = _layer_styles(gathers_float8=gathers_float8)
     norm = SequenceParallel()
-    column = ColwiseParallel()
-    row = RowwiseParallel(output_layouts=Shard(1))
+    column = column_style()
+    row = row_style(output_layouts=Shard(1))
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    gather = prepared(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     if config.model_type == "llama":
         # transformers' LLaMA passes hidden_states to attention by name, its GPT-NeoX by position.
-        gather_attention = PrepareModuleInput(
+        gather_attention = prepared(
             input_kwarg_layouts={"hidden_states": Shard(1)},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
         )
