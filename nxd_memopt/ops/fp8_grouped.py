@@ -123,7 +123,8 @@ def product_of_rows(a: Operand, weight: Operand, rows: ExpertRows, dtype: torch.
     # fp32 as the accumulators of a GPU, which autocast would round to bf16
     with without_autocast(a.data):
         results = torch.cat([part @ each.t() for part, each in zip(parts, wide, strict=True)])
-    rest = results.new_zeros(rows.choices.numel() - results.size(0), outputs)
+    # NaN would show that someone reads the rows of no expert.
+    rest = results.new_full((rows.choices.numel() - results.size(0), outputs), torch.nan)
     return torch.cat([results, rest]).to(dtype)
 
 

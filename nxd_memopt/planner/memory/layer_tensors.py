@@ -452,7 +452,7 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
         _gated_mlp(sizes, memory, kernels, normed_mlp, fp8),
     )
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
     return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
 
 
@@ -461,12 +461,12 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
     return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
-def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, fp8: Collection[str]) -> Part:
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, index: int) -> Part:
     """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
     normed = {"normed mlp input": residual_bytes(sizes)}
-    saves = expert_tensors(sizes, moe, fused=kernels.fused)
+    saves = expert_tensors(sizes, moe, fused=kernels.fused, rounds=sizes.fp8_experts(index))
     # Of the shared expert, next to the input of the router.
-    if "mlp in" in fp8:
+    if "mlp in" in sizes.fp8_linears(index):
         saves |= saved_input(sizes, normed, rounds=True)
     return Part("moe", normed | statistics, saves)
 
@@ -498,7 +498,7 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
     )
     statistics = _statistics(sizes, index)
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
     masks: Tensors = {}
     if sizes.hidden_dropout:
         masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
