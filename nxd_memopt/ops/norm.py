@@ -55,8 +55,9 @@ class NormInput:
 
         The factors of rows and columns multiply the thin matrices: x is read once, and nothing of its size written.
         """
-        product = (grad * self.rstd).to(grad.dtype).t() @ self.x
-        return (product * self.weight).to(grad.dtype)
+        # rounded once, and by the kernel that multiplies
+        scaled = torch.mul(grad, self.rstd, out=torch.empty_like(grad))
+        return ((scaled.t() @ self.x) * self.weight).to(grad.dtype)
 
 
 _NOTE = "_nxd_memopt_norm_input"
