@@ -13,6 +13,10 @@ from nxd_memopt.moe_config import MoEConfig
 
 BALANCED_ROUTING = "a balanced routing; a rank whose experts are chosen more often needs more memory"
 """What plans of expert parallelism assume, unless the shapes do not depend on the routing."""
+TILE_ROWS = 128
+"""Most rows of an expert that a matmul on GPUs computes at a time."""
+MOST_EXPERTS = 1024
+"""Experts of a rank for which one program of a GPU plans the tiles."""
 FP32_BYTES = 4
 _FP64_BYTES = 8
 _COLUMNS_WORTH_A_COPY = 8192

@@ -90,7 +90,7 @@ def layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[int]:
             product += f" x virtual_pipeline_model_parallel_size {chunks} = {stages}"
         raise ValueError(f"{product} exceeds the model's {spec.num_layers} layers: lower it")
     if given is None:
-        return balanced_layers(spec, stages)
+        return balanced_layers(spec, size, chunks)
     if len(given) != stages or sum(given) != spec.num_layers or min(given) < 1:
         raise ValueError(
             f"pipeline_model_parallel_layout {list(given)} has {len(given)} stages of {sum(given)} layers: list the "
@@ -99,15 +99,24 @@ def layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[int]:
     return list(given)
 
 
-def balanced_layers(spec: ModelSpec, stages: int) -> list[int]:
-    """Return a number of layers for each stage that makes the slowest stage as fast as possible.
+def balanced_layers(spec: ModelSpec, size: int, chunks: int = 1) -> list[int]:
+    """Return a number of layers for each stage that makes the slowest of ``size`` ranks fast.
+
+    With one stage a rank no other division has a faster slowest rank. With ``chunks`` stages the layers of all stages
+    of a rank count, and the stages are about equally long: in each round of the schedule a rank computes one of them.
 
     The time of a layer and of the head is taken as the number of weights that a token is multiplied with. Attention's
     own products, which depend on the sequence, are left out, so that one model has the same stages at all lengths.
     LLaMA-3-8B's head, of 128,256 tokens, counts as 2.4 layers.
     """
     costs = _layer_costs(spec)
-    head = spec.hidden_size * spec.vocab_size
+    head = float(spec.hidden_size * spec.vocab_size)
+    if chunks == 1:
+        return _with_fastest_stages(costs, head, size)
+    return _with_fast_ranks(costs, head, size, chunks)
+
+
+def _with_fastest_stages(costs: Sequence[float], head: float, stages: int) -> list[int]:
     # The lowest bound on a stage's cost for which as many stages are enough; it is the cost of some run of layers.
     best: list[int] = []
     low, high = 0.0, sum(costs) + head
@@ -119,6 +128,38 @@ def balanced_layers(spec: ModelSpec, stages: int) -> list[int]:
         else:
             best, high = counts, bound
     return best
+
+
+def _with_fast_ranks(costs: Sequence[float], head: float, size: int, chunks: int) -> list[int]:
+    stages = size * chunks
+    # Begin with the layers whose sums are nearest to equal parts, at least one for each stage.
+    sums = [0.0, *accumulate(costs)]
+    part = (sums[-1] + head) / stages
+    ends = [0]
+    for stage in range(1, stages):
+        possible = range(ends[-1] + 1, len(costs) - (stages - stage) + 1)
+        ends.append(min(possible, key=lambda end: abs(sums[end] - stage * part)))
+    ends.append(len(costs))
+
+    def slowness(ends: Sequence[int]) -> tuple[float, float, float]:
+        """Return the cost of the slowest rank, then what is least for equal ranks, and for equal stages."""
+        stage_costs = [sums[end] - sums[start] for start, end in pairwise(ends)]
+        stage_costs[-1] += head
+        rank_costs = [sum(stage_costs[rank::size]) for rank in range(size)]
+        return max(rank_costs), sum(cost**2 for cost in rank_costs), sum(cost**2 for cost in stage_costs)
+
+    # Move the end of one stage by one layer, as long as that is better.
+    while True:
+        moved = [
+            [*ends[:stage], ends[stage] + step, *ends[stage + 1 :]]
+            for stage in range(1, stages)
+            for step in (-1, 1)
+            if ends[stage - 1] < ends[stage] + step < ends[stage + 1]
+        ]
+        best = min(moved, key=slowness, default=ends)
+        if slowness(best) >= slowness(ends):
+            return [end - start for start, end in pairwise(ends)]
+        ends = best
 
 
 def _fill(costs: Sequence[float], head: float, stages: int, bound: float) -> list[int] | None:

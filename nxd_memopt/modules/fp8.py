@@ -1,4 +1,4 @@
-"""Chooses the linear layers of a model whose matmuls have float8 operands."""
+"""Chooses the linear layers and experts of a model whose matmuls have float8 operands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from torch import nn
 
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.lora import is_adapter
+from nxd_memopt.modules.moe.experts import Experts
+from nxd_memopt.modules.moe.moe_layer import MoELayer
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, SharedInput
-from nxd_memopt.planner.sizes.fp8_layers import pays, rounded_layers
+from nxd_memopt.planner.sizes import fp8_layers
+from nxd_memopt.planner.sizes.fp8_layers import experts_pay, pays, rounded_layers
 
 _Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -18,9 +21,10 @@ _Linear = ColumnParallelLinear | RowParallelLinear
 def use_fp8(
     model: ParallelCausalLM, recipe: Fp8Recipe, *, first_last_layers_bf16: int = 0, tokens: int | None = None
 ) -> list[str]:
-    """Let the linear layers of the decoder layers round their operands to float8 in training.
+    """Let the linear layers and experts of the decoder layers round their operands to float8 in training.
 
-    Head, embedding, norms, routers, experts, adapters and attention stay in the model's dtype.
+    Head, embedding, norms, routers, adapters and attention stay in the model's dtype, and experts if
+    ``experts_in_bf16`` has a reason.
 
     Args:
         model: model in bf16, or on a CPU in any floating-point dtype.
@@ -44,7 +48,23 @@ def use_fp8(
                 linear.fp8 = None  # of an earlier call
             if number in rounded and (tokens is None or _pays(tokens, list(group.values()))):
                 names += [f"{number}.{name}" for name in _round(group, recipe)]
+        for name, module in _expert_layers(layer):
+            experts = module.experts
+            experts.fp8 = None
+            if number not in rounded or _reason_for_bf16(module) is not None:
+                continue
+            if tokens is None or _experts_pay(tokens, module):
+                experts.fp8 = recipe
+                names.append(f"{number}.{name}")
     return names
+
+
+def experts_in_bf16(model: ParallelCausalLM) -> str | None:
+    """Return why no expert of the model can round, or None."""
+    for layer in model.backbone.layers.children():
+        for _, module in _expert_layers(layer):
+            return _reason_for_bf16(module)
+    return None
 
 
 def float8_groups(model: ParallelCausalLM, *, first_last_layers_bf16: int = 0) -> list[list[nn.Parameter]]:
@@ -84,6 +104,30 @@ def _computed_together(layer: nn.Module) -> Iterator[dict[str, _Linear]]:
 def _pays(tokens: int, layers: list[_Linear]) -> bool:
     outputs = sum(layer.weight.size(0) for layer in layers)
     return bool(layers) and pays(tokens, layers[0].weight.size(1), outputs)
+
+
+def _expert_layers(layer: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    """Yield the name of the experts of each mixture of experts, and the mixture."""
+    for name, module in layer.named_modules():
+        if isinstance(module, MoELayer):
+            yield f"{name}.experts", module
+
+
+def _reason_for_bf16(module: MoELayer) -> str | None:
+    experts = module.experts
+    shape = (0, 0, 0) if experts.has_biases else _shape(experts)
+    return fp8_layers.experts_in_bf16(module.moe, shape, has_biases=experts.has_biases)
+
+
+def _experts_pay(tokens: int, module: MoELayer) -> bool:
+    # Of EP ranks each has k rows for each of its own tokens, if the routing is balanced.
+    return experts_pay(tokens * module.moe.moe_router_topk, *_shape(module.experts))
+
+
+def _shape(experts: Experts) -> tuple[int, int, int]:
+    """Return the experts of this rank, H, and the width of an expert here."""
+    count, hidden, width = experts.down_proj.shape
+    return count, hidden, width
 
 
 def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:

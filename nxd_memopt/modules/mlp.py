@@ -17,7 +17,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers.base_linear import bypassed_layer
-from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_gated_mlp
+from nxd_memopt.parallel_layers.functional.adapted_row import adapted_gated_mlp
 from nxd_memopt.parallel_layers.functional.fp8_gated_mlp import Fp8GatedRowParallel
 from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule

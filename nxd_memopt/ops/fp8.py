@@ -186,15 +186,25 @@ def padded(columns: Tensor) -> Tensor:
     return F.pad(columns, (0, -columns.size(1) % ALIGNMENT))
 
 
+def scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scales of numbers with these magnitudes, and their inverses; both 1 below ``SMALLEST``."""
+    # A tensor: PyTorch divides a number by a tensor as the number times the reciprocal, which rounds twice.
+    limit = torch.tensor(torch.finfo(dtype).max, device=largest.device)
+    is_zero = largest < SMALLEST
+    return torch.where(is_zero, 1.0, largest / limit), torch.where(is_zero, 1.0, limit / largest)
+
+
+def times(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` times the inverse of its scales in float8."""
+    # The product may exceed the limit by a rounding, which a float8 of PyTorch would turn into NaN.
+    limit = torch.finfo(dtype).max
+    return (x.float() * inverse).clamp(-limit, limit).to(dtype)
+
+
 def _rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Operand:
     """Round ``[n, K]`` with the magnitudes ``[n, 1]`` or ``[1, 1]``."""
-    # A tensor: PyTorch divides a number by a tensor as the number times the reciprocal, which rounds twice.
-    limit = torch.tensor(torch.finfo(dtype).max, device=x.device)
-    is_zero = largest < SMALLEST
-    scale = torch.where(is_zero, 1.0, largest / limit)
-    inverse = torch.where(is_zero, 1.0, limit / largest)
-    # x * inverse may exceed the limit by a rounding, which a float8 of PyTorch would turn into NaN
-    return Operand((x.float() * inverse).clamp(-limit, limit).to(dtype), scale)
+    scale, inverse = scales(largest, dtype)
+    return Operand(times(x, inverse, dtype), scale)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:

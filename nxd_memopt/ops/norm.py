@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,65 @@ from nxd_memopt.ops.cuda.head_norm import head_norm as cuda_head_norm
 from nxd_memopt.ops.cuda.support import can_use_triton
 
 _NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, backward too
+
+
+@dataclass(frozen=True)
+class NormInput:
+    """What an RMSNorm with a frozen weight keeps for backward, from which its result is known.
+
+    Where a layer needs the result for nothing but ``grad^t rms_norm(x)``, such as the gradient of an adapter's
+    factor, it keeps these instead, which the norm keeps already.
+
+    Args:
+        x: ``[..., H]``, input of the norm.
+        rstd: ``[..., 1]``, fp32 (fp64 for fp64).
+        weight: ``[H]``.
+    """
+
+    x: Tensor
+    rstd: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, result: Tensor) -> NormInput | None:
+        """Return the input of the norm that returned ``result``; None for another tensor, or where X is kept.
+
+        It is None if ``result`` was written to, or if a saved-tensor hook, such as a checkpoint's, began or
+        ended in between: the hook decides what is kept, and may see ``result`` as an input.
+        """
+        if not hasattr(result, _NOTE):
+            return None
+        source, *moment = getattr(result, _NOTE)
+        return source if moment == [result._version, _saved_tensor_hooks()] else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments of this class."""
+        return [self.x, self.rstd, self.weight]
+
+    def transposed_product(self, grad: Tensor) -> Tensor:
+        """Return ``grad^t rms_norm(x)``, ``[r, H]``, with ``grad`` ``[rows, r]``.
+
+        The factors of rows and columns multiply the thin matrices: x is read once, and nothing of its size written.
+        """
+        product = (grad * self.rstd).to(grad.dtype).t() @ self.x
+        return (product * self.weight).to(grad.dtype)
+
+
+_NOTE = "_nxd_memopt_norm_input"
+"""Attribute of the result of a norm: its ``NormInput``, its version, and the saved-tensor hooks of that time."""
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+
+
+def _noted(result: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """Return ``result`` with a note of its ``NormInput``, if the norm keeps that for backward."""
+    if torch.is_grad_enabled() and x.requires_grad and not weight.requires_grad and not torch.compiler.is_compiling():
+        source = NormInput(x.detach(), rstd.detach().view(*x.shape[:-1], 1), weight)
+        setattr(result, _NOTE, (source, result._version, _saved_tensor_hooks()))
+    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,11 +90,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
+    return _plain_rms_norm(x, weight, eps)[0]
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``rms_norm`` and ``1 / sqrt(mean(x^2) + eps)``, ``[..., 1]``."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     # [..., H] * [..., 1]
-    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normalised = wide * rstd
     # rounded before the weight, as in LLaMA
-    return weight * normalised.to(x.dtype)
+    return weight * normalised.to(x.dtype), rstd
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,17 +137,17 @@ def add_rms_norm(
     Returns:
         ``[..., H]`` and ``[..., H]``.
     """
-    operands = [x, weight]
-    if added is not None:
-        operands.append(added)
     # the kernel does not broadcast ``added``
-    is_one_shape = added is None or added.shape == x.shape
-    if is_one_shape and can_use_triton(*operands):
-        return cuda.add_rms_norm(x, added, weight, eps)
-    total = x
-    if added is not None:
-        total = x + added
-    return rms_norm(total, weight, eps), total
+    if added is not None and added.shape != x.shape:
+        x, added = x + added, None
+    if can_use_triton(x, weight) and (added is None or can_use_triton(added)):
+        result, total, rstd = cuda.add_rms_norm(x, added, weight, eps)
+        return _noted(result, total, rstd, weight), total
+    total = x if added is None else x + added
+    result, rstd = _plain_rms_norm(total, weight, eps)
+    if total.dtype == rstd.dtype:  # otherwise the norm keeps a copy of the sum in fp32
+        _noted(result, total, rstd, weight)
+    return result, total
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.fp8 import Fp8Recipe
-from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors
+from nxd_memopt.parallel_layers.functional.adapted_column import LowRankFactors
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
     default_bias_init,

@@ -21,7 +21,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.functional.adapted_linear import adapted_column_parallel
+from nxd_memopt.parallel_layers.functional.adapted_column import adapted_column_parallel
 from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, fp8_row_parallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,

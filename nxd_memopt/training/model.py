@@ -16,7 +16,7 @@ from nxd_memopt.checkpoint.huggingface.tokenizers import load_tokenizer
 from nxd_memopt.checkpoint.huggingface.upcycling import load_upcycled, upcycled_config
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
-from nxd_memopt.modules.fp8 import float8_groups, use_fp8
+from nxd_memopt.modules.fp8 import experts_in_bf16, float8_groups, use_fp8
 from nxd_memopt.modules.moe.hf_options import with_shared_expert
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.fp8 import Fp8Recipe
@@ -202,9 +202,11 @@ def apply_fp8(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     kinds = sorted({name.rpartition(".")[2] for name in names})
     layers = {name.partition(".")[0] for name in names}
     others = "all else, and evaluation," if config.lora.base_dtype is None else "all else"
+    reason = experts_in_bf16(model)
     return [
         f"fp8: {trainer.fp8}, {trainer.fp8_recipe}, in {', '.join(kinds)} of {len(layers)} of "
-        f"{held} decoder layers{stage}; {others} in {config.dtype}"
+        f"{held} decoder layers{stage}; {others} in {config.dtype}",
+        *([] if reason is None else [f"fp8: the experts in {config.dtype}: {reason}"]),
     ]
 
 

@@ -150,11 +150,11 @@ def _forward_backward(
 
     # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
     # the graph's inputs, which are all its tensors. Gradients stay allocated, because the graph
-    # accumulates into their memory.
+    # accumulates into their memory. Frozen weights are passed too, to notice one that moves.
     def loss_of_tensors(*tensors: Tensor) -> Tensor:
         return _loss_of(model, scaler, MicroBatch.from_tensors(*tensors))
 
-    graphed = GraphedLoss([parameter for _, parameter in trained_parameters(model)], loss_of_tensors)
+    graphed = GraphedLoss(model.parameters(), loss_of_tensors)
 
     def replay(micro_batch: MicroBatch) -> Tensor:
         try:

@@ -27,9 +27,8 @@ OPTIMIZER = (
     "backward, which keeps no gradients)"
 )
 FLOAT8 = (
-    f"{DEVICE}, batch 1, the same optimizer; the variants of a setting ran one after another in one run. Ours in "
-    "float8 is one CUDA graph. MFU is not shown: its peak is the one of bf16. [Precision](precision.md) says what is "
-    "rounded."
+    f"{DEVICE}, batch 1, the same optimizer; the variants of a setting ran one after the other in one run. Ours in "
+    "float8 is one CUDA graph. MFU is not shown: its peak is bf16's. [Precision](precision.md) says what is rounded."
 )
 BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 

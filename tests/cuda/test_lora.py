@@ -11,6 +11,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from tests.reference_models import llama_config, parallel_model, qwen3_config
+from tests.training.test_graphed_adapters import built, config_of, trained, written
 
 pytestmark = [
     pytest.mark.cuda,
@@ -99,3 +100,15 @@ def test_fused_paths_stay_on_and_keep_what_they_did():
     # Input, gate and up, and r columns of three adapters.
     assert own == 2 * 64 * 2 * (256 + 2 * 704 + 3 * 16)
     output.sum().backward()
+
+
+@pytest.mark.parametrize("base_dtype", [None, "fp8"])
+@pytest.mark.parametrize("memory", [{}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_a_graph_trains_the_bits_of_eager_steps(tmp_path, precision, memory, base_dtype):
+    """4 steps of 2 micro-batches through the training program, with evaluation and a merge after each."""
+    base = written(tmp_path)
+    options = {"precision": precision, "base_dtype": base_dtype, **memory}
+    configs = [config_of(base, graph=graph, **options) for graph in (False, True)]
+    eager, graphed = (trained(built(config), config) for config in configs)
+    assert all(torch.equal(*pair) for pair in zip(eager, graphed, strict=True))

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nxd_memopt.modules.lora import LoraConfig, get_lora_model
 from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.norm import add_rms_norm
 from nxd_memopt.ops.parts import packed_view
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.functional import gated_mlp
@@ -117,6 +119,53 @@ def test_packed_weights_and_gradients(targets):
         return [Packed.apply(*outputs)]
 
     compare(joint, layers, [tensors(LENGTH, BATCH, HIDDEN, seed=0).requires_grad_()])
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("sequence_dimension", [None, 0, 1])
+def test_the_gradient_of_a_from_the_input_of_the_norm(sequence_dimension, checkpointed):
+    """The result of a norm is not kept, unless it was written to or a checkpoint keeps it as an input."""
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    options: dict[str, Any] = {}
+    x = tensors(LENGTH, BATCH, HIDDEN, seed=0)
+    if sequence_dimension is not None:
+        options = {"sequence_parallel_enabled": True, "sequence_dimension": sequence_dimension}
+        x = shard(x.movedim(0, sequence_dimension).contiguous(), sequence_dimension, size=size)
+    weight, run = 1 + 0.1 * tensors(HIDDEN, seed=1), columns(layers := adapted(("q", "v"), **options))
+    kept: set[int] = set()
+
+    def after_norm(change: Any) -> Any:
+        def function(x: Tensor, added: Tensor) -> list[Tensor]:
+            def note(saved: Tensor) -> Tensor:
+                kept.add(saved.untyped_storage().data_ptr())
+                return saved
+
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+                normed, total = add_rms_norm(x, added, weight, 1e-6)
+                changed = change(normed)
+                outputs = checkpoint(run, changed, use_reentrant=False) if checkpointed else run(changed)
+            is_kept = changed.untyped_storage().data_ptr() in kept
+            assert is_kept == (checkpointed or change is not same), change
+            return [*outputs, total]
+
+        return function
+
+    inputs = [x.requires_grad_(), tensors(*x.shape, seed=2).requires_grad_()]
+    found = results(after_norm(same), layers, inputs)
+    for a, b in zip(found, results(after_norm(torch.clone), layers, inputs), strict=True):
+        assert_float64_close(a, b)
+    doubled = results(after_norm(lambda normed: normed.mul_(2)), layers, inputs)
+    for a, b in zip(doubled, results(after_norm(lambda normed: 2 * normed), layers, inputs), strict=True):
+        assert_float64_close(a, b)
+    with torch.inference_mode():  # tensors have no versions
+        assert torch.equal(run(add_rms_norm(*inputs, weight, 1e-6)[0])[0], found[0])
+
+
+def same(x: Tensor) -> Tensor:
+    return x
 
 
 class Packed(torch.autograd.Function):

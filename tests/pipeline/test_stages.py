@@ -44,6 +44,23 @@ def test_llama_3_8b() -> None:
     spec = model_spec(load_model_config("llama3-8b"))
     assert layers_of_stages(spec, ParallelConfig(pipeline_model_parallel_size=2)) == [17, 15]
     assert layers_of_stages(spec, ParallelConfig(pipeline_model_parallel_size=4)) == [8, 9, 9, 6]
+    chunks = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4)
+    assert layers_of_stages(spec, chunks) == [4, 5, 4, 4, 5, 4, 4, 2]
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("vocabulary", [1, 300, 900])
+def test_no_other_layout_of_chunks_has_a_faster_slowest_rank(stages: int, chunks: int, vocabulary: int) -> None:
+    for layers in range(stages * chunks, 15):
+        config = llama_config(num_hidden_layers=layers, vocab_size=vocabulary)
+        hidden, width = config.hidden_size, config.intermediate_size
+        layer = 2.5 * hidden * hidden + 3 * hidden * width + 2 * hidden
+        head = float(hidden * vocabulary)
+        found = counts(layers, stages, vocabulary, chunks)
+        ranks = [sum(found[rank::stages]) for rank in range(stages)]
+        others = (each for each in itertools.product(range(chunks, layers + 1), repeat=stages) if sum(each) == layers)
+        best = min(slowest(list(each), layer, head) for each in others)
+        assert slowest(ranks, layer, head) == pytest.approx(best)
 
 
 def test_chunks_alternate_between_the_ranks() -> None:

@@ -58,7 +58,7 @@ def test_measured_peaks_of_both_stages(model: str, micro_batches: int, chunks: i
     assert evaluate(asked, setting).memory.device_bytes / GIB == max(planned)
 
 
-@pytest.mark.parametrize(("chunks", "measured"), [(1, (125.1, 91.8)), (2, (132.4, 106.4))])
+@pytest.mark.parametrize(("chunks", "measured"), [(1, (125.1, 91.8))])
 def test_peaks_with_adapters_are_below_those_without_the_fused_path(chunks: int, measured: tuple[float, ...]) -> None:
     """The measured steps called the adapters as layers of their own, which kept copies of queries, keys and more."""
     asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")

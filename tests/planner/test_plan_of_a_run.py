@@ -19,6 +19,7 @@ from nxd_memopt.commands.plan import command as plan_command
 from nxd_memopt.commands.plan.fixed import fixed_options, stated_size
 from nxd_memopt.commands.plan.yaml_writer import configuration
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.planner.hardware import device_named
 from nxd_memopt.planner.search.candidates import settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions, require_possible
@@ -182,6 +183,10 @@ def test_dropout_has_no_graph():
     config = {**NAMED_CONFIGS["gpt-neox-20b"], "hidden_dropout": 0.1}
     asked = replace(problem("gpt-neox-20b", "h100", 8, 2048), model=model_spec(config))
     assert not any(setting.cuda_graph for setting in settings(asked))
+    plain = problem("gpt-neox-20b", "h100", 8, 2048)
+    for dropout, exists in ((0.0, True), (0.1, False)):
+        adapted = replace(plain, lora=LoraConfig(lora_dropout=dropout))
+        assert any(setting.cuda_graph for setting in settings(adapted)) is exists
 
 
 def test_attention_of_a_device_is_that_of_its_backend():

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from nxd_memopt.backends import XlaBackend, backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.training.config.lora import LoraOptions
 from nxd_memopt.training.config.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.device_support import require_executable, uses_cuda_graph
 from nxd_memopt.training.loop import gc_frozen
@@ -80,6 +81,8 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not uses(config(LLAMA, optimizer=OptimizerConfig(overlap_grad_reduce=True)))
     assert not uses(config(LLAMA, memory=MemoryConfig(cpu_offloading_num_layers=1)))
     assert not uses(config(LLAMA, trainer={"compile": "layer"}))
+    assert uses(config(LLAMA, lora=LoraOptions(lora_rank=4)))
+    assert not uses(config(LLAMA, lora=LoraOptions(lora_rank=4, lora_dropout=0.1)))
 
 
 def test_the_start_report_says_why_there_is_no_graph() -> None:

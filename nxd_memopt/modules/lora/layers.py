@@ -13,7 +13,8 @@ from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.plain_layers import add_bias
 from nxd_memopt.parallel_layers.data_shards import gather_rows, local_rows, model_dtype
-from nxd_memopt.parallel_layers.functional.adapted_linear import LowRankFactors, adapted_row_parallel
+from nxd_memopt.parallel_layers.functional.adapted_column import LowRankFactors
+from nxd_memopt.parallel_layers.functional.adapted_row import adapted_row_parallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.initialization import InitMethod, default_weight_init, initialize_sharded_
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears

@@ -17,6 +17,8 @@ from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled
 from nxd_memopt.ops.block_linear import block_linear
 from nxd_memopt.ops.cuda import experts as cuda
+from nxd_memopt.ops.fp8 import Fp8Recipe
+from nxd_memopt.ops.fp8_experts import fp8_routed_experts
 from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.options import require_one_of
 from nxd_memopt.parallel_layers import parallel_state
@@ -57,6 +59,7 @@ class Experts(ShardedModule):
     """
 
     has_biases = False
+    fp8: Fp8Recipe | None = None  # set by modules.fp8.use_fp8
 
     def __init__(
         self,
@@ -103,10 +106,12 @@ class Experts(ShardedModule):
         if for_kernels is None or not backend.is_recording:
             assignment = assignment.without_rest()
         # No row at all: a rank whose experts no token has chosen.
-        if for_kernels is not None and assignment.offsets is not None and assignment.choices.numel() > 0:
-            return cuda.routed_experts(
-                x, weights, assignment.choices, assignment.offsets, *for_kernels, self.hidden_act
-            )
+        if assignment.offsets is not None and assignment.choices.numel() > 0:
+            rows = (x, weights, assignment.choices, assignment.offsets)
+            if self.fp8 is not None and self.training:
+                return fp8_routed_experts(*rows, *self._weights(x.dtype), self.hidden_act, self.fp8)
+            if for_kernels is not None:
+                return cuda.routed_experts(*rows, *for_kernels, self.hidden_act)
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
         return add_rows(outputs, weights, assignment, x.size(0), masks_padding=self.has_biases)
 

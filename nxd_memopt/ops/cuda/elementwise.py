@@ -63,7 +63,7 @@ class _AddRMSNorm(torch.autograd.Function):
         added: Tensor | None,
         weight: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         # One program per row. Each of x, added, total and y passes through memory once.
         hidden = x.size(-1)
@@ -86,7 +86,8 @@ class _AddRMSNorm(torch.autograd.Function):
         # Saves the norm's input and 4 bytes per row; the normalised values are recomputed in
         # backward.
         ctx.save_for_backward(total, weight, rstd)
-        return y, total
+        ctx.mark_non_differentiable(rstd)
+        return y, total, rstd
 
     @staticmethod
     @first_derivative_only
@@ -94,6 +95,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx: Any,
         grad: Tensor | None,
         total_grad: Tensor | None,
+        rstd_grad: None = None,
     ) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         if grad is None:
@@ -260,9 +262,9 @@ def add_rms_norm(
     added: Tensor | None,
     weight: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Implement ``ops.norm.add_rms_norm``."""
-    return cast("tuple[Tensor, Tensor]", _AddRMSNorm.apply(x, added, weight, eps))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Implement ``ops.norm.add_rms_norm``; return rstd too, ``[rows]`` in fp32."""
+    return cast("tuple[Tensor, Tensor, Tensor]", _AddRMSNorm.apply(x, added, weight, eps))
 
 
 def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nxd_memopt.architectures.experts import copied_columns, copies_rows
+from nxd_memopt.architectures.experts import MOST_EXPERTS, copied_columns, copies_rows
 from nxd_memopt.ops.autograd import (
     SavedInputs,
     first_derivative_only,
@@ -32,7 +32,6 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
 from nxd_memopt.ops.cuda.support import can_use_triton
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MOST_EXPERTS = 1024  # of one program that plans tiles
 _GATED = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}
 _GATED_BACKWARD = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
 _SUM = {"BLOCK": 1024, "num_warps": 4}
@@ -51,7 +50,7 @@ def can_use_kernels(x: Tensor, gate_up: Tensor, down: Tensor, hidden_act: str) -
     # The rows of all other operands have the lengths of the weights' rows.
     if not (can_be_tiled(gate_up) and can_be_tiled(down)):
         return False
-    return gate_up.size(0) <= _MOST_EXPERTS and has_copy_engine(x.device)
+    return gate_up.size(0) <= MOST_EXPERTS and has_copy_engine(x.device)
 
 
 class _GateUp(torch.autograd.Function):
@@ -204,6 +203,13 @@ def sum_of_rows(values: Tensor, positions: Tensor, rows: ExpertRows, weights: Te
     return out
 
 
+def positions_of(choices: Tensor, count: int) -> Tensor:
+    """Return the row of each of ``count`` choices, int32; a number that no row has for a choice without one."""
+    positions = torch.full((count,), choices.numel(), dtype=torch.int32, device=choices.device)
+    numbers = torch.arange(choices.numel(), dtype=torch.int32, device=choices.device)
+    return positions.scatter_(0, choices, numbers)
+
+
 def routed_experts(
     x: Tensor,
     weights: Tensor,
@@ -227,10 +233,7 @@ def routed_experts(
         down: ``[E, H, F]``.
         hidden_act: a key of ``KINDS``.
     """
-    # A choice without a row has a position that no row has.
-    positions = torch.full((weights.numel(),), choices.numel(), dtype=torch.int32, device=x.device)
-    numbers = torch.arange(choices.numel(), dtype=torch.int32, device=x.device)
-    positions.scatter_(0, choices, numbers)
+    positions = positions_of(choices, weights.numel())
     rows = ExpertRows.of(choices.to(torch.int32), offsets.to(torch.int32), weights.size(1))
     with torch.autocast(x.device.type, enabled=False):
         projected = cast(Tensor, _GateUp.apply(rows, positions, x, gate_up))

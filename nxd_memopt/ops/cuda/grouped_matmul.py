@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.architectures.experts import TILE_ROWS
 from nxd_memopt.ops.cuda.support import power_of_2
 
 _ALIGNMENT_BYTES = 16  # of the strides of operands that the copy engine reads
 _MOST_32_BIT = 2**31
-_TILE_ROWS = 128  # BLOCK_M of matmul_of_rows, for which tiles are planned
-_OF_ROWS = {"BLOCK_M": _TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
+_OF_ROWS = {"BLOCK_M": TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
 _OVER_ROWS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
 _OVER_GATHERED_ROWS = _OVER_ROWS | {"num_stages": 5}  # the loads of the indices of gathered rows take one stage
 
@@ -26,7 +26,8 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -42,7 +43,7 @@ def can_be_tiled(tensor: Tensor) -> bool:
     return row_bytes % _ALIGNMENT_BYTES == 0 and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
-def _tiles(tensor: Tensor, *block: int) -> Any:
+def descriptor(tensor: Tensor, *block: int) -> Any:
     """Return a descriptor of ``tensor``, which is read in tiles of the shape ``block``."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -60,7 +61,7 @@ class ExpertRows:
         offsets: ``[E]`` int32, end of each expert's rows. Rows from the last one on are of no expert:
             results have arbitrary values there.
         top_k: choices of a token.
-        tiles: what ``plan_tiles`` writes.
+        tiles: what ``plan_tiles`` writes; empty on a CPU.
     """
 
     choices: Tensor
@@ -73,12 +74,22 @@ class ExpertRows:
     def of(choices: Tensor, offsets: Tensor, top_k: int) -> ExpertRows:
         """Return the rows of ``choices`` and ``offsets`` with their tokens and tiles."""
         experts = offsets.numel()
-        # Every expert has at most one tile that is not full.
-        most = -(-choices.numel() // _TILE_ROWS) + experts
-        tiles = torch.empty(3 * most + 1, dtype=torch.int32, device=offsets.device)
-        options = {"EXPERTS": power_of_2(experts), "BLOCK": _TILE_ROWS}
-        _kernels().plan_tiles[(experts,)](offsets, tiles, most, experts, **options)
+        most = _most_tiles(choices.numel(), experts) if offsets.is_cuda else 0
+        tiles = torch.empty(3 * most + experts + 2, dtype=torch.int32, device=offsets.device)
+        if offsets.is_cuda:
+            options = {"EXPERTS": power_of_2(experts), "BLOCK": TILE_ROWS}
+            _kernels().plan_tiles[(experts,)](offsets, tiles, most, experts, **options)
         return ExpertRows(choices, choices // top_k, offsets, top_k, tiles)
+
+    @property
+    def most_tiles(self) -> int:
+        """Number of tiles for which there is room."""
+        return _most_tiles(self.choices.numel(), self.offsets.numel())
+
+
+def _most_tiles(rows: int, experts: int) -> int:
+    # Every expert has at most one tile that is not full.
+    return -(-rows // TILE_ROWS) + experts
 
 
 def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool, transposes: bool = False) -> Tensor:
@@ -99,13 +110,13 @@ def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool
     options: dict[str, Any] = dict(_OF_ROWS)
     block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
     block = [1, block_k, block_n] if transposes else [1, block_n, block_k]
-    weight_tiles = _tiles(weight, *block)
+    weight_tiles = descriptor(weight, *block)
     # A gathered operand is read by pointers, any other one by tiles. What is not read is any tensor.
-    a_tiles = a if gathers else _tiles(a, block_m, block_k)
+    a_tiles = a if gathers else descriptor(a, block_m, block_k)
     out = torch.empty(count, outer, dtype=a.dtype, device=a.device)
-    most = rows.tiles.numel() // 3
+    most = rows.most_tiles
     # A program per multiprocessor, which stores a tile while it reads the next one.
-    grid = (min(most * -(-outer // block_n), _multiprocessors(a.device)),)
+    grid = (min(most * -(-outer // block_n), multiprocessors(a.device)),)
     _kernels().matmul_of_rows[grid](
         a,
         a_tiles,
@@ -151,8 +162,8 @@ def matmul_over_rows(
     gathers = gathers_a or gathers_b
     options: dict[str, Any] = dict(_OVER_GATHERED_ROWS if gathers else _OVER_ROWS)
     block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
-    a_tiles = a if gathers_a else _tiles(a, block_k, block_m)
-    b_tiles = b if gathers_b else _tiles(b, block_k, block_n)
+    a_tiles = a if gathers_a else descriptor(a, block_k, block_m)
+    b_tiles = b if gathers_b else descriptor(b, block_k, block_n)
     if out is None:
         out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
     strides = (a.stride(0), b.stride(0), out.stride(0), out.stride(1))
@@ -164,6 +175,6 @@ def matmul_over_rows(
         options |= {"GATHERS_A": gathers_a, "GATHERS_B": gathers_b}
         kernel(a, b, a_tiles, b_tiles, rows.tokens, rows.offsets, out, *strides, **options)
     else:
-        kernel = _kernels().matmul_over_rows[(min(tiles * experts, _multiprocessors(a.device)),)]
+        kernel = _kernels().matmul_over_rows[(min(tiles * experts, multiprocessors(a.device)),)]
         kernel(a, b, a_tiles, b_tiles, rows.offsets, out, *strides, experts, **options)
     return out

@@ -13,7 +13,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 def plan_tiles(offsets, tiles, most, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     """Write the tiles of BLOCK rows of one expert per program: expert, first row, end of the expert's rows.
 
-    ``tiles`` is ``[3, most]`` and then the number of tiles.
+    ``tiles`` is ``[3, most]``, then the number of tiles, then the first tile of each expert, and their number again.
     """
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
@@ -23,8 +23,10 @@ def plan_tiles(offsets, tiles, most, experts, EXPERTS: tl.constexpr, BLOCK: tl.c
     begin = tl.sum(tl.where(index == expert, begins, 0))
     end = tl.sum(tl.where(index == expert, ends, 0))
     first = tl.sum(tl.where(index < expert, counts, 0))
+    tl.store(tiles + 3 * most + 1 + expert, first)
     if expert == 0:
         tl.store(tiles + 3 * most, tl.sum(counts))
+        tl.store(tiles + 3 * most + 1 + experts, tl.sum(counts))
     for start in range(begin, end, BLOCK):
         tile = first + (start - begin) // BLOCK
         tl.store(tiles + tile, expert)

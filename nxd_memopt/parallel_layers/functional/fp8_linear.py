@@ -37,6 +37,7 @@ from nxd_memopt.ops.fp8 import (
     product,
     transposed,
 )
+from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, ColumnActivationSharding
@@ -68,7 +69,7 @@ class Fp8ColumnParallel(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.shard_rows = flat_rows(shard).size(0)
         ctx.save_for_backward(*weights, *(columns or ()))
-        outputs, ctx.weight_sizes = column_outputs(comm, shard, rows, weights, parameters[1::2])
+        outputs, ctx.weight_sizes = column_outputs(comm, shard, weights, parameters[1::2], rows)
         return tuple(comm.original_layout(each) for each in outputs)
 
     @staticmethod
@@ -103,19 +104,22 @@ class Fp8ColumnParallel(torch.autograd.Function):
 def column_outputs(
     comm: ActivationSharding,
     shard: Tensor,
-    rows: Operand,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    rows: Operand | None = None,
 ) -> tuple[Sequence[Tensor], Magnitudes | None]:
     """Return ``X W_i^t + b_i`` for all rows X of the ranks, and ``weight_sizes_of`` the joined weights.
 
     Args:
         comm: sharding of X.
-        shard: this rank's rows, ``[s, ..., H]``, of which only shape and dtype are read.
-        rows: the same rows in float8.
+        shard: this rank's rows, ``[s, ..., H]``.
         weights: W_i, ``[n_i, H]``.
         biases: b_i, ``[n_i]`` or None.
+        rows: the rows of the shard in float8, None to round them.
     """
+    if rows is None:
+        sizes = magnitudes(flat_rows(shard), recipe_of(comm), gathering_group(comm))
+        rows = as_rows(flat_rows(shard), sizes, FORWARD_DTYPE)
     packed = joined(weights, 0)
     weight_sizes = weight_sizes_of(comm, packed)
     gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
@@ -131,7 +135,7 @@ def input_grad_reduction(
     weights: Sequence[Tensor],
     weight_sizes: Magnitudes | None,
     dtype: torch.dtype,
-    term: tuple[Tensor, Tensor] | None = None,
+    term: LowRankTerm | None = None,
 ) -> ChunkedReduction:
     """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
 
@@ -142,7 +146,7 @@ def input_grad_reduction(
         weights: W_i, ``[n_i, H]``.
         weight_sizes: from ``column_outputs``.
         dtype: of the partial sums.
-        term: factors ``[S, ..., r]`` and ``[r, H]`` of a product that is added.
+        term: added to the sum of each rank.
     """
     operand = weight_columns(comm, joined(weights, 0), weight_sizes)
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
@@ -172,6 +176,38 @@ def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_flo
     flags = [flag for each in is_read for flag in (each, True)]
     handle, saved = save_inputs_first(*factors, is_read=flags, added=columns)
     return cast(Tensor, Fp8RowParallel.apply(comm, handle, rows, *saved))
+
+
+def frozen_input_grad_reduction(
+    comm: ActivationSharding,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    weight_sizes: Magnitudes | None,
+    term: LowRankTerm,
+) -> ChunkedReduction:
+    """Return ``input_grad_reduction`` of dY_i that are not needed for the gradients of W_i."""
+    grad, recipe = joined(grads, -1), recipe_of(comm)
+    rows = as_rows(flat_rows(grad), magnitudes(flat_rows(grad), recipe), recipe.gradient_dtype)
+    return input_grad_reduction(comm, grad.shape, rows, weights, weight_sizes, grad.dtype, term)
+
+
+def row_reduction(
+    comm: ActivationSharding, rows: Tensor, weight: Tensor, term: LowRankTerm | None
+) -> tuple[ChunkedReduction, Magnitudes | None]:
+    """Start reducing ``X W^t`` of sequence-first rows over the ranks; return ``weight_sizes_of`` the weight too."""
+    sizes = weight_sizes_of(comm, weight)
+    operand = as_rows(flat_rows(rows), magnitudes(flat_rows(rows), recipe_of(comm)), FORWARD_DTYPE)
+    pairs = [(operand, weight_rows(comm, weight, sizes))]
+    return reduced_products(comm, rows.shape, pairs, rows.dtype, fast=True, term=term), sizes
+
+
+def frozen_row_input_grad(
+    comm: ActivationSharding, shard: Tensor, weight: Tensor, weight_sizes: Magnitudes | None
+) -> Tensor:
+    """Return ``dY W`` of all ranks' rows, ``[S, ..., n]``; dY is not needed for the gradient of W."""
+    gradient = RowGradient(comm, shard, needs_columns=False)
+    (result,) = gradient.products([weight_columns(comm, weight, weight_sizes)], shard.dtype)
+    return result
 
 
 class Fp8RowParallel(torch.autograd.Function):
@@ -383,7 +419,7 @@ def reduced_products(
     dtype: torch.dtype,
     *,
     fast: bool = False,
-    term: tuple[Tensor, Tensor] | None = None,
+    term: LowRankTerm | None = None,
 ) -> ChunkedReduction:
     """Start reducing ``sum_i rows_i weight_i^t`` over the ranks, chunk by chunk.
 
@@ -393,7 +429,7 @@ def reduced_products(
         pairs: rows ``[S..., K_i]`` and weight ``[n, K_i]``.
         dtype: of the partial sums.
         fast: see ``ops.fp8.product``.
-        term: factors ``[S, ..., r]`` and ``[r, n]`` of a product in ``dtype`` that is added.
+        term: in ``dtype``, added to the sum.
     """
     rows_each = torch.Size(shape[1:-1]).numel()
     width = pairs[0][1].data.size(0)
@@ -404,7 +440,7 @@ def reduced_products(
         for other in others:
             total += other
         if term is not None:
-            total.addmm_(flat_rows(term[0][start:stop]), term[1])
+            total = term.rows(start, stop).added_to(total)
         return total.view(stop - start, *shape[1:-1], width)
 
     return comm.reduce(partial_sums, (*shape[:-1], width), dtype)
@@ -469,7 +505,3 @@ def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
     if len(present) not in (0, len(biases)):
         raise ValueError("layers with one input and float8 operands need biases for all or none of them: use bf16")
     return joined(present, 0) if present else None
-
-
-def flat_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))

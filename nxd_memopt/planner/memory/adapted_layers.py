@@ -1,8 +1,9 @@
 """The tensors that a decoder layer with adapters (LoRA) keeps for backward.
 
-The model's own weights are frozen. A linear layer keeps its input for its adapter only, a norm does not
-keep its normalised input, and nothing before the first adapter of layer 0 has a gradient, so that its
-operations keep nothing. ``has_grad`` says of a tensor whether it has one; the inputs of all other layers do.
+The model's own weights are frozen. A linear layer keeps its input for its adapter only, after an RMSNorm not even
+that (``ops.norm.NormInput``), a norm does not keep its normalised input, and nothing before the first adapter of layer
+0 has a gradient, so that its operations keep nothing. ``has_grad`` says of a tensor whether it has one; the inputs of
+all other layers do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from nxd_memopt.planner.memory.layer_tensors import (
     rotated,
     with_magnitudes,
 )
-from nxd_memopt.planner.sizes.rank_sizes import RankSizes
+from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
 
 
 def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
@@ -41,7 +42,7 @@ def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index:
     layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
     # The input of a later stage of a pipeline depends on the adapters of earlier ones.
     parts = layer.parts(has_grad=index > 0 or not sizes.has_embedding)
-    return with_magnitudes(parts, sizes, sizes.fp8_linears(index))
+    return with_magnitudes(parts, sizes, index)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,22 @@ class _AdaptedLayer:
         )
         return Part("layer", layer_input, masks, parts)
 
+    def _source(self, module: str, norm: str, normed: Tensors, *, has_grad: bool) -> Tensors:
+        """Return what the adapters of ``module`` keep of their input: it, or what its norm keeps for backward.
+
+        Args:
+            module: ``"attn"`` or ``"mlp"``.
+            norm: name of the norm's input.
+            normed: result of the norm.
+            has_grad: whether the norm's input has a gradient.
+        """
+        # A copy of the norm's input in fp32 does not help. A checkpoint around one of both keeps the result.
+        keeps_input = self.kernels.fused or self.sizes.element_bytes == FP32_BYTES
+        is_separate = {"norm", module} & set(self.memory.recompute_modules or ())
+        if not has_grad or not keeps_input or is_separate or self.adapters.has_dropout:
+            return normed
+        return self._norm(norm, has_grad=True).saves
+
     def _norm(self, name: str, suffix: str = "", *, has_grad: bool) -> Part:
         """Return what a norm with frozen weights saves."""
         if not has_grad:
@@ -125,10 +142,13 @@ class _AdaptedLayer:
         if not has_core and not self.adapters.on(output_name):
             return Part("attn"), False
         inputs = {"normed attention input": residual_bytes(sizes)}
+        source = inputs
+        if sizes.is_gated:
+            source = self._source("attn", "layer input", inputs, has_grad=has_grad)
         context = {"attention": column_bytes(sizes, sizes.query)}
         saves: Tensors = {}
         for name in names:
-            saves |= self._adapter(name, inputs, has_grad=has_grad)
+            saves |= self._adapter(name, source, has_grad=has_grad)
         saves |= self._adapter(output_name, context, has_grad=has_core)
         if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
             heads = (("query", sizes.heads), ("key", sizes.kv_heads))
@@ -169,9 +189,10 @@ class _AdaptedLayer:
             return Part("mlp"), False
         inputs = {"normed mlp input": residual_bytes(sizes)}
         result = {"mlp activation": column_bytes(sizes, sizes.width)}
+        source = self._source("mlp", "mlp input", inputs, has_grad=has_grad)
         saves: Tensors = {}
         for name in ("gate_proj", "up_proj"):
-            saves |= self._adapter(name, inputs, has_grad=has_grad)
+            saves |= self._adapter(name, source, has_grad=has_grad)
         has_act = gate or up
         # The kernel of the gated activation with its projection recomputes the result. It does not run with an
         # adapter on the projection that has dropout.

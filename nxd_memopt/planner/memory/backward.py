@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors
-from nxd_memopt.planner.memory.fp8_operands import with_operands
+from nxd_memopt.planner.memory.fp8_operands import with_expert_operands, with_operands
 from nxd_memopt.planner.memory.layer_moment import LayerBytes, Moment
 from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, merges_branches, repeats_kv_heads
 from nxd_memopt.planner.memory.mlp_backward import mlp_moments
@@ -33,6 +33,8 @@ def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return with_operands(_merged_moments(sizes, kernels), sizes, kernels, fp8)
     moments = with_operands(_sequential_moments(sizes, memory, kernels), sizes, kernels, fp8)
+    if sizes.fp8_experts(index):
+        moments = with_expert_operands(moments, sizes, kernels)
     if not sizes.scales_blocks:
         return moments
     # The gradient of a block's output is a multiple of the gradient of the residual stream, and exists next to it

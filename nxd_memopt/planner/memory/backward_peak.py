@@ -197,6 +197,7 @@ def _is_candidate(layers: Sequence[Mapping[str, int]], index: int, memory: Memor
     return any(
         window != sizes.window(other)
         or sizes.fp8_linears(index) != sizes.fp8_linears(other)
+        or sizes.fp8_experts(index) != sizes.fp8_experts(other)
         or not _keep_alike(layers[index], layers[other])
         for other in (index - 1, index + 1)
     )

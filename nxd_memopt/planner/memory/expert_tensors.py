@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxd_memopt.architectures.experts import MoESizes
+from nxd_memopt.architectures.experts import TILE_ROWS, MoESizes
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 _INT32_BYTES = 4
@@ -11,7 +11,9 @@ _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 _NORMED = "normed mlp input"
 
 
-def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> dict[str, int]:
+def expert_tensors(
+    sizes: RankSizes, moe: MoESizes, *, fused: bool = False, rounds: bool = False
+) -> dict[str, int]:
     """Return what router, dispatch and experts save, by name.
 
     The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all
@@ -22,10 +24,11 @@ def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False) -> d
         moe: sizes of the experts.
         fused: GPUs' kernels compute the gated MLPs of the experts and of the shared expert, and
             their backward needs gate and up only.
+        rounds: the experts round their operands to float8, and save what the kernels do on every device.
     """
     tensors = _router(sizes, moe) | _losses(sizes, moe) | _shared_expert(sizes, moe, fused=fused)
-    if fused and has_expert_kernels(sizes, moe):
-        return tensors | _rows_of_kernels(sizes, moe)
+    if rounds or (fused and has_expert_kernels(sizes, moe)):
+        return tensors | _rows_of_kernels(sizes, moe, fused=fused)
     return tensors | _rows(sizes, moe, fused=fused)
 
 
@@ -158,15 +161,18 @@ def _rows(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
     return tensors
 
 
-def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+def _rows_of_kernels(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str, int]:
     """Return what dispatch and the kernels save: tokens instead of rows, and one output instead of all operands."""
     element = sizes.element_bytes
     rows = moe.rows(sizes.tokens)
     tokens = moe.gathered_tokens(sizes.tokens)
     choices = tokens * moe.top_k
+    # Every expert has at most one tile that is not full; a CPU has none.
+    tiles = 3 * (-(-rows // TILE_ROWS) + moe.local_experts) * int(fused)
     tensors = {
         "gate, up of the rows": rows * 2 * moe.width * element,
         "choices and tokens of the rows": 2 * rows * _INT32_BYTES,
+        "ends and tiles of the rows": (2 * moe.local_experts + 2 + tiles) * _INT32_BYTES,
     }
     if moe.sends_rows:
         # Here the source adds up the rows that came back, in plain operations, and a row that has
@@ -183,12 +189,15 @@ def _rows_of_kernels(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
             "weighted outputs": 2 * rows * sizes.hidden * element,
         }
     # With sequence or expert parallelism the tokens are a gathered copy, otherwise the router's input.
-    name = "tokens of the experts" if sizes.shards > 1 or moe.gathers_tokens else _NORMED
-    return tensors | {
-        name: tokens * sizes.hidden * element,
-        "rows of the choices": choices * _INT32_BYTES,
-        "weights of the choices of all tokens": choices * moe.number_bytes,
-    }
+    is_copy = sizes.shards > 1 or moe.gathers_tokens
+    name = "tokens of the experts" if is_copy else _NORMED
+    tensors |= {name: tokens * sizes.hidden * element, "rows of the choices": choices * _INT32_BYTES}
+    # A softmax over the chosen scores saves its result, the weights.
+    options = moe.options
+    saves_weights = options.moe_router_score_function == "softmax" and not options.moe_router_pre_softmax
+    if is_copy or not saves_weights or options.moe_router_load_balancing_type == "sinkhorn":
+        tensors["weights of the choices of all tokens"] = choices * moe.number_bytes
+    return tensors
 
 
 def _activations(sizes: RankSizes, moe: MoESizes, rows: int, *, fused: bool) -> dict[str, int]:

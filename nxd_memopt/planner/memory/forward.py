@@ -40,6 +40,8 @@ def forward_temporaries(
         saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)
+        if sizes.fp8_experts(sizes.num_layers - 1):
+            tensors = _rounded_experts(sizes, sizes.moe, tensors)
         # The shared expert follows the routed ones.
         found = expert_tensors(sizes, sizes.moe, fused=True)
         saved = {name: size for name, size in found.items() if "shared" not in name}
@@ -71,3 +73,13 @@ def _experts(sizes: RankSizes, moe: MoESizes) -> Tensors:
         "outputs of the rows": rows * row_bytes,
         "sums of the rows": moe.gathered_tokens(sizes.tokens) * row_bytes,
     }
+
+
+def _rounded_experts(sizes: RankSizes, moe: MoESizes, tensors: Tensors) -> Tensors:
+    """Return ``tensors`` of ``_experts`` with the activation in float8, which is freed in the dtype of the run."""
+    activation = "activation of the rows"
+    others = sum(tensors.values()) - tensors[activation]
+    elements, weight = moe.rows(sizes.tokens) * moe.width, moe.local_experts * sizes.hidden * moe.width
+    # Both forms exist before the outputs, then the activation and the weight in float8 next to them.
+    both = (sizes.element_bytes + 1) * elements
+    return tensors | {activation: max(both - others, elements + weight)}

@@ -1,10 +1,12 @@
-"""The temporary tensors of linear layers with float8 operands, in the moments of a layer's backward."""
+"""The temporary tensors of linear layers and experts with float8 operands, in the moments of a layer's backward."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from nxd_memopt.architectures.experts import TILE_ROWS, MoESizes
+from nxd_memopt.planner.memory.expert_tensors import has_expert_kernels
 from nxd_memopt.planner.memory.layer_moment import Moment
 from nxd_memopt.planner.memory.layer_tensors import Kernels, saves_float8_activation
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
@@ -87,3 +89,39 @@ def _operand_bytes(sizes: RankSizes, names: Sequence[str], fp8: Collection[str])
     is_saved = saves_float8_activation(sizes, fp8)
     rounded = [width for name, width in zip(names, widths, strict=True) if not (name == "mlp out" and is_saved)]
     return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(rounded, default=0)
+
+
+def with_expert_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels) -> list[Moment]:
+    """Return the moments of the kernels of experts with their float8 operands (``ops/fp8_experts.py``).
+
+    A tensor is rounded before its product: rows, their columns for gradients of weights, and transposed weights. The
+    copies of rows in bf16 are not made.
+    """
+    if sizes.moe is None or not (kernels.fused and has_expert_kernels(sizes, sizes.moe)):
+        return list(moments)
+    operands = _expert_operands(sizes, sizes.moe)
+    found: list[Moment] = []
+    for moment in moments:
+        temporary = {**moment.temporary, "copied rows": 0}
+        if moment.name == "MLP, last projection":
+            # The gradient of the activation, which is freed before the gradient of the weight exists.
+            before = {**temporary, "dW": 0, OPERANDS: operands["activation"]}
+            found.append(replace(moment, name="MLP, gradient of the activation", temporary=before))
+            temporary["dA of the rows"] = 0
+        if moment.name in operands:
+            temporary[OPERANDS] = operands[moment.name]
+        found.append(replace(moment, temporary=temporary))
+    return found
+
+
+def _expert_operands(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return the bytes of float8 operands at the moments of the experts' backward."""
+    rows, weight = moe.rows(sizes.tokens), moe.local_experts * sizes.hidden * moe.width
+    # The columns of an expert end with zeros.
+    columns = (rows + moe.local_experts * TILE_ROWS) * int(sizes.adapters is None)
+    return {
+        "activation": max((rows + columns) * sizes.hidden + weight, columns * (sizes.hidden + moe.width)),
+        "MLP, last projection": columns * (sizes.hidden + moe.width),
+        "MLP, gradient of the tokens": (rows + columns) * 2 * moe.width + 2 * weight,
+        "MLP, first projections": columns * (2 * moe.width + sizes.hidden),
+    }

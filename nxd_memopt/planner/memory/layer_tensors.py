@@ -130,19 +130,30 @@ def saves_float8_activation(sizes: RankSizes, fp8: Collection[str]) -> bool:
     return is_plain and "mlp out" in fp8 and sizes.hidden_act != "relu"
 
 
-def with_magnitudes(layer: Part, sizes: RankSizes, fp8: Collection[str]) -> Part:
-    """Return a layer with the magnitudes that its float8 linear layers keep."""
-    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, fp8))))
+def with_magnitudes(layer: Part, sizes: RankSizes, index: int) -> Part:
+    """Return layer ``index`` with the magnitudes that its float8 linear layers and experts keep."""
+    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, index))))
 
 
-def fp8_magnitudes(sizes: RankSizes, fp8: Collection[str]) -> Tensors:
-    """Return the magnitudes that float8 layers keep, whatever is recomputed: of weights, and of what is rounded twice.
+def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
+    """Return the magnitudes that layer ``index`` keeps, whatever is recomputed: of what is rounded twice.
 
-    Row-parallel layers round their inputs for forward and again for backward.
+    All weights are. Row-parallel layers round their inputs for forward and again for backward, experts the tokens.
     """
     if sizes.fp8 is None:
         return {}
     tensors: Tensors = {}
+    moe = sizes.moe
+    if moe is not None and sizes.fp8_experts(index):
+        experts, rows = moe.local_experts, moe.rows(sizes.tokens)
+        numbers = {
+            "the tokens": rows + experts * sizes.hidden,
+            "gate and up": experts * (2 * moe.width + sizes.hidden),
+            "down": experts * (sizes.hidden + moe.width),
+        }
+        for each, count in numbers.items():
+            tensors[f"magnitudes of the experts, {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else experts)
+    fp8 = sizes.fp8_linears(index)
     for name in fp8:
         outputs = sizes.linear_elements[name] // sizes.hidden
         numbers = {name: sizes.hidden + outputs}
@@ -211,7 +222,7 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         layer = _merged_gpt_neox_layer(sizes, memory, kernels, fp8)
     else:
         layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
-    return with_magnitudes(layer, sizes, fp8)
+    return with_magnitudes(layer, sizes, index)
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:
@@ -441,7 +452,7 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
         _gated_mlp(sizes, memory, kernels, normed_mlp, fp8),
     )
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
     return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
 
 
@@ -450,12 +461,12 @@ def _statistics(sizes: RankSizes, index: int) -> Tensors:
     return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
 
 
-def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, fp8: Collection[str]) -> Part:
+def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, index: int) -> Part:
     """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
     normed = {"normed mlp input": residual_bytes(sizes)}
-    saves = expert_tensors(sizes, moe, fused=kernels.fused)
+    saves = expert_tensors(sizes, moe, fused=kernels.fused, rounds=sizes.fp8_experts(index))
     # Of the shared expert, next to the input of the router.
-    if "mlp in" in fp8:
+    if "mlp in" in sizes.fp8_linears(index):
         saves |= saved_input(sizes, normed, rounds=True)
     return Part("moe", normed | statistics, saves)
 
@@ -487,7 +498,7 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, in
     )
     statistics = _statistics(sizes, index)
     if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, fp8))
+        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
     masks: Tensors = {}
     if sizes.hidden_dropout:
         masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}

@@ -203,11 +203,11 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
     has_stages = setting.pipeline_model_parallel_size > 1
     memory = setting.memory
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
-    # A graph has no host code and draws no random numbers. Those of experts, whose routing is not fixed, and of
-    # adapters are not supported (``EXCLUDED_BY_GRAPHS`` in ``training/config/combinations.py``).
+    # A graph has no host code and draws no random numbers. The routing of experts is not fixed
+    # (``EXCLUDED_BY_GRAPHS`` in ``training/config/combinations.py``).
     spec = problem.model
-    is_fixed = not (spec.has_experts or spec.attention_dropout or spec.hidden_dropout)
-    is_supported = is_fixed and problem.lora is None and not fixed.excludes_graphs
+    drops = spec.attention_dropout or spec.hidden_dropout or (problem.lora is not None and problem.lora.lora_dropout)
+    is_supported = not (spec.has_experts or drops or fixed.excludes_graphs)
     if not has_stages and not offloads and is_supported and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting

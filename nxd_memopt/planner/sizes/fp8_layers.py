@@ -1,8 +1,11 @@
-"""Says which linear layers are faster with float8 operands: facts that the library and the planner share."""
+"""Says which linear layers and experts are faster with float8 operands: facts of library and planner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from nxd_memopt.architectures.experts import MOST_EXPERTS
+from nxd_memopt.moe_config import MoEConfig
 
 LEAST_PRODUCTS = 2**35
 """Multiplications of a forward matmul from which float8 pays.
@@ -11,6 +14,8 @@ Measured on an H200, forward and backward with casts against bf16, at 2,048 and 
 multiplications (2,048 x 2,048 at 8,192 tokens, 4,096 x 4,096 at 2,048) tensorwise scales take 0.93 to 1.0 of the
 time, with half of them 1.0 to 1.1, with four times as many 0.7 to 0.85 (docs/precision.md).
 """
+LEAST_EXPERT_ROWS = 1024
+"""Rows of an expert from which float8 pays: its weight is measured and cast in the time of about 500 rows."""
 ALIGNMENT = 16
 """Multiple of all dimensions of a float8 matmul but the rows of its result."""
 LEAST_CAPABILITY = 9.0
@@ -56,3 +61,37 @@ def rounded_layers(first_last_layers_bf16: int, num_layers: int) -> tuple[bool, 
 def pays(tokens: int, inputs: int, outputs: int) -> bool:
     """Return whether a rank's matmul of ``[tokens, inputs]`` by ``[inputs, outputs]`` is faster in float8."""
     return tokens * inputs * outputs >= LEAST_PRODUCTS
+
+
+def experts_pay(rows: int, experts: int, inputs: int, outputs: int) -> bool:
+    """Return whether a rank's experts are faster in float8.
+
+    Args:
+        rows: of all its experts.
+        experts: of this rank.
+        inputs: H.
+        outputs: width of an expert on this rank.
+    """
+    return pays(rows, inputs, outputs) and rows >= experts * LEAST_EXPERT_ROWS
+
+
+def experts_in_bf16(options: MoEConfig, shape: tuple[int, int, int], *, has_biases: bool) -> str | None:
+    """Return why the experts of a layer never round, or None.
+
+    Args:
+        options: of the layer.
+        shape: experts of a rank, H, and the width of an expert on it.
+        has_biases: the experts are GPT-NeoX's.
+    """
+    experts, *sizes = shape
+    if has_biases:
+        return "their matmuls have biases"
+    if options.moe_expert_block_size is not None:
+        return "moe_expert_block_size computes them in blocks"
+    if options.moe_pad_expert_input_to_capacity:
+        return "moe_pad_expert_input_to_capacity pads their rows"
+    if experts > MOST_EXPERTS:
+        return f"a rank has more than {MOST_EXPERTS}"
+    if any(size % ALIGNMENT for size in sizes):
+        return f"their sizes on a rank, {sizes}, are no multiples of {ALIGNMENT}"
+    return None

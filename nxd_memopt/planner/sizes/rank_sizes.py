@@ -14,7 +14,7 @@ from nxd_memopt.architectures.parameters import require_shardable
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT, Fp8Layers
+from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT, Fp8Layers, experts_in_bf16, experts_pay
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -122,6 +122,16 @@ class RankSizes:
             return frozenset()
         least = self.fp8.least_products
         return frozenset(name for name, count in self.linear_elements.items() if count and self.tokens * count >= least)
+
+    def fp8_experts(self, index: int) -> bool:
+        """Return whether the experts that the router of layer ``index`` chooses round their operands to float8."""
+        moe = self.moe
+        if moe is None or self.fp8 is None or not self.fp8.layers[index]:
+            return False
+        shape = (moe.local_experts, self.hidden, moe.width)
+        if experts_in_bf16(moe.options, shape, has_biases=moe.has_biases) is not None:
+            return False
+        return self.fp8.least_products == 0 or experts_pay(self.tokens * moe.top_k, *shape)
 
     @property
     def is_gated(self) -> bool:
@@ -253,7 +263,7 @@ def require_fp8_sizes(spec: ModelSpec, tensor_model_parallel_size: int) -> None:
     size = tensor_model_parallel_size
     heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
     width = spec.intermediate_size
-    # Of experts the shared one alone is a linear layer.
+    # Experts of other sizes stay in bf16; the shared one is made of linear layers.
     if spec.experts is not None:
         width = spec.experts.shared_width or 0
     found = (spec.hidden_size, heads * spec.head_dim, kv_heads * spec.head_dim, width // size)

@@ -84,7 +84,21 @@ def fp8_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     weights = {name: count if name in names else 0 for name, count in sizes.linear_elements.items()}
     per_weight = 6 if sizes.adapters is None else 4
     elements = per_weight * sum(weights.values()) * sizes.num_layers
-    return part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, weights))
+    linears = part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, weights))
+    experts, part = _rounding_experts(sizes)
+    elements = per_weight * sum(experts.values()) * sizes.num_layers
+    return linears + part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, experts))
+
+
+def _rounding_experts(sizes: RankSizes) -> tuple[dict[str, int], float]:
+    """Return ``layer_matmul_elements`` of experts that round to float8, and in which part of the decoder layers."""
+    elements = dict.fromkeys(sizes.linear_elements, 0)
+    rounds = sum(sizes.fp8_experts(index) for index in range(sizes.num_layers)) if sizes.fp8 is not None else 0
+    if sizes.moe is not None and rounds:
+        elements |= {
+            name: layer_matmul_elements(sizes)[name] - sizes.linear_elements[name] for name in ("mlp in", "mlp out")
+        }
+    return elements, rounds / sizes.num_layers
 
 
 def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -107,6 +121,24 @@ def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
         else:
             forward[name] = (2 * element + 1) * (own + weight)
             backward += (2 * element + 2) * stream + (element + 1) * (own + weight)
+    once = (sum(forward.values()) + backward) * sizes.num_layers
+    return part * (once + _recomputed_elements(sizes, memory, forward)) + _expert_cast_bytes(sizes, memory)
+
+
+def _expert_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return ``fp8_cast_bytes`` of experts, which cast rows: tokens and activation to rows, and later to columns."""
+    _, part = _rounding_experts(sizes)
+    if sizes.moe is None or not part:
+        return 0.0
+    element, rows = sizes.element_bytes, sizes.moe.rows(sizes.tokens)
+    weight = sizes.moe.local_experts * sizes.hidden * sizes.moe.width
+    hidden, width = rows * sizes.hidden, rows * sizes.moe.width
+    forward = dict.fromkeys(sizes.linear_elements, 0)
+    forward["mlp in"] = (2 * element + 1) * (hidden + 2 * weight)
+    forward["mlp out"] = (2 * element + 1) * (width + weight)
+    # Gradients of outputs and of gate and up to both forms; the weighted activation is measured again.
+    backward = (2 * element + 2) * (hidden + 2 * width) + (2 * element + 1) * width
+    backward += (element + 1) * (hidden + 3 * weight)
     once = (sum(forward.values()) + backward) * sizes.num_layers
     return part * (once + _recomputed_elements(sizes, memory, forward))
 

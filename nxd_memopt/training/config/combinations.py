@@ -193,7 +193,7 @@ EXCLUDED_BY_GRAPHS = (
     (IN_BACKWARD, (True,), "a graph computes all gradients before any is used"),
     ("memory.cpu_offloading_activations", (True,), "the host starts copies between kernels"),
     ("memory.cpu_offloading_num_layers", NOT_DEFAULT, "the host starts copies between kernels"),
-    (RANK, NOT_DEFAULT, "graphs of adapters are not supported"),
+    ("lora.lora_dropout", NOT_DEFAULT, "the host seeds the random numbers of dropout"),
     (PIPELINE, NOT_DEFAULT, "forwards and backwards of different micro-batches alternate"),
     ("trainer.compile", NOT_DEFAULT, "graphs of compiled layers are not supported"),
 )

@@ -8,15 +8,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import Tensor
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.profiling.exposure import exposure
 from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.gpu_race import first_line
 from scripts.bench.harness.record import append, bench_parser, environment
@@ -147,6 +151,21 @@ def figures(times: list[float], losses: list[float], tokens: int) -> Row:
         "peak_gib": None if peak_bytes is None else round(peak_bytes / 2**30, 2),
         "tokens_per_s_per_device": round(tokens / step_s / parallel_state.get_world_size(), 1),
     }
+
+
+def exposed_ms(step: Callable[[], object], trace: Path | None = None) -> float:
+    """Return the milliseconds in which a GPU only communicates in one profiled step; write a Chrome trace."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        step()
+        torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    # Host events (launches, synchronization) are in the profile too. Times are microseconds.
+    ranges: list[tuple[str, float, float]] = []
+    for event in profiler.events() or []:
+        if event.device_type == DeviceType.CUDA:
+            ranges.append((event.name, event.time_range.start / 1e3, event.time_range.end / 1e3))
+    return exposure(ranges)["exposed_communication"]
 
 
 def with_figures(row: Row, measure: Callable[[], Row]) -> Row:

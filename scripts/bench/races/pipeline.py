@@ -6,7 +6,8 @@ Random weights, bf16 weights, gradients and AdamW states, batch 1, ``--micro-bat
 trains the complete model on every device, without a reduction, with the same micro-batches. ``ours, T`` is tensor and
 sequence parallelism over all devices. ``torch 1F1B`` and ``torch interleaved`` are PyTorch's schedules on transformers'
 layers with Liger-Kernel. ``share`` is tokens per second and device as a share of ``one device``'s times
-(1 - bubble).
+(1 - bubble). ``exposed_ms`` is the time of one more, profiled step in which a GPU only communicated or waited for the
+other.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from nxd_memopt.planner.techniques.pipeline_schedule import bubble
 from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.gpu_race import first_line
 from scripts.bench.harness.record import append, environment
-from scripts.bench.harness.steps import Row, figures, free_memory, recompute_of_all_layers, step_parser, with_options
+from scripts.bench.harness.steps import (
+    Row,
+    exposed_ms,
+    figures,
+    free_memory,
+    recompute_of_all_layers,
+    step_parser,
+    with_options,
+)
 from scripts.bench.races.peers import dtype
 
 Step = Callable[[Sequence[Tensor]], Tensor]
@@ -154,7 +163,7 @@ def build_torch(config: Any, chunks: int, count: int) -> tuple[Any, Step]:
     parallel_state.initialize_model_parallel(1, dist.get_world_size())
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
-    counts = balanced_layers(model_spec(config), size * chunks)
+    counts = balanced_layers(model_spec(config), size, chunks)
     numbers = [rank + chunk * size for chunk in range(chunks)]
     modules = [TransformersStage(config, sum(counts[:n]), sum(counts[: n + 1])) for n in numbers]
     stages = [
@@ -185,11 +194,12 @@ def builders(
 ) -> dict[str, tuple[Callable[[Any], tuple[Any, Step]], float]]:
     """Return for each variant how it is built, and its bubble."""
     ours = partial(build_ours, memory=memory, lora=lora)
-    one, two = (bubble(size, chunks, count) for chunks in (1, 2))
+    one, two, four = (bubble(size, chunks, count) for chunks in (1, 2, 4))
     return {
         "one device": (ours, 0.0),
         f"ours, P={size}": (partial(ours, stages=size), one),
         f"ours, P={size}, V=2": (partial(ours, stages=size, chunks=2), two),
+        f"ours, P={size}, V=4": (partial(ours, stages=size, chunks=4), four),
         f"ours, T={size}": (partial(ours, tensor=size), 0.0),
         "torch 1F1B": (partial(build_torch, chunks=1, count=count), one),
         "torch interleaved": (partial(build_torch, chunks=2, count=count), two),
@@ -208,15 +218,20 @@ def measure(build: Callable[[Any], tuple[Any, Step]], config: Any, tokens: int, 
     ids = torch.randint(0, config.vocab_size, (count, 1, tokens), generator=generator).to(backend.device)
     times: list[float] = []
     losses: list[float] = []
+
+    def step() -> Tensor:
+        loss = run(list(ids))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
     for i in range(args.warm_up_steps + args.steps):
         if i == args.warm_up_steps:
             backend.reset_peak_memory_stats()
         dist.barrier()
         backend.synchronize()
         start = time.perf_counter()
-        loss = run(list(ids))
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step()
         backend.synchronize()
         dist.barrier()
         times.append(time.perf_counter() - start)
@@ -224,10 +239,16 @@ def measure(build: Callable[[Any], tuple[Any, Step]], config: Any, tokens: int, 
         losses.append(round(backend.all_reduce(loss, dist.group.WORLD, "max").item(), 4))
     sequences = count * parallel_state.get_data_parallel_size()
     row = figures(times[args.warm_up_steps :], losses, tokens * sequences)
-    peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, backend.max_memory_allocated() or 0)
-    row["peak_gib"] = " ".join(f"{peak / 2**30:.1f}" for peak in peaks)
+    row["peak_gib"] = _of_each_rank((backend.max_memory_allocated() or 0) / 2**30)
+    if backend.name == "cuda":
+        row["exposed_ms"] = _of_each_rank(exposed_ms(step))
     return row
+
+
+def _of_each_rank(value: float) -> str:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return " ".join(f"{each:.1f}" for each in values)
 
 
 def main() -> None:

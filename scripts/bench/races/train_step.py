@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +34,6 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.profiler import ProfilerActivity, profile
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
@@ -50,10 +47,10 @@ from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.profiling.exposure import exposure
 from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.steps import (
     Row,
+    exposed_ms,
     figures,
     limit_device_memory,
     random_tokens,
@@ -224,21 +221,6 @@ def measure(
     if backend.name == "cuda":
         result["exposed_ms"] = round(exposed_ms(step, trace), 1)
     return result
-
-
-def exposed_ms(step: Callable[[], object], trace: Path | None) -> float:
-    """Return the milliseconds in which a GPU only communicates in one profiled step; write a Chrome trace."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        step()
-        torch.cuda.synchronize()
-    if trace is not None:
-        profiler.export_chrome_trace(str(trace))
-    # Host events (launches, synchronization) are in the profile too. Times are microseconds.
-    ranges: list[tuple[str, float, float]] = []
-    for event in profiler.events() or []:
-        if event.device_type == DeviceType.CUDA:
-            ranges.append((event.name, event.time_range.start / 1e3, event.time_range.end / 1e3))
-    return exposure(ranges)["exposed_communication"]
 
 
 def model_flops(config: Any, tokens: int) -> float:

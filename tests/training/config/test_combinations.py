@@ -21,6 +21,7 @@ VALUES: dict[str, Any] = {
     "memory.attention_head_groups": 2,
     "memory.cpu_offloading_num_layers": 1,
     "lora.lora_rank": 4,
+    "lora.lora_dropout": 0.1,
     "trainer.compile": "layer",
     "moe.num_moe_experts": 4,
     "trainer.fp8": "hybrid",
@@ -36,6 +37,7 @@ VALUES: dict[str, Any] = {
 # What an option needs in its section.
 NEEDS: dict[str, dict[str, Any]] = {
     "lora.base_dtype": {"lora_rank": 4},
+    "lora.lora_dropout": {"lora_rank": 4},
     "memory.cpu_offloading_weights": {"cpu_offloading_num_layers": 1},
     "memory.cpu_offloading_activations": {"recompute_granularity": "full"},
     "optimizer.optimizer_update_in_forward": {"optimizer_offload_fraction": 0.5},
