@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -153,11 +154,12 @@ def test_products_of_rows_equal_the_cpus(fast, cuts, shape, dtype, granularity):
             values, own = x.to(device), weight.to(device)
             operand = fp8_grouped.as_rows(values, rows, fp8_grouped.magnitudes(values, rows, recipe), dtype)
             weights = form(own, fp8_grouped.weight_magnitudes(own, recipe))
-            product = fp8_grouped.product_of_rows(operand, weights, rows, torch.float32, fast=fast)
+            product = fp8_grouped.product_of_rows(operand, weights, rows, torch.bfloat16, fast=fast)
             results.append(product[:end].double().cpu())
         error = relative_error(results[1], results[0])
-        # the tensor cores keep 14 bits of a sum, which precise sums do for 128 products each
-        assert error < (5e-3 if fast else 2e-3), f"{form.__name__}: {error:.2e}"
+        # The tensor cores keep 14 bits of a sum, which precise sums do for 512 products each; and bf16 keeps 8 of both
+        # results. A row of a tile that is another one's is an error above 0.05.
+        assert error < (6e-3 if fast else 4e-3), f"{form.__name__}: {error:.2e}"
 
 
 @GRANULARITIES
@@ -176,9 +178,9 @@ def test_products_over_rows_equal_the_cpus(cuts, shape, dtype, granularity):
         a = fp8_grouped.as_columns(left, rows, fp8_grouped.magnitudes(left, rows, recipe), dtype)
         sizes = fp8_grouped.magnitudes(right, rows, recipe, gathers=True)
         b = fp8_grouped.as_columns(right, rows, sizes, fp8.FORWARD_DTYPE, gathers=True)
-        results.append(fp8_grouped.product_over_rows(a, b, rows, torch.float32).double().cpu())
+        results.append(fp8_grouped.product_over_rows(a, b, rows, torch.bfloat16).double().cpu())
     error = relative_error(results[1], results[0])
-    assert error < 2e-3, f"{error:.2e}"
+    assert error < 4e-3, f"{error:.2e}"
     counts = on_cpu.offsets.diff(prepend=on_cpu.offsets.new_zeros(1))
     assert not results[1][counts == 0].any(), "an expert without rows has a gradient"
 
@@ -263,7 +265,7 @@ def test_a_graph_replays_the_eager_step(granularity, monkeypatch):
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        options = {"init_method": torch.nn.init.normal_, "dtype": torch.bfloat16, "device": "cuda"}
+        options = {"init_method": partial(torch.nn.init.normal_, std=0.1), "dtype": torch.bfloat16, "device": "cuda"}
         models.append(Experts(num_experts, hidden, width, "silu", use_cpu_initialization=False, **options))
         models[-1].fp8 = recipe
     eager, graphed = models
@@ -286,5 +288,5 @@ def test_a_graph_replays_the_eager_step(granularity, monkeypatch):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad
-        assert torch.equal(*losses), f"step {step}: {losses}"
+        assert losses[0].isfinite() and torch.equal(*losses), f"step {step}: {losses}"
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), graphed.parameters(), strict=True))

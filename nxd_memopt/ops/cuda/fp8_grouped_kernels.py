@@ -146,15 +146,6 @@ def cast(
 
 
 @triton.jit
-def _sum(x, y, total, PRECISE: tl.constexpr, BLOCK_K: tl.constexpr):  # noqa: N803
-    """Return ``total + x y``; with PRECISE in fp32 registers after each BLOCK_K products."""
-    if PRECISE:
-        return tl.dot(x, y, total, max_num_imprecise_acc=BLOCK_K)
-    else:
-        return tl.dot(x, y, total)
-
-
-@triton.jit
 def matmul_of_rows(
     a_tiles,
     a_scales,
@@ -165,7 +156,7 @@ def matmul_of_rows(
     most,
     OUT: tl.constexpr,  # noqa: N803
     IN: tl.constexpr,  # noqa: N803
-    PRECISE: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
@@ -184,10 +175,14 @@ def matmul_of_rows(
         begin = tl.load(tiles + most + row_tile)
         end = tl.load(tiles + 2 * most + row_tile)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, IN, BLOCK_K):
-            x = a_tiles.load([begin, k])
-            w = weight_tiles.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
-            total = _sum(x, w, total, PRECISE, BLOCK_K)
+        for first in range(0, IN, SUM):
+            # Sums of SUM products stay in the tensor cores' registers, and are added up in fp32.
+            part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for k in range(first, min(first + SUM, IN), BLOCK_K):
+                x = a_tiles.load([begin, k])
+                w = weight_tiles.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
+                part = tl.dot(x, w, part)
+            total += part
         row = begin + tl.arange(0, BLOCK_M)
         to = column + tl.arange(0, BLOCK_N)
         is_own = row < end
@@ -214,7 +209,7 @@ def matmul_over_rows(
     LEFT: tl.constexpr,  # noqa: N803
     RIGHT: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
-    PRECISE: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
@@ -233,10 +228,13 @@ def matmul_over_rows(
         begin = tl.load(first_tiles + expert) * TILE
         end = tl.load(first_tiles + expert + 1) * TILE
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            x = a_tiles.load([left_tile * BLOCK_M, start])
-            y = b_tiles.load([right_tile * BLOCK_N, start])
-            total = _sum(x, y.T, total, PRECISE, BLOCK_K)
+        for first in range(begin, end, SUM):
+            part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for start in range(first, min(first + SUM, end), BLOCK_K):
+                x = a_tiles.load([left_tile * BLOCK_M, start])
+                y = b_tiles.load([right_tile * BLOCK_N, start])
+                part = tl.dot(x, y.T, part)
+            total += part
         left = left_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         right = right_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total = total * tl.load(a_scales + expert * LEFT + left, mask=left < LEFT, other=0.0)[:, None]

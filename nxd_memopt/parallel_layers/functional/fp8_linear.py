@@ -158,7 +158,7 @@ def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_flo
     Args:
         comm: sharding of the output.
         factors: ``[X_1, W_1, X_2, W_2, ...]``.
-        in_float8: for each X_i whether its float8 columns are saved instead of it; default none.
+        in_float8: for each X_i whether its float8 columns are saved instead of it.
     """
     inputs, weights = factors[0::2], factors[1::2]
     rows: list[Operand | None] = [None] * len(inputs)
