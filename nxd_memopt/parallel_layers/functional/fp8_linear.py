@@ -38,7 +38,7 @@ from nxd_memopt.ops.fp8 import (
     transposed,
 )
 from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows
-from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.ops.parts import joined, split_sizes
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, ColumnActivationSharding
 
@@ -487,12 +487,6 @@ def recipe_of(comm: ActivationSharding) -> Fp8Recipe:
 def gathering_group(comm: ActivationSharding) -> ProcessGroup | None:
     """Return the ranks whose shards ``comm.gather`` joins, or None."""
     return None if comm.sequence_dimension is None else comm.group
-
-
-def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Return the tensors as one, without a copy if they are packed."""
-    view = packed_view(tensors, dim)
-    return torch.cat(list(tensors), dim) if view is None else view
 
 
 def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
