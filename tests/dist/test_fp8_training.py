@@ -12,6 +12,9 @@ import pytest
 
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.sizes import fp8_layers
+from nxd_memopt.training.config.moe import MoEOptions
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.model import apply_fp8, build_model, load_hf_config
 from tests.dist import pool
 from tests.training.runs import LLAMA, MIXTRAL, TENSOR_AND_SEQUENCE, _run_rank, losses, run_here, summary, write_config
 
@@ -88,6 +91,23 @@ def test_layouts_of_experts_have_the_losses_of_one_rank(tmp_path: Path, sections
     # An expert has one scale for the rows of both ranks' micro-batches. From step 3 on the choices of these small
     # experts differ by 3 %, in bf16 too if a micro-batch has two sequences.
     assert found[:3] == pytest.approx(expected[:3], rel=3e-3)
+
+
+def test_the_start_report_names_the_experts_or_why_they_do_not_round() -> None:
+    found: list[list[str]] = []
+    for options in ({}, {"moe_expert_block_size": 16}):
+        sizes = MIXTRAL | SIZES | {"intermediate_size": 32}
+        config = TrainConfig(
+            model=ModelConfig(tokenizer="t", config_overrides=sizes),
+            moe=MoEOptions(**options),
+            trainer=TrainerConfig(precision="bf16-true", fp8="hybrid"),
+        )
+        model = build_model(config, load_hf_config(config.model))
+        with on_this_device():
+            found.append(apply_fp8(model, config))
+    (rounded,), (others, reason) = found
+    assert "in experts, k_proj" in rounded and "experts" not in others
+    assert reason == "fp8: the experts in bfloat16: moe_expert_block_size computes them in blocks"
 
 
 def test_a_run_continues_in_float8_and_back_if_asked_and_evaluates_as_transformers(tmp_path: Path) -> None:
