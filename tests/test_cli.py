@@ -29,6 +29,7 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     assert "backend cpu: NXD_MEMOPT_BACKEND=cpu (cpu on cpu)" in printed
     assert torch.__version__ in printed
     assert "data-parallel sharding: zero1, zero2, zero3\n" in printed
+    assert "float8 matmuls (trainer.fp8): not available: needs an NVIDIA GPU of compute capability 9.0" in printed
     assert "host memory: nothing is offloaded: the backend cpu has no copies" in printed
     assert "fused operations: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu): RMSNorm" in printed
     lines = printed.splitlines()
@@ -41,9 +42,11 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
 
 def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers())
+    monkeypatch.setattr(type(backend), "fp8_refusal", lambda self: None)
     monkeypatch.delattr(type(backend), "gradient_sharding_refusal")
     assert run(monkeypatch, "doctor") == 0
     printed = capsys.readouterr().out
+    assert "float8 matmuls (trainer.fp8): available" in printed
     assert "zero1; of gradients and parameters (zero2, zero3) it is not available on the backend cpu" in printed
     assert re.search(r"host memory: activations and optimizer states can be offloaded \([0-9.]+ GiB", printed)
 

@@ -48,10 +48,22 @@ def describe() -> list[str]:
         *others,
         f"collectives: {backend.distributed_backend}; attention: {describe_attention()}",
         *([] if kernels is None else [f"compiled kernels: {kernels}"]),
+        f"float8 matmuls (trainer.fp8): {_describe_fp8()}",
         f"tensor parallelism: {backend.describe_overlap()}",
         f"data-parallel sharding: {_describe_sharding()}",
         f"host memory: {_describe_host_memory()}",
     ]
+
+
+def _describe_fp8() -> str:
+    """Return whether the device can train with float8 matmuls, or why not."""
+    from nxd_memopt.backends import backend
+    from nxd_memopt.ops.cuda.support import has_triton
+
+    refusal = backend.fp8_refusal()
+    if refusal is not None:
+        return f"not available: {refusal}"
+    return "available" if has_triton() else "available, but slow: the kernels of casts need Triton"
 
 
 def _describe_sharding() -> str:

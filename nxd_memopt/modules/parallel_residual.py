@@ -171,14 +171,10 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
         ValueError: ``residual`` has another shape.
     """
     pairs = [(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
-    in_float8 = [layer.saves_float8_input for layer in layers]
     if _multiply_alike(layers):
-        output = row_parallel(pairs, layers[0], in_float8=in_float8)
+        output = row_parallel(pairs, *layers)
     else:  # a reduction each
-        first, *others = (
-            row_parallel([pair], layer, in_float8=[layer.saves_float8_input])
-            for pair, layer in zip(pairs, layers, strict=True)
-        )
+        first, *others = (row_parallel([pair], layer) for pair, layer in zip(pairs, layers, strict=True))
         output = sum(others, first)
     # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
     # in place of a shard with s = 1.

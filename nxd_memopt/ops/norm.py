@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,10 +40,10 @@ class NormInput:
         It is None if ``result`` was written to, or if a saved-tensor hook, such as a checkpoint's, began or
         ended in between: the hook decides what is kept, and may see ``result`` as an input.
         """
-        note: _Note | None = getattr(result, _NOTE, None)
-        if note is None or note != _Note(note.source, result._version, _saved_tensor_hooks()):
+        if not hasattr(result, _NOTE):
             return None
-        return note.source
+        source, *moment = getattr(result, _NOTE)
+        return source if moment == [result._version, _saved_tensor_hooks()] else None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -55,31 +55,24 @@ class NormInput:
 
         The factors of rows and columns multiply the thin matrices: x is read once, and nothing of its size written.
         """
-        product = (grad * self.rstd).to(grad.dtype).t() @ self.x
-        return (product * self.weight).to(grad.dtype)
-
-
-@dataclass(frozen=True)
-class _Note:
-    """A note on the result of a norm: its input, its version, and the saved-tensor hooks of that time."""
-
-    source: NormInput = field(compare=False)
-    version: int
-    hooks: Any
+        # rounded once, and by the kernel that multiplies
+        scaled = torch.mul(grad, self.rstd, out=torch.empty_like(grad))
+        return ((scaled.t() @ self.x) * self.weight).to(grad.dtype)
 
 
 _NOTE = "_nxd_memopt_norm_input"
+"""Attribute of the result of a norm: its ``NormInput``, its version, and the saved-tensor hooks of that time."""
 
 
 def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
 
 
 def _noted(result: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     """Return ``result`` with a note of its ``NormInput``, if the norm keeps that for backward."""
     if torch.is_grad_enabled() and x.requires_grad and not weight.requires_grad and not torch.compiler.is_compiling():
         source = NormInput(x.detach(), rstd.detach().view(*x.shape[:-1], 1), weight)
-        setattr(result, _NOTE, _Note(source, result._version, _saved_tensor_hooks()))
+        setattr(result, _NOTE, (source, result._version, _saved_tensor_hooks()))
     return result
 
 

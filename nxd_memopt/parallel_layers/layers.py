@@ -141,8 +141,7 @@ class ColumnParallelLinear(BaseParallelLinear):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
         bias = None if self.skip_bias_add else self.bias
-        comm = self.activation_sharding(self.replica_group)
-        (output,) = column_parallel(input, [(self.weight, bias)], comm)
+        (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
         if self.gather_output:
             output = self._gathered(output)
         if not self.skip_bias_add:
@@ -336,7 +335,7 @@ class RowParallelLinear(BaseParallelLinear):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
         if self.reduce_output:
-            output = row_parallel([(local, self.weight)], self, in_float8=[self.saves_float8_input])
+            output = row_parallel([(local, self.weight)], self)
         else:
             output = F.linear(local, self.weight)
         # The bias is replicated: added before the reduction it would count T times.
@@ -369,28 +368,24 @@ class RowParallelLinear(BaseParallelLinear):
             mappings.require_equal_shards(partial_shape[self.sequence_dimension], size)
 
 
-def row_parallel(
-    pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear, *, in_float8: Sequence[bool] = ()
-) -> Tensor:
-    """Return ``sum_i X_i W_i^t`` reduced over the ranks as in ``layer``, without the bias.
+def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], *layers: RowParallelLinear) -> Tensor:
+    """Return ``sum_i X_i W_i^t`` reduced over the ranks, without the biases.
 
     Args:
         pairs: inputs ``[..., n_i/T]`` with their weights ``[H, n_i/T]``.
-        layer: layer that defines group, sequence dimension and dtype of the reduction.
-        in_float8: ``saves_float8_input`` of each pair's layer; default none.
+        layers: layer of each pair; the first defines group, sequence dimension and dtype of the reduction.
     """
     if pairs[0][0].dim() == 1:
-        rows = [(x.unsqueeze(0), weight) for x, weight in pairs]
-        return row_parallel(rows, layer, in_float8=in_float8).squeeze(0)
+        return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], *layers).squeeze(0)
     # An autograd Function takes tensors as separate arguments: X_1, W_1, X_2, W_2, ...
     tensors = [tensor for pair in pairs for tensor in pair]
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*tensors))
-    layer.require_divisible_sequence(tensors[0].shape)
-    comm = layer.activation_sharding()
+    layers[0].require_divisible_sequence(tensors[0].shape)
+    comm = layers[0].activation_sharding()
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         if comm.fp8 is not None:
-            return fp8_row_parallel(comm, tensors, in_float8)
+            return fp8_row_parallel(comm, tensors, [layer.saves_float8_input for layer in layers])
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
         is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]

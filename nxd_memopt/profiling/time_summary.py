@@ -23,11 +23,14 @@ _CLASSES = (
     ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
     ("attention", ("scaled_dot_product", "flash", "fmha", "attention")),
     ("softmax and cross entropy", ("softmax", "cross_entropy", "nll_loss", "logsumexp")),
+    # of cuBLAS for operands in e4m3 (q) and e5m2 (r), of CUTLASS with a scale for each row, and on a CPU
+    ("float8 matmul", ("scaled_mm", "nvjet_qq", "nvjet_qr", "nvjet_rq", "f8f8", "e4m3", "e5m2")),
     ("matmul", ("aten::mm", "addmm", "bmm", "aten::_grouped_mm", "gemm", "cutlass", "nvjet", "xmma", "mkldnn_linear")),
     (OPTIMIZER, ("adam", "foreach")),
     ("norm", ("norm", "aten::rsqrt")),
     ("copy", ("copy", "memcpy", "memset", "aten::cat", "aten::clone", "fill_", "zero_")),
 )
+_FLOAT8_CASTS = ("largest", "cast", "transpose")  # the full names of the kernels of ``ops/cuda/fp8_kernels.py``
 _OTHER = "elementwise and other"
 _HOST = "Python, dispatch and waiting"
 PASSES = ("forward", "backward", "recompute", "other")
@@ -37,6 +40,8 @@ def kernel_class(name: str) -> str:
     """Return the class of an operator of the host or a kernel of a device, by its name."""
     # The first class that fits: names of attention kernels contain softmax or gemm too.
     lowered = name.lower()
+    if lowered in _FLOAT8_CASTS:
+        return "float8 casts"
     for title, words in _CLASSES:
         if any(word in lowered for word in words):
             return title

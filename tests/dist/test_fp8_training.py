@@ -44,8 +44,8 @@ def run(directory: Path, *options: str, ranks: int, **sections: dict[str, Any]) 
     directory.mkdir(exist_ok=True)
     trainer = PROGRAM | sections.pop("trainer", {})
     data = {"micro_batch_size": 1} | sections.pop("data", {})
-    model = {"tokenizer": str(directory / "tokenizer"), "config_overrides": LLAMA | SIZES}
-    model |= sections.pop("model", {})
+    model = {"config_overrides": LLAMA | SIZES} | sections.pop("model", {})
+    model |= {"tokenizer": str(directory / "tokenizer")}
     config = write_config(directory, model=model, trainer=trainer, data=data, **sections)
     pool.run_on_ranks(_run_float8, ranks, str(config), options)
     return losses(directory / "run")
@@ -108,6 +108,24 @@ def test_the_start_report_names_the_experts_or_why_they_do_not_round() -> None:
     (rounded,), (others, reason) = found
     assert "in experts, k_proj" in rounded and "experts" not in others
     assert reason == "fp8: the experts in bfloat16: moe_expert_block_size computes them in blocks"
+
+
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": LLAMA["vocab_size"],
+    **SIZES,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("overrides", [LLAMA | SIZES, NEOX, MIXTRAL | SIZES], ids=["llama", "gpt_neox", "mixtral"])
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    model = {"config_overrides": overrides}
+    parallel = {"parallel": TENSOR_AND_SEQUENCE, "optimizer": {"decay_steps": 6}}
+    expected = run(tmp_path / "one", ranks=2, model=model, **parallel)
+    run(tmp_path / "two", ranks=2, model=model, trainer={"max_steps": 3}, **parallel)
+    assert run(tmp_path / "two", ranks=2, model=model, **parallel) == expected
 
 
 def test_a_run_continues_in_float8_and_back_if_asked_and_evaluates_as_transformers(tmp_path: Path) -> None:

@@ -65,7 +65,30 @@ def draw_library(draw: Draw) -> Spec:
     spec["optimizer"] = draw_optimizer(draw, spec, replicas)
     if spec["optimizer"]["kind"] == "in_backward":
         spec["batch"]["micro_batches"] = 1
+    if draw.maybe(0.2) and not has_experts:
+        add_fp8(draw, spec)
     return spec
+
+
+def add_fp8(draw: Draw, spec: Spec) -> None:
+    """Let the layers of a draw have float8 operands, and give it sizes and techniques that these support, mostly."""
+    config, memory = spec["config"], spec["memory"]
+    usual = not draw.maybe(0.1)
+    # Matmuls are in fp32 at most.
+    spec["dtype"] = "float32" if spec["dtype"] == "float64" else spec["dtype"]
+    layers = config["num_hidden_layers"]
+    bf16 = draw.choice([n for n in (0, 0, 1, 2) if not usual or 2 * n < layers])
+    spec["fp8"] = {**draw.options("fp8"), "first_last_layers_bf16": bf16}
+    if not usual:
+        return
+    sizes = draw.options("fp8_sizes")
+    if config["model_type"] == "gpt_neox":
+        sizes["hidden_size"] = sizes.pop("head_dim") * sizes["num_attention_heads"]
+    else:
+        sizes["num_key_value_heads"] = draw.choice((2, 4))
+    config |= sizes
+    for option in ("mlp_tile_tokens", "attention_head_groups"):
+        memory.pop(option, None)
 
 
 def draw_config(draw: Draw, model_type: str, tensor: int) -> Spec:
@@ -252,6 +275,8 @@ def draw_program(draw: Draw) -> Spec:
         "trainer": {"log_every_n_steps": draw.choice((1, 2, 3)), "async_save": draw.maybe(0.2)},
     }
     draw_sharding(draw, common, other, replicas)
+    if draw.maybe(0.2) and not has_experts:
+        add_program_fp8(draw, config, common, other)
     formats = [draw.options("program_sharding")["formats"] for _ in range(2)]
     return {
         "layer": "program",
@@ -265,6 +290,22 @@ def draw_program(draw: Draw) -> Spec:
         "stop_after": None if "in_backward" in other["optimizer"] else draw.choice((None, None, 1, 2, 3)),
         "resumed_on": draw.choice((1, 2)),
     }
+
+
+def add_program_fp8(draw: Draw, config: Spec, common: dict[str, Spec], other: dict[str, Spec]) -> None:
+    """Let both runs have float8 operands, on some with frozen weights that are stored so."""
+    common["trainer"] |= {**draw.options("program_fp8"), "first_last_layers_bf16": 0}
+    if config["num_hidden_layers"] == 3:
+        common["trainer"]["first_last_layers_bf16"] = draw.choice((0, 1))
+    if common["lora"] and draw.maybe(0.5):
+        common["lora"]["base_dtype"] = "fp8"
+        common["trainer"]["fp8_recipe"] = "tensorwise"
+        if other["data_parallel"].get("sharding") == "zero3":
+            other["data_parallel"]["sharding"] = "zero2"
+    # Multiples of 16 on each of two ranks.
+    config |= {"hidden_size": 16 * config["num_attention_heads"], "intermediate_size": 64}
+    for option in ("mlp_tile_tokens", "attention_head_groups"):
+        other["memory"].pop(option, None)
 
 
 def draw_program_model(draw: Draw) -> Spec:

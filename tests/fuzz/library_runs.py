@@ -22,13 +22,16 @@ from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer, shard_model
 from nxd_memopt.memory import apply_memory, offload, weights_to_device
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.fp8 import use_fp8
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
 from nxd_memopt.modules.moe.hf_options import options_of
+from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tests.deferred_transfers import Deferred, DeferredTransfers
+from tests.dist.test_fp8_models import without_rounding
 from tests.fuzz.draws import Spec
 from tests.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
 from tests.host_copies import HostOnly, SlowCopy
@@ -226,6 +229,10 @@ def build(spec: Spec, initial: dict[str, Tensor], directory: str | None) -> Any:
         add_adapters(model, LoraConfig(**spec["lora"]))
         load(model, {name: value for name, value in initial.items() if is_adapter(name)}, config)
         apply_memory(model, memory)
+    if "fp8" in spec:
+        options = spec["fp8"]
+        recipe = Fp8Recipe(options["format"], options["granularity"])
+        use_fp8(model, recipe, first_last_layers_bf16=options["first_last_layers_bf16"])
     return model
 
 
@@ -278,7 +285,8 @@ def train(spec: Spec, reference: dict[str, Any], directory: str | None) -> dict[
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=spec["tensor"], expert_model_parallel_size=spec["expert"]
     )
-    with simulated_device(spec["loss_bytes"]):
+    # Operands that are rounded would hide in their own errors what a layout loses.
+    with simulated_device(spec["loss_bytes"]), without_rounding() if "fp8" in spec else nullcontext():
         model = build(spec, reference["initial"], directory)
         model.train()
         loop = Loop(model, spec)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +14,10 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
+from nxd_memopt.training.config import combinations
 from tests.dist import pool
+from tests.dist.test_fp8_models import without_rounding
+from tests.dist.test_fp8_training import on_this_device
 from tests.fuzz.draws import STEPS, Spec
 from tests.fuzz.outcomes import FAILED, PASSED, REFUSED, Outcome
 from tests.training import chats, runs
@@ -28,6 +33,8 @@ def run(spec: Spec) -> Outcome:
     """Run both; compare."""
     with tempfile.TemporaryDirectory() as name:
         one, two = Path(name) / "one", Path(name) / "two"
+        if "base_dtype" in spec["common"]["lora"]:
+            save_base(spec, Path(name) / "base")
         for number, directory in enumerate((one, two)):
             directory.mkdir()
             write(spec, directory, number)
@@ -46,6 +53,28 @@ def run(spec: Spec) -> Outcome:
                 return refusal
         differences = compare(one / "run", two / "run")
     return Outcome(FAILED, "; ".join(differences)) if differences else Outcome(PASSED)
+
+
+def save_base(spec: Spec, directory: Path) -> None:
+    """Write random weights of the model of both runs, whose float8 weights are frozen."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = {name: value for name, value in spec["config"].items() if name != "model_type"}
+    torch.manual_seed(spec["documents"]["seed"])
+    config = CONFIG_MAPPING[spec["config"]["model_type"]](**values)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
+@contextmanager
+def float8_operands() -> Iterator[None]:
+    """Let a CPU multiply small layers with float8 operands, which are fp32: a rounding would hide lost terms."""
+    precision = [
+        each for each in combinations.EXCLUDED if (each.option, each.other) == ("trainer.fp8", "trainer.precision")
+    ]
+    allowed = tuple(each for each in combinations.EXCLUDED if each not in precision)
+    assert len(allowed) == len(combinations.EXCLUDED) - 1
+    with on_this_device(), without_rounding(), mock.patch.object(combinations, "EXCLUDED", allowed):
+        yield
 
 
 def plain_options(spec: Spec) -> tuple[str, ...]:
@@ -78,7 +107,12 @@ def run_rank(config: str, options: tuple[str, ...]) -> str | None:
     from tests.fuzz.library_runs import simulated_device
 
     chunks = {"resident_elements": 100, "chunk_elements": CHUNK, "staging_bytes": 3 * 12 * CHUNK}
-    with simulated_device(1 << 28), mock.patch.dict(OffloadedZero1Optimizer.__init__.__kwdefaults__, chunks):
+    uses_fp8 = "fp8:" in Path(config).read_text(encoding="utf-8")
+    with (
+        simulated_device(1 << 28),
+        mock.patch.dict(OffloadedZero1Optimizer.__init__.__kwdefaults__, chunks),
+        float8_operands() if uses_fp8 else nullcontext(),
+    ):
         try:
             runs._run_rank(config, options)
         except ValueError as error:
@@ -93,6 +127,8 @@ def write(spec: Spec, directory: Path, number: int) -> None:
     is_chat = "train_on_input" in common["data"]  # an option of [program_chats]
     sections["data"]["dataset"] = write_data(spec, directory, spec["formats"][number], is_chat=is_chat)
     sections["model"] = {"config_overrides": spec["config"]}
+    if "base_dtype" in spec["common"]["lora"]:
+        sections["model"] = {"config_overrides": {}, "pretrained": str(directory.parent / "base")}
     sections["trainer"] |= {"output_dir": str(directory / "run"), "max_steps": STEPS}
     if "optimizer_offload_fraction" in sections["optimizer"]:
         sections["optimizer"]["optimizer_staging_gib"] = 3 * 12 * CHUNK / 2**30
@@ -169,7 +205,12 @@ def _is_close(a: float | None, b: float | None, allowed: float) -> bool:
 
 
 def _different_weights(one: Path, two: Path) -> list[str]:
-    files = [sorted(each.relative_to(root) for each in root.rglob("export/**/*.safetensors")) for root in (one, two)]
+    # A run with frozen weights in float8 exports its adapters alone.
+    found = [
+        [each for kind in ("export", "adapter") for each in root.rglob(f"{kind}/**/*.safetensors")]
+        for root in (one, two)
+    ]
+    files = [sorted(each.relative_to(root) for each in own) for root, own in zip((one, two), found, strict=True)]
     if files[0] != files[1] or not files[0]:
         return [f"exported files {[str(each) for each in files[0]]} and {[str(each) for each in files[1]]}"]
     for file in files[0]:

@@ -167,6 +167,11 @@ def test_classes_of_kernels():
     names = {
         "aten::addmm": "matmul",
         "sm90_xmma_gemm_bf16": "matmul",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmul",
+        "nvjet_qqtst_128x256_128x6_2x1_v_bz_coopB_bias_TNT": "float8 matmul",
+        "aten::_scaled_mm": "float8 matmul",
+        "cast": "float8 casts",
+        "aten::transpose": "elementwise and other",
         "ncclDevKernel_AllGather_RING": "communication",
         "c10d::_allgather_base_": "communication",
         "aten::_scaled_dot_product_flash_attention": "attention",

@@ -20,11 +20,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import backend
+from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.autograd import as_dtype, cast_if_autocast_enabled, first_derivative_only, without_autocast
 from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, joint, scaled_product
 from nxd_memopt.ops.norm import NormInput
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -170,10 +170,10 @@ class AdaptedColumnParallel(torch.autograd.Function):
         gathered = comm.gather(reduced).wait(copy=True)
         terms = updates.terms(updates.columns(gathered, downs), ups)
         if comm.fp8 is None:
-            results = packed_products(comm.gather(shard, materialize=False), weights, biases, terms)
+            results = products_with_terms(comm.gather(shard, materialize=False), weights, biases, terms)
         else:
             outputs, ctx.weight_sizes = fp8_linear.column_outputs(comm, shard, weights, biases)
-            results = [y if term is None else term.added_to(y) for y, term in zip(outputs, terms, strict=True)]
+            results = _with_terms(outputs, terms)
         # Before the first adapter of a model X has no gradient. A layer without an adapter has none then.
         needs_input, _, _, _, *needs = ctx.needs_input_grad
         if not needs_input:
@@ -211,7 +211,9 @@ class AdaptedColumnParallel(torch.autograd.Function):
         # The sum over the ranks of dP_t A is the adapter's part of dX: one more term of the local sum.
         term = LowRankTerm(partial, joint(downs))
         if needs_input and comm.fp8 is None:
-            reduction = input_grad_reduction(comm, output_grads, weights, term)
+            # The term is first, for the reason in ``LowRankTerm.plus_linear``.
+            wide_grads, wide_weights = _packed_factors(output_grads, weights)
+            reduction = input_grad_reduction(comm, [term.a, *wide_grads], [term.b, *wide_weights])
         elif needs_input:
             reduction = fp8_linear.frozen_input_grad_reduction(comm, output_grads, weights, ctx.weight_sizes, term)
         down_grads: Sequence[Tensor | None] = [None] * updates.num_downs
@@ -225,6 +227,48 @@ class AdaptedColumnParallel(torch.autograd.Function):
         if reduction is not None:
             input_grad = comm.original_layout(reduction.wait().to(reduced.dtype))
         return input_grad, None, None, None, *grads_of_parameters, *down_grads, *up_grads
+
+
+def products_with_terms(
+    gathering: ChunkedAllGather,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    terms: Sequence[LowRankTerm | None],
+) -> list[Tensor]:
+    """Return ``linear.packed_products`` with ``terms``, of which at least one is not None, added to the outputs."""
+    if not backend.views_share_memory:
+        return _with_terms(packed_products(gathering, weights, biases), terms)
+    like = next(term.a for term in terms if term is not None)
+    packed = packed_view(weights, 0)
+    matrices = weights if packed is None else [packed]
+    totals = [like.new_empty((*like.shape[:-1], matrix.size(0))) for matrix in matrices]
+    parts = totals
+    if packed is not None:
+        parts = list(split_sizes(totals[0], [weight.size(0) for weight in weights], dim=-1))
+    # Biases and terms are written first, for the reason in ``LowRankTerm.plus_linear``.
+    for part, bias, term in zip(parts, biases, terms, strict=True):
+        if term is not None:
+            term.write(part, bias)
+        elif bias is not None:
+            part.copy_(bias)
+        else:
+            part.zero_()
+    for start, rows in gathering.chunks(2 * sum(matrix.size(0) for matrix in matrices)):
+        for total, matrix in zip(totals, matrices, strict=True):
+            flat_rows(total[start : start + rows.size(0)]).addmm_(flat_rows(rows), matrix.t())
+    return parts
+
+
+def _with_terms(outputs: Sequence[Tensor], terms: Sequence[LowRankTerm | None]) -> list[Tensor]:
+    return [y if term is None else term.added_to(y) for y, term in zip(outputs, terms, strict=True)]
+
+
+def _packed_factors(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the factors of ``sum_i dY_i W_i``, one pair if both are packed."""
+    packed_grad, packed_weight = packed_view(grads, -1), packed_view(weights, 0)
+    if packed_grad is None or packed_weight is None:
+        return grads, weights
+    return [packed_grad], [packed_weight]
 
 
 def _down_gradient(rank_grad: Tensor, kept: Sequence[Tensor]) -> Tensor:

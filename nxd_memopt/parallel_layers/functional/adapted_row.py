@@ -28,9 +28,13 @@ from nxd_memopt.ops.autograd import (
 from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, scaled_product
 from nxd_memopt.parallel_layers.functional import fp8_linear
-from nxd_memopt.parallel_layers.functional.adapted_column import LowRankFactors, require_frozen
+from nxd_memopt.parallel_layers.functional.adapted_column import (
+    LowRankFactors,
+    products_with_terms,
+    require_frozen,
+)
 from nxd_memopt.parallel_layers.functional.gated_mlp import require_first_backward, row_tiles
-from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, packed_products
+from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 
 
 def adapted_row_parallel(input: Tensor, weight: Tensor, factors: LowRankFactors, comm: ActivationSharding) -> Tensor:
@@ -71,17 +75,13 @@ class AdaptedRowParallel(torch.autograd.Function):
         comm: ActivationSharding,
         scale: float,
         handle: SavedInputs | None,
-        x: Tensor,
-        weight: Tensor,
-        down: Tensor,
-        up: Tensor,
-        reduced: Tensor,
+        *saved: Tensor,
     ) -> Tensor:
         ctx.comm, ctx.scale = comm, scale
-        link_saved_inputs(ctx, handle, x, weight, down, up, reduced)
-        return comm.original_layout(
-            _output(ctx, comm.sequence_first(x), weight, LowRankTerm(reduced, up.t(), scale)),
-        )
+        link_saved_inputs(ctx, handle, *saved)
+        x, weight, _, up, reduced = saved
+        output = _output(ctx, comm.sequence_first(x), weight, LowRankTerm(reduced, up.t(), scale))
+        return comm.original_layout(output)
 
     @staticmethod
     @first_derivative_only
@@ -99,7 +99,7 @@ class AdaptedRowParallel(torch.autograd.Function):
             input_grad = comm.original_layout(term.added_to(base))
         elif needs_input or needs_weight:
             gathering = comm.gather(shard, materialize=needs_weight)
-            (whole,) = packed_products(gathering, [weight.t()], [None], [term])
+            (whole,) = products_with_terms(gathering, [weight.t()], [None], [term])
             input_grad = comm.original_layout(whole)
             if needs_weight:
                 weight_grad = flat_rows(gathering.wait()).t() @ flat_input
@@ -190,15 +190,11 @@ class AdaptedGatedRowParallel(torch.autograd.Function):
         scale: float,
         activated: Tensor,
         handle: SavedInputs | None,
-        gate: Tensor,
-        up: Tensor,
-        weight: Tensor,
-        factor_a: Tensor,
-        factor_b: Tensor,
-        reduced: Tensor,
+        *saved: Tensor,
     ) -> Tensor:
         ctx.comm, ctx.hidden_act, ctx.scale = comm, hidden_act, scale
-        link_saved_inputs(ctx, handle, gate, up, weight, factor_a, factor_b, reduced)
+        link_saved_inputs(ctx, handle, *saved)
+        _, _, weight, _, factor_b, reduced = saved
         return _output(ctx, activated, weight, LowRankTerm(reduced, factor_b.t(), scale))
 
     @staticmethod

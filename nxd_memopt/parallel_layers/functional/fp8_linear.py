@@ -158,7 +158,7 @@ def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_flo
     Args:
         comm: sharding of the output.
         factors: ``[X_1, W_1, X_2, W_2, ...]``.
-        in_float8: for each X_i whether its float8 columns are saved instead of it; default none.
+        in_float8: for each X_i whether its float8 columns are saved instead of it.
     """
     inputs, weights = factors[0::2], factors[1::2]
     rows: list[Operand | None] = [None] * len(inputs)
@@ -231,7 +231,7 @@ class Fp8RowParallel(torch.autograd.Function):
         recipe = recipe_of(comm)
         link_saved_inputs(ctx, handle, *factors)
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
-        ctx.input_sizes: list[Magnitudes | None] = []
+        input_sizes: list[Magnitudes | None] = []
         ctx.weight_sizes = [weight_sizes_of(comm, each) for each in factors[1::2]]
         pairs: list[tuple[Operand, Operand]] = []
         for each, rows, weight, weight_sizes in zip(
@@ -242,8 +242,9 @@ class Fp8RowParallel(torch.autograd.Function):
                 flat = flat_rows(comm.sequence_first(each))
                 sizes = magnitudes(flat, recipe)
                 rows = as_rows(flat, sizes, FORWARD_DTYPE)
-            ctx.input_sizes.append(sizes)
+            input_sizes.append(sizes)
             pairs.append((rows, weight_rows(comm, weight, weight_sizes)))
+        ctx.input_sizes = input_sizes
         reduction = reduced_products(comm, comm.sequence_first(x).shape, pairs, x.dtype, fast=True)
         return comm.original_layout(as_dtype(reduction.wait(), x.dtype))
 

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
 from nxd_memopt.ops.fp8 import Fp8Recipe
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.ops.sums import column_sums
 
@@ -120,7 +119,6 @@ def products(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     inputs_of: Callable[[Tensor], Sequence[Tensor]] | None = None,
-    initial: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Compute ``X_i W_i^t + b_i`` while X is gathered, chunk by chunk.
 
@@ -129,13 +127,12 @@ def products(
         weights: ``[n_i, H]``.
         biases: ``[n_i]`` or None for each weight; default no biases.
         inputs_of: returns the X_i of a chunk of X; default X for each weight.
-        initial: tensors ``[S, ..., n_i]``, to which the products are added without the biases.
 
     Returns:
         A tensor ``[S, ..., n_i]`` for each weight.
     """
     biases = biases or [None] * len(weights)
-    results = list(initial or [])
+    results: list[Tensor] = []
     # 2 * sum(n_i) FLOPs for each element of X tell the gather how long a chunk keeps the GEMMs
     # busy.
     for start, rows in gathering.chunks(2 * sum(weight.size(0) for weight in weights)):
@@ -144,26 +141,22 @@ def products(
         else:
             inputs = inputs_of(rows)
         # All rows arrived at once: no output buffer to fill in parts.
-        if initial is None and rows.size(0) == gathering.length:
+        if rows.size(0) == gathering.length:
             return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
         # The outputs are allocated once, and each chunk's GEMM writes its rows of them: a
         # concatenation at the end would need twice the memory and another pass over it.
         shape = (gathering.length, *rows.shape[1:-1])
         results = results or [rows.new_empty((*shape, weight.size(0))) for weight in weights]
         for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
-            part = flat_rows(result[start : start + rows.size(0)])
-            if initial is not None:
-                part.addmm_(flat_rows(x), weight.t())
-            else:
-                _linear_into(part, x, weight, bias)
+            _linear_into(_flat(result[start : start + rows.size(0)]), x, weight, bias)
     return results
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is None:
-        torch.mm(flat_rows(x), weight.t(), out=out)
+        torch.mm(_flat(x), weight.t(), out=out)
     else:
-        torch.addmm(bias, flat_rows(x), weight.t(), out=out)
+        torch.addmm(bias, _flat(x), weight.t(), out=out)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -221,20 +214,9 @@ class ColumnParallel(torch.autograd.Function):
 
 
 def packed_products(
-    gathering: ChunkedAllGather,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    terms: Sequence[LowRankTerm | None] | None = None,
+    gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Return ``products``; with packed weights one GEMM computes all of them, as column views.
-
-    ``terms`` are added to the outputs; at least one is not None.
-    """
-    if terms is not None and backend.views_share_memory:
-        return _products_with_terms(gathering, weights, biases, terms)
-    if terms is not None:
-        outputs = packed_products(gathering, weights, biases)
-        return [y if term is None else term.added_to(y) for y, term in zip(outputs, terms, strict=True)]
+    """Return ``products``; with packed weights one GEMM computes all of them, as column views."""
     packed = packed_view(weights, 0)
     # One GEMM needs one bias of sum(n_i) elements: all layers have a bias or none has.
     present = [bias for bias in biases if bias is not None]
@@ -246,35 +228,10 @@ def packed_products(
     return split_sizes(output, [weight.size(0) for weight in weights], dim=-1)
 
 
-def _products_with_terms(
-    gathering: ChunkedAllGather,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    terms: Sequence[LowRankTerm | None],
-) -> Sequence[Tensor]:
-    """Return ``packed_products``; biases and terms are written first, for the reason in ``LowRankTerm.plus_linear``."""
-    like = next(term.a for term in terms if term is not None)
-    packed = packed_view(weights, 0)
-    matrices = weights if packed is None else [packed]
-    initial = [like.new_empty((*like.shape[:-1], matrix.size(0))) for matrix in matrices]
-    parts: Sequence[Tensor] = initial
-    if packed is not None:
-        parts = split_sizes(initial[0], [weight.size(0) for weight in weights], dim=-1)
-    for part, bias, term in zip(parts, biases, terms, strict=True):
-        if term is not None:
-            term.write(part, bias)
-        elif bias is not None:
-            part.copy_(bias)
-        else:
-            part.zero_()
-    products(gathering, matrices, initial=initial)
-    return parts
-
-
 def input_grad_reduction(
-    comm: ActivationSharding, grads: Sequence[Tensor], weights: Sequence[Tensor], term: LowRankTerm | None = None
+    comm: ActivationSharding, grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> ChunkedReduction:
-    """Start reducing ``dX = sum_i dY_i W_i`` over the ranks, and ``term`` of each rank.
+    """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
 
     The local terms are accumulated with addmm, or computed by one GEMM if both the gradients and
     the weights are packed.
@@ -285,15 +242,13 @@ def input_grad_reduction(
     if packed_grad is not None and packed_weight is not None:
         grads = [packed_grad]
         weights = [packed_weight]
-    if term is not None:  # first, for the reason in ``LowRankTerm.plus_linear``
-        grads, weights = [term.a, *grads], [term.b, *weights]
 
     def rows(start: int, stop: int) -> Tensor:
         # One output buffer for all terms: addmm reads and writes it again for each further term.
         parts = [grad[start:stop] for grad in grads]
-        flat = flat_rows(parts[0]) @ weights[0]
+        flat = _flat(parts[0]) @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            flat.addmm_(flat_rows(part), weight)
+            flat.addmm_(_flat(part), weight)
         return flat.view(*parts[0].shape[:-1], flat.size(-1))
 
     return comm.reduce(rows, (*grads[0].shape[:-1], weights[0].size(1)), grads[0].dtype)
@@ -314,7 +269,7 @@ def parameter_grads(
         ``[dW_1, db_1, dW_2, db_2, ...]``, with None for gradients that are not needed.
     """
     results: list[Tensor | None] = []
-    weight_grads = _weight_grads(flat_rows(x), grads, needed[0::2])
+    weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
     for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
         bias_grad = column_sums(grad) if needs_bias else None
         # Each rank with a replica of W_i has the part of dY_i that comes from its own query
@@ -332,9 +287,13 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) ->
     # Packed gradients [S, ..., sum n_i] give all dW_i in one GEMM.
     packed = packed_view(grads, -1) if all(needed) else None
     if packed is not None:
-        return split_sizes(flat_rows(packed).t() @ x, [grad.size(-1) for grad in grads])
+        return split_sizes(_flat(packed).t() @ x, [grad.size(-1) for grad in grads])
     pairs = zip(grads, needed, strict=True)
-    return [flat_rows(grad).t() @ x if needs_weight else None for grad, needs_weight in pairs]
+    return [_flat(grad).t() @ x if needs_weight else None for grad, needs_weight in pairs]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
 
 
 class RowParallel(torch.autograd.Function):
@@ -363,7 +322,7 @@ class RowParallel(torch.autograd.Function):
             # of a view that a Function returns.
             output = F.linear(parts[0], weights[0])
             for part, weight in zip(parts[1:], weights[1:], strict=True):
-                flat_rows(output).addmm_(flat_rows(part), weight.t())
+                _flat(output).addmm_(_flat(part), weight.t())
             return output
 
         # [S, ..., H]: the shape of the full partial sum, of which reduce keeps [s, ..., H] under
@@ -386,6 +345,6 @@ class RowParallel(torch.autograd.Function):
         for x, input_grad, needs_weight in zip(inputs, input_grads, needs_grad[1::2], strict=True):
             weight_grad = None
             if needs_weight:
-                weight_grad = flat_rows(gathering.wait()).t() @ flat_rows(comm.sequence_first(x))
+                weight_grad = _flat(gathering.wait()).t() @ _flat(comm.sequence_first(x))
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results
