@@ -60,13 +60,13 @@ def test_measured_peaks_of_both_stages(model: str, micro_batches: int, chunks: i
 
 @pytest.mark.parametrize(("chunks", "measured"), [(1, (125.1, 91.8))])
 def test_peaks_with_adapters_are_below_those_without_the_fused_path(chunks: int, measured: tuple[float, ...]) -> None:
-    """The measured steps called the adapters as layers of their own, which kept copies of queries, keys and more."""
+    """The measured steps called the adapters as layers of their own, which kept inputs, copies of queries and more."""
     asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")
     asked = replace(asked, global_batch_size=8, attention="flash4", lora=LoraConfig(lora_rank=16))
     modules = MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
     memory = replace(modules, recompute_method="block", recompute_num_layers=12)
     planned = [each.device_bytes / GIB for each in memory_by_stage(asked, staged(2, chunks, memory=memory))]
-    assert all(0.96 * old < new < old for new, old in zip(planned, measured, strict=True))
+    assert all(0.94 * old < new < old for new, old in zip(planned, measured, strict=True))
 
 
 @pytest.mark.parametrize(
