@@ -105,9 +105,10 @@ def test_temporary_tensors_of_merged_branches():
     before = moments["input projections, gradient of the input"]
     assert before["float8 operands"] - inputs["float8 operands"] == (qkv + width) * (tokens + hidden)
     assert before["dX"] == 2 * 2 * tokens * hidden and before["dW"] == 0
-    # The columns of attention's output; those of the activation are saved.
-    rows = moments["output projections"]["float8 operands"]
-    assert rows == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * hidden // 2
+    # The activation is computed again, and then its columns.
+    rows = moments["output projections"]
+    assert rows["activation"] == 2 * tokens * width
+    assert rows["float8 operands"] == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * width
 
 
 def test_work_of_matmuls_and_casts():

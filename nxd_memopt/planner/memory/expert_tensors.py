@@ -11,9 +11,7 @@ _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 _NORMED = "normed mlp input"
 
 
-def expert_tensors(
-    sizes: RankSizes, moe: MoESizes, *, fused: bool = False, rounds: bool = False
-) -> dict[str, int]:
+def expert_tensors(sizes: RankSizes, moe: MoESizes, *, fused: bool = False, rounds: bool = False) -> dict[str, int]:
     """Return what router, dispatch and experts save, by name.
 
     The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all

@@ -124,10 +124,10 @@ def float8_columns(sizes: RankSizes, name: str, columns: int, tokens: int) -> Te
     return {f"{name} in float8": columns * padded, f"{name} scales": scales * FP32_BYTES}
 
 
-def saves_float8_activation(sizes: RankSizes, fp8: Collection[str]) -> bool:
-    """Return whether the MLP keeps the float8 columns of its activation (``RowParallelLinear.saves_float8_input``)."""
-    is_plain = not sizes.is_gated and sizes.moe is None and sizes.adapters is None
-    return is_plain and "mlp out" in fp8 and sizes.hidden_act != "relu"
+def recomputes_activation(sizes: RankSizes, memory: MemoryConfig, fp8: Collection[str]) -> bool:
+    """Return whether backward of merged branches computes the MLP's activation again (``fp8_linear.Source``)."""
+    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
+    return merges and "mlp out" in fp8 and sizes.hidden_act != "relu"
 
 
 def with_magnitudes(layer: Part, sizes: RankSizes, index: int) -> Part:
@@ -157,8 +157,7 @@ def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
     for name in fp8:
         outputs = sizes.linear_elements[name] // sizes.hidden
         numbers = {name: sizes.hidden + outputs}
-        is_rounded_once = name == "mlp out" and saves_float8_activation(sizes, fp8)
-        if name in ("attention output", "mlp out") and not is_rounded_once:
+        if name in ("attention output", "mlp out"):
             numbers[f"{name} input"] = sizes.tokens + outputs
         for each, count in numbers.items():
             tensors[f"magnitudes of {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else 1)
@@ -434,8 +433,8 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Col
     # ReLU's gradient needs its result, not its input.
     if sizes.hidden_act == "relu":
         saves = result
-    if saves_float8_activation(sizes, fp8):
-        result = float8_columns(sizes, "mlp activation", sizes.width, sizes.tokens)
+    if sizes.adapters is None and recomputes_activation(sizes, memory, fp8):
+        result = {}
     saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
     return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
 
