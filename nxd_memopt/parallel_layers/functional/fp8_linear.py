@@ -312,21 +312,15 @@ class GatheredRows:
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
         biases = biases or [None] * len(weights)
-        # Rows arrive in another order than their own, this rank's first.
         results: list[Tensor] = []
+        # Rows arrive in another order than their own, this rank's first.
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             shape = (self._gathering.length, *rows.shape[1:-1])
-            is_whole = rows.size(0) == self._gathering.length
-            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                part = product(operand, weight, dtype, bias, fast=fast)
-                part = part.view(*rows.shape[:-1], weight.data.size(0))
-                if is_whole:
-                    results.append(part)
-                    continue
-                if len(results) <= i:
-                    results.append(part.new_empty((*shape, part.size(-1))))
-                results[i][start : start + rows.size(0)] = part
+            results = results or [rows.new_empty((*shape, weight.data.size(0)), dtype=dtype) for weight in weights]
+            for result, weight, bias in zip(results, weights, biases, strict=True):
+                part = flat_rows(result[start : start + rows.size(0)])
+                product(operand, weight, dtype, bias, fast=fast, out=part)
         return results
 
     def _operand(self, start: int, rows: Tensor) -> Operand:
