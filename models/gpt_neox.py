@@ -26,6 +26,7 @@ from nxd_memopt.modules.stages import WHOLE_MODEL, StageBuilder, StageInput
 from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
+from nxd_memopt.parallel_layers.functional.fp8_linear import Source
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -98,8 +99,6 @@ class GPTNeoXMLP(FusibleModule):
         self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
         self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)
-        # The activation keeps its input; of ReLU it keeps the result, which a float8 copy would only add to.
-        self.dense_4h_to_h.saves_float8_input = config.hidden_act != "relu"
 
     def layers(self) -> MLPLayers:
         """Return the submodules, for tiles of tokens."""
@@ -174,7 +173,9 @@ class GPTNeoXLayer(FusibleModule):
         # One reduction for the partial sums of attention and MLP, added to the residual.
         inputs = (context, mlp.act(expanded))
         layers = (attention.dense, mlp.dense_4h_to_h)
-        return row_parallel_linears(inputs, layers, residual=hidden)
+        # Attention keeps its output, and the activation its input, but ReLU its output.
+        source = None if mlp.act.hidden_act == "relu" else Source(mlp.act, expanded)
+        return row_parallel_linears(inputs, layers, residual=hidden, sources=(None, source))
 
 
 def _is_recomputed_norm(module: nn.Module) -> bool:

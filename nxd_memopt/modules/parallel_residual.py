@@ -19,6 +19,7 @@ from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_o
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.parallel_layers.functional.fp8_branches import Fp8NormalisedColumns
+from nxd_memopt.parallel_layers.functional.fp8_linear import Source
 from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, parameter_grads, products
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
@@ -156,13 +157,20 @@ def _multiply_alike(layers: Sequence[ColumnParallelLinear | RowParallelLinear]) 
     return len({layer.rounding for layer in layers}) == 1 and all(layer.weight_scale is None for layer in layers)
 
 
-def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor) -> Tensor:
+def row_parallel_linears(
+    inputs: Sequence[Tensor],
+    layers: Sequence[RowParallelLinear],
+    *,
+    residual: Tensor,
+    sources: Sequence[Source | None],
+) -> Tensor:
     """Compute ``residual + sum_i (X_i A_i^t + b_i)`` with one reduction for all layers.
 
     Args:
         inputs: ``[..., input_size/T]`` for each layer.
         layers: row-parallel layers with one output size and group; the first defines the reduction.
         residual: tensor with the shape of the result.
+        sources: for each input what backward computes it from in float8, or None where it is kept.
 
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
@@ -172,9 +180,10 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
     """
     pairs = [(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
     if _multiply_alike(layers):
-        output = row_parallel(pairs, *layers)
+        output = row_parallel(pairs, layers[0], *sources)
     else:  # a reduction each
-        first, *others = (row_parallel([pair], layer) for pair, layer in zip(pairs, layers, strict=True))
+        each = zip(pairs, layers, sources, strict=True)
+        first, *others = (row_parallel([pair], layer, source) for pair, layer, source in each)
         output = sum(others, first)
     # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
     # in place of a shard with s = 1.

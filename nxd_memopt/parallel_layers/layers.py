@@ -22,7 +22,7 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.adapted_column import adapted_column_parallel
-from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, fp8_row_parallel
+from nxd_memopt.parallel_layers.functional.fp8_linear import Fp8ColumnParallel, Source, fp8_row_parallel
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
     ColumnActivationSharding,
@@ -274,8 +274,6 @@ class RowParallelLinear(BaseParallelLinear):
             is used with ``input_is_parallel=False``.
     """
 
-    saves_float8_input: bool = False  # with fp8, where no other module keeps the input for its own backward
-
     def __init__(
         self,
         input_size: int,
@@ -368,24 +366,25 @@ class RowParallelLinear(BaseParallelLinear):
             mappings.require_equal_shards(partial_shape[self.sequence_dimension], size)
 
 
-def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], *layers: RowParallelLinear) -> Tensor:
-    """Return ``sum_i X_i W_i^t`` reduced over the ranks, without the biases.
+def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear, *sources: Source | None) -> Tensor:
+    """Return ``sum_i X_i W_i^t`` reduced over the ranks as in ``layer``, without the bias.
 
     Args:
         pairs: inputs ``[..., n_i/T]`` with their weights ``[H, n_i/T]``.
-        layers: layer of each pair; the first defines group, sequence dimension and dtype of the reduction.
+        layer: layer that defines group, sequence dimension and dtype of the reduction.
+        sources: of all inputs: what backward computes them from in float8, or None; default none.
     """
     if pairs[0][0].dim() == 1:
-        return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], *layers).squeeze(0)
+        return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
     # An autograd Function takes tensors as separate arguments: X_1, W_1, X_2, W_2, ...
     tensors = [tensor for pair in pairs for tensor in pair]
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*tensors))
-    layers[0].require_divisible_sequence(tensors[0].shape)
-    comm = layers[0].activation_sharding()
+    layer.require_divisible_sequence(tensors[0].shape)
+    comm = layer.activation_sharding()
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         if comm.fp8 is not None:
-            return fp8_row_parallel(comm, tensors, [layer.saves_float8_input for layer in layers])
+            return fp8_row_parallel(comm, tensors, sources)
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.autograd``). Only dW_i reads X_i.
         is_read = [flag for weight in tensors[1::2] for flag in (weight.requires_grad, True)]

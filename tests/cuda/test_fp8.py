@@ -113,6 +113,9 @@ def test_products_equal_float64(has_bias, fast, dtype, granularity):
     left = fp8.as_rows(a, fp8.magnitudes(a, recipe), dtype)
     right = fp8.as_rows(b, fp8.magnitudes(b, recipe), fp8.FORWARD_DTYPE)
     found = fp8.product(left, right, torch.bfloat16, bias, fast=fast)
+    rows = torch.zeros(300, 48, dtype=torch.bfloat16, device="cuda")
+    fp8.product(left, right, torch.bfloat16, bias, fast=fast, out=rows[100:200])
+    assert torch.equal(rows[100:200], found) and not rows[:100].any() and not rows[200:].any()
     wide = (left.data.double() * left.scale.double()) @ (right.data.double() * right.scale.double()).t()
     expected = wide if bias is None else wide + bias.double()
     assert relative_error(found.double(), expected) < 4e-3  # a rounding to bf16

@@ -121,6 +121,27 @@ def test_operands_equal_the_cpus_bit_by_bit(cuts, gathers, shape, dtype, granula
 
 
 @GRANULARITIES
+@pytest.mark.parametrize("value", [0.0, NAN, float("inf"), 1e-38])
+def test_special_values_equal_the_cpus(value, granularity):
+    on_cpu, on_gpu, end = expert_rows("odd", cuts=True)
+    x = uneven(on_cpu.choices.numel(), 144, seed=1)
+    if value in (0.0, 1e-38):
+        x[: int(on_cpu.offsets[0])] = value  # all rows of expert 0
+    x[2, 5] = value
+    recipe = Fp8Recipe(granularity=granularity)
+    values = []
+    for device, rows in (("cpu", on_cpu), ("cuda", on_gpu)):
+        own = x.to(device)
+        a, b = fp8_grouped.as_both(own, rows, fp8_grouped.magnitudes(own, rows, recipe), fp8.FORWARD_DTYPE)
+        segments = [b.data] if device == "cpu" else column_segments(b, rows)
+        first = segments[0][:, : int(on_cpu.offsets[0])].float() * b.scale[0].unsqueeze(1)
+        values.append([(a.data.float() * a.scale.unsqueeze(1))[:end].cpu(), first.cpu()])
+    for found, expected in zip(*values[::-1], strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@GRANULARITIES
 @SHAPES
 def test_weights_equal_the_cpus_bit_by_bit(shape, granularity):
     _, hidden, num_experts, width, _ = SIZES[shape]

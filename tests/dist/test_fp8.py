@@ -105,7 +105,7 @@ def test_row_parallel_layers_with_one_output(recipe, sequence_parallel):
         shard(uneven(LENGTH, BATCH, width, seed=4 + i), -1, size=size).clone().requires_grad_()
         for i, width in enumerate(WIDTHS)
     ]
-    output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], *layers)
+    output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
     upstream = uneven(LENGTH, BATCH, HIDDEN, seed=9)
     output.backward(shard(upstream, 0, size=size) if sequence_parallel else upstream)
 

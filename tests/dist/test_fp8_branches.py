@@ -148,7 +148,7 @@ def test_gathers_half_the_bytes_and_reduces_the_same():
 
 @distributed(world_size=1)
 @RECIPES
-def test_the_activation_is_kept_in_float8_alone(recipe):
+def test_the_activation_is_computed_again(recipe):
     parallel_state.initialize_model_parallel(1)
     config = gpt_neox_config(**SIZES, num_hidden_layers=1)
     model = in_float8(config, hugging_face(config), recipe)
@@ -156,7 +156,6 @@ def test_the_activation_is_kept_in_float8_alone(recipe):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(**batch())
     tokens = batch()["input_ids"].numel()
+    # The activation's input, which is the only one of these sizes; nothing of it is kept in float8.
     wide = {t.data_ptr() for t in kept if t.dim() > 1 and t.shape[-1] == 64 and t.numel() == 64 * tokens}
-    narrow = [t for t in kept if t.itemsize == 1 and t.size(0) == 64]
-    # the activation's input, whose gradient reads it, and the columns of its result
-    assert len(wide) == 1 and len(narrow) == 1
+    assert len(wide) == 1 and not any(t.itemsize == 1 and t.size(0) == 64 for t in kept)

@@ -12,6 +12,9 @@ import pytest
 
 from nxd_memopt.backends import backend
 from nxd_memopt.planner.sizes import fp8_layers
+from nxd_memopt.training.config.moe import MoEOptions
+from nxd_memopt.training.config.train_config import ModelConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.model import apply_fp8, build_model, load_hf_config
 from tests.dist import pool
 from tests.training.runs import LLAMA, MIXTRAL, TENSOR_AND_SEQUENCE, _run_rank, losses, run_here, summary, write_config
 
@@ -90,6 +93,23 @@ def test_layouts_of_experts_have_the_losses_of_one_rank(tmp_path: Path, sections
     assert found[:3] == pytest.approx(expected[:3], rel=3e-3)
 
 
+def test_the_start_report_names_the_experts_or_why_they_do_not_round() -> None:
+    found: list[list[str]] = []
+    for options in ({}, {"moe_expert_block_size": 16}):
+        sizes = MIXTRAL | SIZES | {"intermediate_size": 32}
+        config = TrainConfig(
+            model=ModelConfig(tokenizer="t", config_overrides=sizes),
+            moe=MoEOptions(**options),
+            trainer=TrainerConfig(precision="bf16-true", fp8="hybrid"),
+        )
+        model = build_model(config, load_hf_config(config.model))
+        with on_this_device():
+            found.append(apply_fp8(model, config))
+    (rounded,), (others, reason) = found
+    assert "in experts, k_proj" in rounded and "experts" not in others
+    assert reason == "fp8: the experts in bfloat16: moe_expert_block_size computes them in blocks"
+
+
 NEOX = {
     "model_type": "gpt_neox",
     "vocab_size": LLAMA["vocab_size"],
@@ -99,7 +119,7 @@ NEOX = {
 }
 
 
-@pytest.mark.parametrize("overrides", [LLAMA | SIZES, NEOX], ids=["llama", "gpt_neox"])
+@pytest.mark.parametrize("overrides", [LLAMA | SIZES, NEOX, MIXTRAL | SIZES], ids=["llama", "gpt_neox", "mixtral"])
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path, overrides: dict[str, Any]) -> None:
     model = {"config_overrides": overrides}
     parallel = {"parallel": TENSOR_AND_SEQUENCE, "optimizer": {"decay_steps": 6}}

@@ -45,7 +45,7 @@ class Branches(nn.Module):
 
     def merged(self, x):
         inputs = normalised_column_parallel_linears(x, *zip(self.norms, self.columns, strict=True))
-        return row_parallel_linears([x.tanh() for x in inputs], self.rows, residual=x)
+        return row_parallel_linears([x.tanh() for x in inputs], self.rows, residual=x, sources=(None, None))
 
     def apart(self, x):
         parts = zip(self.norms, self.columns, self.rows, strict=True)

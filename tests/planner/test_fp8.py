@@ -40,17 +40,16 @@ def plan(fp8: Fp8Layers | None) -> Plan:
     return evaluate(problem(fp8), Setting(cuda_graph=True))
 
 
-# Measured on an H200 with 8,192 tokens, bf16-true, a CUDA graph: GiB and milliseconds.
-MEASURED = [(None, 74.51, 732.7), (ALL, 73.75, 548.8), (ROWWISE, 73.77, 570.8)]
+# Measured on an H200 with 8,192 tokens, bf16-true, FlashAttention-4, a CUDA graph: GiB and milliseconds.
+MEASURED = [(None, 73.56, 711.4), (ALL, 72.29, 531.0), (ROWWISE, 72.31, 546.1)]
 
 
 @pytest.mark.parametrize(("fp8", "gib", "step_ms"), MEASURED)
 def test_measured_steps(fp8, gib, step_ms):
     found = plan(fp8)
-    # bf16 is planned 1.3 % too small; in the pool of a graph gradients find no room between other tensors.
-    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.025)
+    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.007)
     assert found.memory.reserved_bytes / GIB > gib
-    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.03)
+    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.05)
 
 
 def test_layers_at_the_ends_are_planned_as_bf16():
@@ -105,9 +104,10 @@ def test_temporary_tensors_of_merged_branches():
     before = moments["input projections, gradient of the input"]
     assert before["float8 operands"] - inputs["float8 operands"] == (qkv + width) * (tokens + hidden)
     assert before["dX"] == 2 * 2 * tokens * hidden and before["dW"] == 0
-    # The columns of attention's output; those of the activation are saved.
-    rows = moments["output projections"]["float8 operands"]
-    assert rows == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * hidden // 2
+    # The activation is computed again, and then its columns.
+    rows = moments["output projections"]
+    assert rows["activation"] == 2 * tokens * width
+    assert rows["float8 operands"] == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * width
 
 
 def test_work_of_matmuls_and_casts():

@@ -97,6 +97,8 @@ class Experts(ShardedModule):
             weights: ``[N, k]``, weights of the choices.
             assignment: rows of this rank's experts.
 
+        With ``fp8`` the operands of the matmuls are rounded in training, on all devices.
+
         On GPUs the rows are gathered and added up by the kernels, which read nothing on the host. A recording keeps
         the rest of the assignment, which the kernels skip: its activations have room for all choices.
         """
@@ -109,7 +111,8 @@ class Experts(ShardedModule):
         if assignment.offsets is not None and assignment.choices.numel() > 0:
             rows = (x, weights, assignment.choices, assignment.offsets)
             if self.fp8 is not None and self.training:
-                return fp8_routed_experts(*rows, *self._weights(x.dtype), self.hidden_act, self.fp8)
+                both = for_kernels or self._weights(x.dtype)
+                return fp8_routed_experts(*rows, *both, self.hidden_act, self.fp8)
             if for_kernels is not None:
                 return cuda.routed_experts(*rows, *for_kernels, self.hidden_act)
         outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)

@@ -98,7 +98,15 @@ def transposed(data: Tensor) -> Tensor:
 
 
 def product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, *, fast: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    *,
+    fast: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``a b^t + bias``; see ``ops.fp8.product``."""
     # cuBLAS takes a scale for each operand, or one for each row of both.
@@ -108,4 +116,7 @@ def product(
         a_scale = a_scale.expand(a.size(0), 1).contiguous()
         b_scale = b_scale.expand(b.size(0), 1).contiguous().t()
     multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return multiply(a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    options = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast}
+    if out is not None:
+        options["out"] = out
+    return multiply(a, b.t(), scale_a=a_scale, scale_b=b_scale, **options)

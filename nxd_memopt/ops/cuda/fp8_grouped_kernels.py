@@ -137,11 +137,10 @@ def cast(
         tl.store(column_scales + at, scale, mask=is_column & (begin < end))
         rounded = (values * inverse[None, :]).to(as_columns.dtype.element_ty)
         if GROUP_ROWS > 0:
-            number = begin - group * GROUP_ROWS + tl.arange(0, TILE)
-            to = as_columns + at[:, None] * padded_rows + number[None, :]
+            line, number = at, begin - group * GROUP_ROWS + tl.arange(0, TILE)
         else:
-            number = tile * TILE + tl.arange(0, TILE)
-            to = as_columns + column.to(tl.int64)[:, None] * padded_rows + number[None, :]
+            line, number = column.to(tl.int64), tile * TILE + tl.arange(0, TILE)
+        to = as_columns + line[:, None] * padded_rows + number[None, :]
         tl.store(to, tl.trans(rounded), mask=is_column[:, None] & ((number < padded_rows) & (begin < end))[None, :])
 
 

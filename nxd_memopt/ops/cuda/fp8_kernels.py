@@ -88,7 +88,8 @@ def cast(
     # rows from ``rows`` to ``padded_rows`` are zeros in the transposed result
     values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
-        values *= tl.load(factors + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        factor = tl.load(factors + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        values = tl.where(mask, values * factor, 0.0)  # 0 by a negative factor is -0
     if TO_ROWS:
         if ROWWISE:
             scale, inverse = scales(tl.load(row_sizes + row, mask=is_row, other=0.0), LIMIT, SMALLEST)

@@ -29,7 +29,7 @@ class Fp8NormalisedColumns(autograd.Function):
     """``Y_i = norm_i(X) W_i^t + b_i``; see ``modules.parallel_residual``.
 
     The affine part of each norm becomes part of its layer (``ops.folded_norm``): what is rounded and
-    gathered is the normalized X, which all branches share. Saves X, and the normalized rows in float8.
+    gathered is the normalized X, which all branches share. Saves X; backward normalizes it again.
     """
 
     @staticmethod
@@ -40,12 +40,10 @@ class Fp8NormalisedColumns(autograd.Function):
         recipe = recipe_of(comm)
         normalised, mean, rstd = normalise(x, eps)
         shard = comm.sequence_first(normalised)
-        flat = flat_rows(shard)
-        sizes = magnitudes(flat, recipe, gathering_group(comm))
-        # The columns are for the parameters' gradients alone.
-        rows, columns = operands(flat, sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[3:]))
-        ctx.comm, ctx.shard_rows = comm, flat.size(0)
-        ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights, *(columns or ()))
+        ctx.comm, ctx.eps = comm, eps
+        ctx.input_sizes = magnitudes(flat_rows(shard), recipe, gathering_group(comm))
+        ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
+        rows = as_rows(flat_rows(shard), ctx.input_sizes, FORWARD_DTYPE)
         gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
         ctx.weight_sizes = [magnitudes(w, recipe, factors=g) for w, g in zip(weights, gains, strict=True)]
         products = zip(weights, ctx.weight_sizes, gains, strict=True)
@@ -63,9 +61,15 @@ class Fp8NormalisedColumns(autograd.Function):
         comm: ColumnActivationSharding = ctx.comm
         recipe = recipe_of(comm)
         x, mean, rstd, *saved = ctx.saved_tensors
-        gains, shifts, weights, columns_of_x = (saved[i * len(grads) : (i + 1) * len(grads)] for i in range(4))
+        gains, shifts, weights = (saved[i * len(grads) : (i + 1) * len(grads)] for i in range(3))
+        needed = ctx.needs_input_grad[3:]
         output_grads = [comm.sequence_first(grad) for grad in grads]
-        whole = gathered_columns(Operand(*columns_of_x), ctx.shard_rows, comm) if columns_of_x else None
+        # Columns of the normalized X are for the parameters' gradients alone.
+        whole = None
+        if any(needed):
+            shard = flat_rows(comm.sequence_first(normalise(x, ctx.eps)[0]))
+            whole = gathered_columns(as_columns(shard, ctx.input_sizes, FORWARD_DTYPE), shard.size(0), comm)
+            del shard
         rows: list[Operand] = []
         columns: list[Operand | None] = []
         for grad in output_grads:
@@ -81,7 +85,6 @@ class Fp8NormalisedColumns(autograd.Function):
         ]
         reduction = reduced_products(comm, output_grads[0].shape, pairs, x.dtype)
         del rows, pairs  # a byte for each element of all dY_i and W_i, which dW_i do not read
-        needed = ctx.needs_input_grad[3:]
         results: list[Tensor | None] = [None] * len(needed)
         if whole is not None:
             products = [product(cast(Operand, each), whole(), x.dtype) for each in columns]

@@ -8,7 +8,7 @@ rounded where they are used: a copy of all of them for the whole step would take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -152,30 +152,38 @@ def input_grad_reduction(
     return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
-def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], in_float8: Sequence[bool]) -> Tensor:
+class Source(NamedTuple):
+    """How an input is computed again in backward.
+
+    Args:
+        function: returns the input.
+        argument: of ``function``; a tensor that another module keeps.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    argument: Tensor
+
+
+def fp8_row_parallel(comm: ActivationSharding, factors: Sequence[Tensor], sources: Sequence[Source | None]) -> Tensor:
     """Return ``sum_i X_i W_i^t`` reduced over the ranks.
 
     Args:
         comm: sharding of the output.
         factors: ``[X_1, W_1, X_2, W_2, ...]``.
-        in_float8: for each X_i whether its float8 columns are saved instead of it.
+        sources: for each X_i what backward computes it from, or None where X_i is kept; empty: all are kept.
     """
-    inputs, weights = factors[0::2], factors[1::2]
-    rows: list[Operand | None] = [None] * len(inputs)
-    columns: list[Tensor] = []
-    is_read = [weight.requires_grad for weight in weights]
-    # Rounded here and not in the Function, so that a recompute ends before the matmuls (``ops.autograd``).
-    for i, is_rounded in enumerate([] if torch.compiler.is_compiling() else in_float8):
-        if is_rounded:
-            flat = flat_rows(comm.sequence_first(inputs[i].detach()))
-            needs_columns = is_read[i] and torch.is_grad_enabled()
-            sizes = magnitudes(flat, recipe_of(comm))
-            rows[i], columns_of_input = operands(flat, sizes, FORWARD_DTYPE, needs_columns=needs_columns)
-            columns += columns_of_input or ()
-            is_read[i] = False
-    flags = [flag for each in is_read for flag in (each, True)]
-    handle, saved = save_inputs_first(*factors, is_read=flags, added=columns)
-    return cast(Tensor, Fp8RowParallel.apply(comm, handle, rows, *saved))
+    weights = factors[1::2]
+    # The compiler decides what is kept, and only dW_i reads X_i.
+    if not sources or torch.compiler.is_compiling():
+        sources = [None] * len(weights)
+    sources = [each if weight.requires_grad else None for each, weight in zip(sources, weights, strict=True)]
+    is_read: list[bool] = []
+    for weight, source in zip(weights, sources, strict=True):
+        is_read += [weight.requires_grad and source is None, True]
+    arguments = [each.argument.detach() for each in sources if each is not None]
+    handle, saved = save_inputs_first(*factors, is_read=is_read, added=arguments)
+    functions = [each and each.function for each in sources]
+    return cast(Tensor, Fp8RowParallel.apply(comm, handle, functions, *saved))
 
 
 def frozen_input_grad_reduction(
@@ -214,7 +222,7 @@ class Fp8RowParallel(torch.autograd.Function):
     """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
 
     Saves X_i as they are where another module does so too, as attention does, so that a float8 copy would
-    only add to it. Inputs that were rounded before have their columns among the saved tensors.
+    only add to it. What has a ``Source`` is computed again.
     """
 
     @staticmethod
@@ -222,29 +230,24 @@ class Fp8RowParallel(torch.autograd.Function):
         ctx: Any,
         comm: ActivationSharding,
         handle: SavedInputs | None,
-        rounded: Sequence[Operand | None],
+        functions: Sequence[Callable[[Tensor], Tensor] | None],
         x: Tensor,
         *remaining: Tensor,
     ) -> Tensor:
         factors = (x, *remaining)
-        ctx.comm = comm
+        ctx.comm, ctx.functions = comm, functions
         recipe = recipe_of(comm)
         link_saved_inputs(ctx, handle, *factors)
+        inputs = [flat_rows(comm.sequence_first(each)) for each in factors[0::2]]
         # Tensors of one element, or one for each row and column, which a recompute need not compute again.
-        input_sizes: list[Magnitudes | None] = []
+        ctx.input_sizes = [magnitudes(each, recipe) for each in inputs]
         ctx.weight_sizes = [weight_sizes_of(comm, each) for each in factors[1::2]]
-        pairs: list[tuple[Operand, Operand]] = []
-        for each, rows, weight, weight_sizes in zip(
-            factors[0::2], rounded, factors[1::2], ctx.weight_sizes, strict=True
-        ):
-            sizes = None
-            if rows is None:
-                flat = flat_rows(comm.sequence_first(each))
-                sizes = magnitudes(flat, recipe)
-                rows = as_rows(flat, sizes, FORWARD_DTYPE)
-            input_sizes.append(sizes)
-            pairs.append((rows, weight_rows(comm, weight, weight_sizes)))
-        ctx.input_sizes = input_sizes
+        pairs = [
+            (as_rows(each, sizes, FORWARD_DTYPE), weight_rows(comm, weight, weight_sizes))
+            for each, sizes, weight, weight_sizes in zip(
+                inputs, ctx.input_sizes, factors[1::2], ctx.weight_sizes, strict=True
+            )
+        ]
         reduction = reduced_products(comm, comm.sequence_first(x).shape, pairs, x.dtype, fast=True)
         return comm.original_layout(as_dtype(reduction.wait(), x.dtype))
 
@@ -253,7 +256,7 @@ class Fp8RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         comm: ActivationSharding = ctx.comm
         saved, needs_grad = saved_inputs(ctx)
-        factors, columns_of_inputs = saved[: len(needs_grad)], iter(saved[len(needs_grad) :])
+        factors, arguments = saved[: len(needs_grad)], iter(saved[len(needs_grad) :])
         weights, needs_weights = factors[1::2], needs_grad[1::2]
         gradient = RowGradient(comm, comm.sequence_first(grad), needs_columns=any(needs_weights))
         operands = [
@@ -263,15 +266,14 @@ class Fp8RowParallel(torch.autograd.Function):
         input_grads = gradient.products(operands, grad.dtype)
         columns_of_grad = gradient.columns() if any(needs_weights) else None
         results: list[Tensor | None] = []
-        for x, input_grad, sizes, needs_weight in zip(
-            factors[0::2], input_grads, ctx.input_sizes, needs_weights, strict=True
+        for x, function, input_grad, sizes, needs_weight in zip(
+            factors[0::2], ctx.functions, input_grads, ctx.input_sizes, needs_weights, strict=True
         ):
             weight_grad = None
             if needs_weight and columns_of_grad is not None:
-                if sizes is None:
-                    columns = Operand(next(columns_of_inputs), next(columns_of_inputs))
-                else:
-                    columns = as_columns(flat_rows(comm.sequence_first(x)), sizes, FORWARD_DTYPE)
+                values = x if function is None else function(next(arguments))
+                columns = as_columns(flat_rows(comm.sequence_first(values)), sizes, FORWARD_DTYPE)
+                del values
                 weight_grad = product(columns_of_grad, columns, grad.dtype)
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, None, *results
@@ -310,21 +312,15 @@ class GatheredRows:
     ) -> list[Tensor]:
         """Return ``rows weight^t + bias``, ``[S, ..., n]`` for each weight, chunk by chunk as rows arrive."""
         biases = biases or [None] * len(weights)
-        # Rows arrive in another order than their own, this rank's first.
         results: list[Tensor] = []
+        # Rows arrive in another order than their own, this rank's first.
         for start, rows in self._gathering.chunks(2 * sum(weight.data.size(0) for weight in weights)):
             operand = self._operand(start, rows)
             shape = (self._gathering.length, *rows.shape[1:-1])
-            is_whole = rows.size(0) == self._gathering.length
-            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                part = product(operand, weight, dtype, bias, fast=fast)
-                part = part.view(*rows.shape[:-1], weight.data.size(0))
-                if is_whole:
-                    results.append(part)
-                    continue
-                if len(results) <= i:
-                    results.append(part.new_empty((*shape, part.size(-1))))
-                results[i][start : start + rows.size(0)] = part
+            results = results or [rows.new_empty((*shape, weight.data.size(0)), dtype=dtype) for weight in weights]
+            for result, weight, bias in zip(results, weights, biases, strict=True):
+                part = flat_rows(result[start : start + rows.size(0)])
+                product(operand, weight, dtype, bias, fast=fast, out=part)
         return results
 
     def _operand(self, start: int, rows: Tensor) -> Operand:

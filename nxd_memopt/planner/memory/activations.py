@@ -183,7 +183,7 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all. A layer with
         # experts has the statistics of the layers before it in its input, which grow with its number.
-        kept = fp8_magnitudes(sizes, index)
+        kept = fp8_magnitudes(sizes, memory, index)
         if recomputation.position(index) == 0:
             kept |= layer_parts(sizes, memory, kernels, index).inputs if sizes.moe else layer.inputs
         if index in keeping:

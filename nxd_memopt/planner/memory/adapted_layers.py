@@ -42,7 +42,7 @@ def layer_parts(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index:
     layer = _AdaptedLayer(sizes, sizes.adapters, memory, layer_kernels(sizes, kernels, index))
     # The input of a later stage of a pipeline depends on the adapters of earlier ones.
     parts = layer.parts(has_grad=index > 0 or not sizes.has_embedding)
-    return with_magnitudes(parts, sizes, index)
+    return with_magnitudes(parts, sizes, memory, index)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     b = LayerBytes(sizes)
     columns = sizes.mlp_inputs
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
-    mlp_saved |= {"normed mlp input in float8", "mlp activation in float8"}
+    mlp_saved.add("normed mlp input in float8")
     if sizes.moe is not None:
         mlp_saved |= expert_tensors(sizes, sizes.moe, fused=kernels.fused).keys()
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
@@ -144,7 +144,7 @@ def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
     """Return the moments of GPT-NeoX's layer with merged branches."""
     b = LayerBytes(sizes)
     row_weights = b.output_weight + b.width_weight
-    after_rows = frozenset({"mlp activation", "mlp activation in float8"})
+    after_rows = frozenset({"mlp activation"})
     # For the gradients of the norms' weights XLA multiplies both branches' gradients with the
     # normalised rows, in fp32, before it sums over the tokens: f32[2048,6144] in GPT-NeoX-20B's graph.
     gradients: Tensors = {"dX": b.full, "gradient of normalised": b.stream}

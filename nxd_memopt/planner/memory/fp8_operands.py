@@ -8,7 +8,7 @@ from dataclasses import replace
 from nxd_memopt.architectures.experts import TILE_ROWS, MoESizes
 from nxd_memopt.planner.memory.expert_tensors import has_expert_kernels
 from nxd_memopt.planner.memory.layer_moment import Moment
-from nxd_memopt.planner.memory.layer_tensors import Kernels, saves_float8_activation
+from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 OPERANDS = "float8 operands"
@@ -45,7 +45,9 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
         # Merged branches whose inputs are rounded have them in float8; dX of each branch exists before their sum.
         merged = {"normalised": 0, "inputs of the branches": 0} if set(_COLUMN_PARALLEL) <= set(names) else {}
         if names:
-            temporary |= {"gathered": 0, **merged, OPERANDS: _operand_bytes(sizes, names, fp8)}
+            temporary |= {"gathered": 0, **merged, OPERANDS: _operand_bytes(sizes, names)}
+        if moment.name == "output projections" and "mlp out" in names and sizes.hidden_act != "relu":
+            temporary["activation"] = sizes.tokens * sizes.width * sizes.element_bytes
         # The gradient of the activation is computed at once, where bf16 has tiles of it.
         if names == ["mlp out"] and kernels.fused and sizes.is_gated and sizes.moe is None:
             temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
@@ -70,13 +72,12 @@ def _input_gradient_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
     return sum(_widths(sizes, names)) * (sizes.tokens + sizes.hidden)
 
 
-def _operand_bytes(sizes: RankSizes, names: Sequence[str], fp8: Collection[str]) -> int:
+def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
     """Return the bytes of the float8 tensors of the weights' gradients of layers that are computed together.
 
     Of column-parallel layers the columns of the outputs' gradients, and of the inputs those that are gathered and the
     copy that joins them. Of row-parallel layers, whose outputs are one tensor, rows and columns of its gradient, the
-    transposed weights, and the columns of the inputs, one at a time, that are not saved. Columns are for gradients
-    of weights.
+    transposed weights, and the columns of the inputs, one at a time. Columns are for gradients of weights.
     """
     widths = _widths(sizes, names)
     if names[0] in _COLUMN_PARALLEL:
@@ -86,9 +87,7 @@ def _operand_bytes(sizes: RankSizes, names: Sequence[str], fp8: Collection[str])
     weights = sum(widths) * sizes.hidden
     if sizes.adapters is not None:
         return sizes.tokens * sizes.hidden + weights
-    is_saved = saves_float8_activation(sizes, fp8)
-    rounded = [width for name, width in zip(names, widths, strict=True) if not (name == "mlp out" and is_saved)]
-    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(rounded, default=0)
+    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(widths)
 
 
 def with_expert_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels) -> list[Moment]:

@@ -109,40 +109,45 @@ def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual:
 def saved_input(sizes: RankSizes, inputs: Tensors, *, rounds: bool) -> Tensors:
     """Return what column-parallel layers save of their input ``[s, H]``: in float8 its columns, and their scales.
 
-    Merged branches have no such input, but ``normalised`` rows.
+    Merged branches, without such an input, save none.
     """
-    if not rounds or not inputs:
+    if not rounds or sizes.fp8 is None or not inputs:
         return inputs
     (name,) = inputs
-    return float8_columns(sizes, name, sizes.hidden, sizes.shard_tokens)
+    padded = -(-sizes.shard_tokens // ALIGNMENT) * ALIGNMENT
+    scales = sizes.hidden if sizes.fp8.is_rowwise else 1
+    return {f"{name} in float8": sizes.hidden * padded, f"{name} scales": scales * FP32_BYTES}
 
 
-def float8_columns(sizes: RankSizes, name: str, columns: int, tokens: int) -> Tensors:
-    """Return the columns of ``[tokens, columns]`` in float8, and their scales."""
-    padded = -(-tokens // ALIGNMENT) * ALIGNMENT
-    scales = columns if sizes.fp8 is not None and sizes.fp8.is_rowwise else 1
-    return {f"{name} in float8": columns * padded, f"{name} scales": scales * FP32_BYTES}
+def recomputes_activation(sizes: RankSizes, memory: MemoryConfig, fp8: Collection[str]) -> bool:
+    """Return whether backward of merged branches computes the MLP's activation again (``fp8_linear.Source``)."""
+    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
+    return merges and "mlp out" in fp8 and sizes.hidden_act != "relu"
 
 
-def saves_float8_activation(sizes: RankSizes, fp8: Collection[str]) -> bool:
-    """Return whether the MLP keeps the float8 columns of its activation (``RowParallelLinear.saves_float8_input``)."""
-    is_plain = not sizes.is_gated and sizes.moe is None and sizes.adapters is None
-    return is_plain and "mlp out" in fp8 and sizes.hidden_act != "relu"
+def merges_inputs(sizes: RankSizes, memory: MemoryConfig, index: int) -> bool:
+    """Return whether merged branches of layer ``index`` share one normalised input: none of them alone rounds it."""
+    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
+    return merges and sizes.adapters is None and len(sizes.fp8_linears(index) & {"qkv", "mlp in"}) != 1
 
 
-def with_magnitudes(layer: Part, sizes: RankSizes, index: int) -> Part:
+def with_magnitudes(layer: Part, sizes: RankSizes, memory: MemoryConfig, index: int) -> Part:
     """Return layer ``index`` with the magnitudes that its float8 linear layers and experts keep."""
-    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, index))))
+    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, memory, index))))
 
 
-def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
+def fp8_magnitudes(sizes: RankSizes, memory: MemoryConfig, index: int) -> Tensors:
     """Return the magnitudes that layer ``index`` keeps, whatever is recomputed: of what is rounded twice.
 
-    All weights are. Row-parallel layers round their inputs for forward and again for backward, experts the tokens.
+    All weights are. Row-parallel layers round their inputs for forward and again for backward, as merged branches do
+    theirs, and experts the tokens.
     """
     if sizes.fp8 is None:
         return {}
     tensors: Tensors = {}
+    if merges_inputs(sizes, memory, index) and "qkv" in sizes.fp8_linears(index):
+        numbers = sizes.shard_tokens + sizes.hidden if sizes.fp8.is_rowwise else 1
+        tensors["magnitudes of normalised"] = FP32_BYTES * numbers
     moe = sizes.moe
     if moe is not None and sizes.fp8_experts(index):
         experts, rows = moe.local_experts, moe.rows(sizes.tokens)
@@ -157,8 +162,7 @@ def fp8_magnitudes(sizes: RankSizes, index: int) -> Tensors:
     for name in fp8:
         outputs = sizes.linear_elements[name] // sizes.hidden
         numbers = {name: sizes.hidden + outputs}
-        is_rounded_once = name == "mlp out" and saves_float8_activation(sizes, fp8)
-        if name in ("attention output", "mlp out") and not is_rounded_once:
+        if name in ("attention output", "mlp out"):
             numbers[f"{name} input"] = sizes.tokens + outputs
         for each, count in numbers.items():
             tensors[f"magnitudes of {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else 1)
@@ -213,16 +217,13 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
     kernels = layer_kernels(sizes, kernels, index)
     fp8 = sizes.fp8_linears(index)
-    # Merged branches share one normalised input, unless one of them alone rounds it.
-    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
-    merges = merges and len(fp8 & {"qkv", "mlp in"}) != 1
     if sizes.is_gated:
         layer = _llama_layer(sizes, memory, kernels, index, fp8)
-    elif merges:
+    elif merges_inputs(sizes, memory, index):
         layer = _merged_gpt_neox_layer(sizes, memory, kernels, fp8)
     else:
         layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
-    return with_magnitudes(layer, sizes, index)
+    return with_magnitudes(layer, sizes, memory, index)
 
 
 def require_whole_layers(memory: MemoryConfig, what: str) -> None:
@@ -434,8 +435,8 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Col
     # ReLU's gradient needs its result, not its input.
     if sizes.hidden_act == "relu":
         saves = result
-    if saves_float8_activation(sizes, fp8):
-        result = float8_columns(sizes, "mlp activation", sizes.width, sizes.tokens)
+    if sizes.adapters is None and recomputes_activation(sizes, memory, fp8):
+        result = {}
     saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
     return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
 
@@ -475,16 +476,12 @@ def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kern
     """Return the parts of GPT-NeoX's layer with merged branches.
 
     The projections save the layer's input and its statistics; backward normalises and gathers
-    again (``modules/parallel_residual.py``), or gathers the normalised rows that were saved in float8. The norms are
-    not called, so nothing changes if they are recomputed.
+    again (``modules/parallel_residual.py``). The norms are not called, so nothing changes if they are recomputed.
     """
     norm = layer_norm_tensors(sizes, kernels, "layer input")
-    saves = dict(norm.saves)
-    if "qkv" in fp8:
-        saves |= float8_columns(sizes, "normalised", sizes.hidden, sizes.shard_tokens)
     attention = _attention(sizes, memory, kernels, {}, fp8)
     mlp = _plain_mlp(sizes, memory, {}, fp8)
-    return Part("layer", norm.inputs, saves, (attention, mlp))
+    return Part("layer", norm.inputs, norm.saves, (attention, mlp))
 
 
 def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:

@@ -121,7 +121,7 @@ def _activation_moments(b: LayerBytes) -> list[Moment]:
         "dX": b.full,
         "dW": b.width_weight + b.adapters,
     }
-    after_down = frozenset({"mlp activation", "mlp activation in float8"})
+    after_down = frozenset({"mlp activation"})
     return [
         Moment("MLP, last projection", down, returned=_RETURNED),
         Moment("activation", activation, after_down, b.width_weight),

@@ -106,7 +106,9 @@ def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
 
     Magnitudes read a tensor, a cast reads it again and writes a byte for each of rows and columns. Gradients of
     outputs and inputs of column-parallel layers are cast to both at once; weights, and inputs of row-parallel layers,
-    to rows in forward and to columns in backward. Layers with frozen weights have no columns: an upper bound.
+    to rows in forward and to columns in backward. Layers with frozen weights have no columns: an upper bound. Merged
+    branches read their weights for the biases of the norms, and read and write gradients of weights, which contain the
+    norms' (``ops/folded_norm.py``); the activation is computed again.
     """
     names, part = _rounding(sizes)
     element = sizes.element_bytes
@@ -121,6 +123,9 @@ def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
         else:
             forward[name] = (2 * element + 1) * (own + weight)
             backward += (2 * element + 2) * stream + (element + 1) * (own + weight)
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable) and names >= {"qkv", "mlp in"}:
+        backward += 4 * element * (sizes.linear_elements["qkv"] + sizes.linear_elements["mlp in"])
+        backward += 2 * element * sizes.tokens * sizes.width
     once = (sum(forward.values()) + backward) * sizes.num_layers
     return part * (once + _recomputed_elements(sizes, memory, forward)) + _expert_cast_bytes(sizes, memory)
 
