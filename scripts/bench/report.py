@@ -100,12 +100,21 @@ def _is_float8(row: Row) -> bool:
 
 
 def float8_lines() -> list[str]:
-    """Return a table of the last runs with steps in float8, a line for each variant."""
+    """Return a table of the last run of each setting with steps in float8, a line for each variant.
+
+    A later run without a peer replaces none that has one.
+    """
     keys = ("model", "tensor_parallel", "tokens")
-    run = (*keys, "date", "commit", "command")
-    rows = rows_of("train_step")
-    runs = {tuple(row[key] for key in run) for row in rows if _is_float8(row)}
-    races = latest_races([row for row in rows if tuple(row[key] for key in run) in runs], keys)
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows_of("train_step"):
+        if row["tokens_per_s_per_device"]:
+            runs.setdefault(tuple(row[key] for key in (*keys, "date", "commit", "command")), []).append(row)
+    latest: dict[tuple[str, ...], list[Row]] = {}
+    for run, race in runs.items():
+        had_peer = any("torchao" in row["variant"] for row in latest.get(run[: len(keys)], ()))
+        if any(_is_float8(row) and (not had_peer or "torchao" in row["variant"]) for row in race):
+            latest[run[: len(keys)]] = race
+    races = [latest[setting] for setting in sorted(latest, key=_with_numbers)]
     lines = [
         "| model | T | tokens | variant | ms | tokens/s/GPU | of ours in bf16 | GiB | commit |",
         "|---|---|---|---|---|---|---|---|---|",
