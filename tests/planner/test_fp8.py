@@ -40,16 +40,16 @@ def plan(fp8: Fp8Layers | None) -> Plan:
     return evaluate(problem(fp8), Setting(cuda_graph=True))
 
 
-# Measured on an H200 with 8,192 tokens, bf16-true, a CUDA graph: GiB and milliseconds.
-MEASURED = [(None, 74.51, 732.7), (ALL, 73.75, 548.8), (ROWWISE, 73.77, 570.8)]
+# Measured on an H200 with 8,192 tokens, bf16-true, a CUDA graph: GiB with expandable segments, and milliseconds in
+# another run, with cuBLAS's counter resets (docs/gpus.md).
+MEASURED = [(None, 73.56, 732.7), (ALL, 72.29, 548.8), (ROWWISE, 72.31, 570.8)]
 
 
 @pytest.mark.parametrize(("fp8", "gib", "step_ms"), MEASURED)
 def test_measured_steps(fp8, gib, step_ms):
     found = plan(fp8)
-    # Measured without expandable segments, which training runs have: a free block of the graph's pool then fits fewer
-    # gradients. A best fit of these tensors needs 1.3 GiB (bf16) and 1.7 GiB (float8) more than exist at a time.
-    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.03)
+    # In the graph's pool gradients find no room between some other tensors: 0.1 % in bf16, 0.6 % in float8.
+    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.01)
     assert found.memory.reserved_bytes / GIB > gib
     assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.03)
 

@@ -87,7 +87,8 @@ class Fp8NormalisedColumns(autograd.Function):
         del rows, pairs  # a byte for each element of all dY_i and W_i, which dW_i do not read
         results: list[Tensor | None] = [None] * len(needed)
         if whole is not None:
-            products = [product(cast(Operand, each), whole(), x.dtype) for each in columns]
+            columns_of_x = whole()
+            products = [product(cast(Operand, each), columns_of_x, x.dtype) for each in columns]
             found = _parameter_grads(comm, output_grads, products, list(zip(weights, gains, shifts, strict=True)))
             results = [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
         grad_normalised = comm.original_layout(as_dtype(reduction.wait(), x.dtype))
