@@ -80,10 +80,8 @@ class Fp8ColumnParallel(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a recomputed region is computed again for each read
         weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
         grad = joined([comm.sequence_first(each) for each in grads], -1)
-        recipe = recipe_of(comm)
-        sizes = magnitudes(flat_rows(grad), recipe)
         needs_weights = bool(columns_of_x)
-        rows, columns = operands(flat_rows(grad), sizes, recipe.gradient_dtype, needs_columns=needs_weights)
+        rows, columns = gradient_operands(comm, grad, needs_columns=needs_weights)
         # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
         whole = gathered_columns(Operand(*columns_of_x), ctx.shard_rows, comm) if needs_weights else None
         reduction = None
@@ -194,8 +192,8 @@ def frozen_input_grad_reduction(
     term: LowRankTerm,
 ) -> ChunkedReduction:
     """Return ``input_grad_reduction`` of dY_i that are not needed for the gradients of W_i."""
-    grad, recipe = joined(grads, -1), recipe_of(comm)
-    rows = as_rows(flat_rows(grad), magnitudes(flat_rows(grad), recipe), recipe.gradient_dtype)
+    grad = joined(grads, -1)
+    rows, _ = gradient_operands(comm, grad, needs_columns=False)
     return input_grad_reduction(comm, grad.shape, rows, weights, weight_sizes, grad.dtype, term)
 
 
@@ -454,6 +452,13 @@ def operands(
     if needs_columns:
         return as_both(x, sizes, dtype)
     return as_rows(x, sizes, dtype), None
+
+
+def gradient_operands(comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> tuple[Operand, Operand | None]:
+    """Return the rows of a column-parallel layer's dY, which no rank gathers, and its columns or None."""
+    recipe = recipe_of(comm)
+    sizes = magnitudes(flat_rows(grad), recipe)
+    return operands(flat_rows(grad), sizes, recipe.gradient_dtype, needs_columns=needs_columns)
 
 
 def _parameter_grads(
