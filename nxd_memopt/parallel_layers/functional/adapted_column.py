@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.autograd import as_dtype, cast_if_autocast_enabled, first_derivative_only, without_autocast
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, scaled_product
+from nxd_memopt.ops.low_rank import LowRankTerm, scaled_product
 from nxd_memopt.ops.norm import NormInput
-from nxd_memopt.ops.parts import joined, packed_view, split_sizes
+from nxd_memopt.ops.parts import flat_rows, joined, packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
