@@ -30,7 +30,6 @@ from nxd_memopt.ops.fp8_grouped import (
     product_of_rows,
     product_over_rows,
     weight_columns,
-    weight_magnitudes,
     weight_rows,
 )
 
@@ -43,7 +42,7 @@ class _GateUp(torch.autograd.Function):
         ctx.rows, ctx.recipe = rows, recipe
         ctx.save_for_backward(positions, x, weight)
         ctx.sizes = magnitudes(x, rows, recipe, gathers=True)
-        ctx.weight_sizes = weight_magnitudes(weight, recipe)
+        ctx.weight_sizes = magnitudes(weight, None, recipe)
         operand = as_rows(x, rows, ctx.sizes, FORWARD_DTYPE, gathers=True)
         return product_of_rows(operand, weight_rows(weight, ctx.weight_sizes), rows, x.dtype, fast=True)
 
@@ -92,7 +91,7 @@ class _WeightedDown(torch.autograd.Function):
         activated = gated_of_rows(gate_up, hidden_act)
         operand = as_rows(activated, rows, magnitudes(activated, rows, recipe), FORWARD_DTYPE)
         del activated
-        ctx.weight_sizes = weight_magnitudes(down, recipe)
+        ctx.weight_sizes = magnitudes(down, None, recipe)
         outputs = product_of_rows(operand, weight_rows(down, ctx.weight_sizes), rows, gate_up.dtype, fast=True)
         return sum_of_rows(outputs, positions, rows, weights)
 

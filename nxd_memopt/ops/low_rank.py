@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.parts import flat_rows
 
 
 class LowRankTerm(NamedTuple):
@@ -60,8 +61,3 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``scale * a b``; the factor costs no pass of its own."""
     # With beta=0 the first argument is not read: it has no values.
     return torch.addmm(b.new_empty(1, 1), a, b, beta=0, alpha=scale)
-
-
-def flat_rows(x: Tensor) -> Tensor:
-    """Return ``x`` as ``[rows, columns]``."""
-    return x.reshape(-1, x.size(-1))

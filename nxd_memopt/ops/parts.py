@@ -51,6 +51,11 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(tensors), dim) if view is None else view
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """Return ``[..., N]`` as ``[rows, N]``."""
+    return x.reshape(-1, x.size(-1))
+
+
 def _is_same_except(a: Tensor, b: Tensor, dim: int) -> bool:
     """Return whether two tensors have equal shapes except in ``dim``, and equal strides."""
     if a.dim() != b.dim():

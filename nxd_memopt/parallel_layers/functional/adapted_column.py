@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.autograd import as_dtype, cast_if_autocast_enabled, first_derivative_only, without_autocast
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, scaled_product
+from nxd_memopt.ops.low_rank import LowRankTerm, scaled_product
 from nxd_memopt.ops.norm import NormInput
-from nxd_memopt.ops.parts import joined, packed_view, split_sizes
+from nxd_memopt.ops.parts import flat_rows, joined, packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -73,16 +73,10 @@ class Updates:
         """Return the updates of layers with these adapters, and the different A."""
         present = [(i, each) for i, each in enumerate(factors) if each is not None]
         # One A of several layers is computed once, and its gradient is the sum over the layers.
-        downs: list[Tensor] = []
-        indices: list[int] = []
-        for _, each in present:
-            index = next((j for j, down in enumerate(downs) if down is each.down), len(downs))
-            if index == len(downs):
-                downs.append(each.down)
-            indices.append(index)
+        indices = {down: i for i, down in enumerate(dict.fromkeys(each.down for _, each in present))}
         scales = tuple(each.scale for _, each in present)
-        updates = cls(len(factors), tuple(i for i, _ in present), tuple(indices), scales, len(downs))
-        return updates, downs
+        of_downs = tuple(indices[each.down] for _, each in present)
+        return cls(len(factors), tuple(i for i, _ in present), of_downs, scales, len(indices)), list(indices)
 
     def by_kind(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Split ``[W_1, b_1, W_2, ..., A_1, ..., B_1, ...]`` into weights with biases, A, and B."""

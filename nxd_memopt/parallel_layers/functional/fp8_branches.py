@@ -12,10 +12,10 @@ from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.folded_norm import folded_bias, folded_gradients
 from nxd_memopt.ops.fp8 import FORWARD_DTYPE, Operand, as_columns, as_rows, magnitudes, product
 from nxd_memopt.ops.norm import normalise, normalise_gradient
+from nxd_memopt.ops.parts import flat_rows
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.functional.fp8_linear import (
     GatheredRows,
-    flat_rows,
     gathered_columns,
     gathering_group,
     gradient_operands,
