@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.ops.autograd import ReusableContext
@@ -32,6 +32,12 @@ _OPERATORS = {FLASH4_OPERATOR} | {
         "_scaled_dot_product_efficient_attention",
     )
 }
+
+# FSDP2 names its steps for the profiler, with other steps when a region gathers experts again than in forward. torch
+# 2.13 compares the operators of both, and would end the run.
+SAC_IGNORED_OPS.update(
+    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
+)
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

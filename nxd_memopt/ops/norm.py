@@ -37,13 +37,18 @@ class NormInput:
     def of(cls, result: Tensor) -> NormInput | None:
         """Return the input of the norm that returned ``result``; None for another tensor, or where X is kept.
 
-        It is None if ``result`` was written to, or if a saved-tensor hook, such as a checkpoint's, began or
-        ended in between: the hook decides what is kept, and may see ``result`` as an input.
+        It is None if ``result``, X or the weight was written to, or if a saved-tensor hook, such as a checkpoint's,
+        began or ended in between: the hook decides what is kept, and may see ``result`` as an input.
         """
         if not hasattr(result, _NOTE):
             return None
         source, *moment = getattr(result, _NOTE)
-        return source if moment == [result._version, _saved_tensor_hooks()] else None
+        return source if moment == source._moment(result) else None
+
+    def _moment(self, result: Tensor) -> list[Any]:
+        """Return versions of the tensors and the saved-tensor hooks, which must stay equal."""
+        # The norm's own backward would reject other values, but need not run: adapters alone may be asked for.
+        return [result._version, self.x._version, self.weight._version, _saved_tensor_hooks()]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -61,7 +66,7 @@ class NormInput:
 
 
 _NOTE = "_nxd_memopt_norm_input"
-"""Attribute of the result of a norm: its ``NormInput``, its version, and the saved-tensor hooks of that time."""
+"""Attribute of the result of a norm: its ``NormInput``, and the ``_moment`` of the norm."""
 
 
 def _saved_tensor_hooks() -> Any:
@@ -72,7 +77,7 @@ def _noted(result: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     """Return ``result`` with a note of its ``NormInput``, if the norm keeps that for backward."""
     if torch.is_grad_enabled() and x.requires_grad and not weight.requires_grad and not torch.compiler.is_compiling():
         source = NormInput(x.detach(), rstd.detach().view(*x.shape[:-1], 1), weight)
-        setattr(result, _NOTE, (source, result._version, _saved_tensor_hooks()))
+        setattr(result, _NOTE, (source, *source._moment(result)))
     return result
 
 

@@ -121,6 +121,13 @@ def test_recompute_and_the_other_dispatcher(stage: str, memory: dict[str, Any], 
     compare(stage, world_size // 2, 2, "allgather", **memory)
 
 
+@distributed(world_size=2)
+def test_kept_attention_of_sharded_experts() -> None:
+    """The recompute gathers experts in other steps than forward, between the operators that torch compares."""
+    memory = {"recompute_granularity": "full", "recompute_keep_core_attn": True, "attention_backend": "sdpa"}
+    compare("zero3", 1, 2, **memory)
+
+
 class SizesOut(HostOnly):
     """Copies to the host, and how many bytes each has."""
 

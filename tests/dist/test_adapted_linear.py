@@ -164,6 +164,26 @@ def test_the_gradient_of_a_from_the_input_of_the_norm(sequence_dimension, checkp
         assert torch.equal(run(add_rms_norm(*inputs, weight, 1e-6)[0])[0], found[0])
 
 
+@distributed(world_size=1)
+@pytest.mark.parametrize("changed", ["sum", "weight"])
+def test_what_a_norm_keeps_is_written_to(changed):
+    """The layer then keeps its input: the norm's backward does not run where adapters alone are asked for."""
+    parallel_state.initialize_model_parallel(1)
+    layers = adapted(("q", "k", "v"))
+    downs = [layer.lora_A.weight for layer in (layers.q, layers.k, layers.v)]
+    found = []
+    for writes in (False, True):
+        x, weight = tensors(LENGTH, BATCH, HIDDEN, seed=0).requires_grad_(), 1 + 0.1 * tensors(HIDDEN, seed=1)
+        normed, total = add_rms_norm(x, tensors(*x.shape, seed=2), weight, 1e-6)
+        if writes:
+            (total if changed == "sum" else weight).add_(1)
+        outputs = columns(layers)(normed)
+        upstream = [tensors(*output.shape, seed=5) for output in outputs]
+        found.append(torch.autograd.grad(outputs, downs, upstream))
+    for a, b in zip(*found, strict=True):
+        assert_float64_close(a, b)
+
+
 def same(x: Tensor) -> Tensor:
     return x
 
