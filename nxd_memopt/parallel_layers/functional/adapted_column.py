@@ -158,7 +158,7 @@ class AdaptedColumnParallel(torch.autograd.Function):
         shard = comm.sequence_first(x)
         reduced = F.linear(shard, joined(downs, 0))  # [s, ..., r_1 + ... + r_m]
         ctx.comm, ctx.updates = comm, updates
-        kept = [x] if source is None else source.tensors
+        kept = [x] if source is None else list(source)
         ctx.save_for_backward(reduced, *weights, *downs, *ups, *kept)
         # A copy, because the gather of X may use the same buffer.
         gathered = comm.gather(reduced).wait(copy=True)
