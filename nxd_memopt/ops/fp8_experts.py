@@ -70,8 +70,8 @@ class _GateUp(torch.autograd.Function):
 class _WeightedDown(torch.autograd.Function):
     """``y_n = sum_j w_nj (act(G) U)_r W_e^t`` over the rows r of token n; see ``ops.cuda.experts``.
 
-    Saves G and U, which their gradients overwrite. The gradient of W_e is of the weighted activation, whose
-    magnitudes are its own.
+    Saves G and U, which their gradients overwrite. dW_e multiplies the weighted activation, which has magnitudes of its
+    own.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class _WeightedDown(torch.autograd.Function):
         rows: ExpertRows = ctx.rows
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
         gradient, columns = _gradient(grad, rows, ctx.recipe, gathers=True, needs_columns=needs_down)
-        # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
+        # [R, F/T], gradient of the weighted activation; the next kernel overwrites it with the activation itself.
         inner = product_of_rows(gradient, weight_columns(down, ctx.weight_sizes), rows, gate_up.dtype)
         del gradient
         dweights = gated_of_rows_gradient(gate_up, inner, weights, rows, ctx.hidden_act)

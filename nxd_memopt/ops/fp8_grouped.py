@@ -56,7 +56,10 @@ def as_rows(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, 
 
 
 def as_columns(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, *, gathers: bool = False) -> Operand:
-    """Return the experts' rows transposed in float8, for ``product_over_rows``; arguments as in ``as_rows``."""
+    """Return the experts' rows transposed in float8, ``[K, R]``, for ``product_over_rows``; arguments as in ``as_rows``.
+
+    On a GPU each expert's part of R is padded with zeros to tiles.
+    """
     if can_use_triton(x):
         return Operand(*cuda.cast(x, rows, *sizes, dtype, gathers=gathers, rows=False, columns=True)[2:])
     parts = _rows_by_expert(x, rows, gathers)

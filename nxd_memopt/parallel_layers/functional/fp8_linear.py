@@ -202,8 +202,8 @@ def frozen_row_input_grad(
 class Fp8RowParallel(torch.autograd.Function):
     """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
 
-    Saves X_i as they are where another module does so too, as attention does, so that a float8 copy would
-    only add to it. What has a ``Source`` is computed again.
+    Saves X_i unrounded: another module keeps it too, as attention keeps its output, and a float8 copy would add to
+    that. An X_i with a ``Source`` is computed again.
     """
 
     @staticmethod
