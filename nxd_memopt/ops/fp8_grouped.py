@@ -56,7 +56,7 @@ def as_rows(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, 
 
 
 def as_columns(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, *, gathers: bool = False) -> Operand:
-    """Return the experts' rows transposed in float8, ``[K, R]``, for ``product_over_rows``; arguments as in ``as_rows``.
+    """Return the experts' rows transposed in float8, ``[K, R]``, for ``product_over_rows``; see ``as_rows``.
 
     On a GPU each expert's part of R is padded with zeros to tiles.
     """
