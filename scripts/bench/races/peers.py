@@ -108,25 +108,21 @@ def with_compiled_layers(build: Builder) -> Builder:
     return build_compiled
 
 
-def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """Return transformers' model with torchtitan's DTensor plan, and its forward and backward.
-
-    Norms run on sequence shards, linear layers are column- and row-parallel, and the loss is
-    computed from sharded logits.
-    """
-    return _with_dtensor(config, memory)
-
-
 def dtensor_with_float8(recipe: str) -> Builder:
     """Return ``build_dtensor`` with compiled layers that multiply in torchao's float8, as in torchtitan.
 
     Args:
         recipe: torchao's name: ``tensorwise``, which gathers in float8, or ``rowwise``.
     """
-    return with_compiled_layers(lambda config, memory: _with_dtensor(config, memory, recipe))
+    return with_compiled_layers(lambda config, memory: build_dtensor(config, memory, recipe))
 
 
-def _with_dtensor(config: Any, memory: MemoryConfig, float8: str | None = None) -> tuple[nn.Module, LossFunction]:
+def build_dtensor(config: Any, memory: MemoryConfig, float8: str | None = None) -> tuple[nn.Module, LossFunction]:
+    """Return transformers' model with torchtitan's DTensor plan, and its forward and backward.
+
+    Norms run on sequence shards, linear layers are column- and row-parallel, and the loss is
+    computed from sharded logits. ``float8`` is a recipe of ``dtensor_with_float8``.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
