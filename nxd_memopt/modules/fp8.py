@@ -115,6 +115,7 @@ def _expert_layers(layer: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 def _reason_for_bf16(module: MoELayer) -> str | None:
     experts = module.experts
+    # Experts with biases, which never round, have weights of other names.
     shape = (0, 0, 0) if experts.has_biases else _shape(experts)
     return fp8_layers.experts_in_bf16(module.moe, shape, has_biases=experts.has_biases)
 
