@@ -6,8 +6,8 @@ their storage is shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,37 +31,44 @@ class PackedWeights(SharedInput):
         super().share_input()
 
     def pack_weights(self) -> None:
-        """Copy the weights into one storage unless they are packed; peak memory one extra copy."""
-        layers = [self.get_submodule(name) for name in self.shared_input_layers]
+        """Copy the weights, and those A of their adapters, into one storage each; peak memory one extra copy."""
+        layers: list[Any] = [self.get_submodule(name) for name in self.shared_input_layers]
         # A module that replaces a layer, such as an adapter, may have no weight, or another one.
         if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
             return
-        weights = [cast(nn.Parameter, layer.weight) for layer in layers]
-        first = weights[0]
-        # Rows that are sharded over data-parallel ranks are gathered elsewhere: nothing to pack.
-        if any(is_data_sharded(weight) for weight in weights):
-            return
-        alike = all(
-            weight.dtype == first.dtype and weight.device == first.device and weight.is_contiguous()
-            for weight in weights
-        )
-        if not (first.is_cuda and alike and has_triton()) or packed_view(weights, 0) is not None:
-            return
-        # Each parameter becomes a slice of the copy. Setting ``data`` keeps the Parameter
-        # objects, so optimizers, ties and shard attributes stay valid.
-        # as bytes if they are float8, which torch.cat does not take on all devices
-        values = [weight.detach() for weight in weights]
-        packed = torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in values])
-        packed = packed.view(first.dtype)
-        slices = split_sizes(packed, [weight.size(0) for weight in weights])
-        for weight, values in zip(weights, slices, strict=True):
-            weight.data = values
+        _pack([layer.weight for layer in layers])
+        # The parts of a fused layer have one A.
+        downs = dict.fromkeys(layer.lora_A.weight for layer in layers if hasattr(layer, "lora_A"))
+        if len(downs) > 1:
+            _pack(list(downs))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # ``Module.to`` and similar calls replace the values of each parameter separately.
         super()._apply(fn, recurse)
         self.pack_weights()
         return self
+
+
+def _pack(weights: Sequence[nn.Parameter]) -> None:
+    """Copy the weights into one storage, unless they are packed or cannot be."""
+    first = weights[0]
+    # Rows that are sharded over data-parallel ranks are gathered elsewhere: nothing to pack.
+    if any(is_data_sharded(weight) for weight in weights):
+        return
+    alike = all(
+        weight.dtype == first.dtype and weight.device == first.device and weight.is_contiguous() for weight in weights
+    )
+    if not (first.is_cuda and alike and has_triton()) or packed_view(weights, 0) is not None:
+        return
+    # Each parameter becomes a slice of the copy. Setting ``data`` keeps the Parameter
+    # objects, so optimizers, ties and shard attributes stay valid.
+    # as bytes if they are float8, which torch.cat does not take on all devices
+    values = [weight.detach() for weight in weights]
+    packed = torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in values])
+    packed = packed.view(first.dtype)
+    slices = split_sizes(packed, [weight.size(0) for weight in weights])
+    for weight, values in zip(weights, slices, strict=True):
+        weight.data = values
 
 
 def pack_weights(model: nn.Module) -> None:

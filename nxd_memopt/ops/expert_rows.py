@@ -21,7 +21,15 @@ def gated_of_rows(gate_up: Tensor, hidden_act: str) -> Tensor:
 
 
 def gated_of_rows_gradient(gate_up: Tensor, grad: Tensor, weights: Tensor, rows: ExpertRows, hidden_act: str) -> Tensor:
-    """Overwrite ``gate_up`` and ``grad``, and return the gradient of ``weights``; see ``ops.cuda.experts``."""
+    """Return the gradient of ``weights``, ``[N, k]``; see ``ops.cuda.experts``.
+
+    Args:
+        gate_up: ``[R, 2 F]``, is overwritten with its gradient.
+        grad: ``[R, F]``, gradient of the weighted activation, is overwritten with the weighted activation.
+        weights: ``[N, k]``, weights of the choices.
+        rows: the experts' rows.
+        hidden_act: activation of the gate.
+    """
     if hidden_act in KINDS and can_use_triton(gate_up, grad):
         return cuda.gated_of_rows_gradient(gate_up, grad, weights, rows, KINDS[hidden_act])
     end = int(rows.offsets[-1])
@@ -39,7 +47,7 @@ def gated_of_rows_gradient(gate_up: Tensor, grad: Tensor, weights: Tensor, rows:
 
 
 def sum_of_rows(values: Tensor, positions: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
-    """Return the sum of each token's rows, in fp32, times their weights if given; see ``ops.cuda.experts``."""
+    """Return the sum ``[N, H]`` of each token's rows ``[R, H]``, in fp32, times their weights ``[N, k]`` if given."""
     if can_use_triton(values):
         return cuda.sum_of_rows(values, positions, rows, weights)
     end = int(rows.offsets[-1])

@@ -99,14 +99,11 @@ def magnitudes(
     if can_use_triton(x):
         rows, columns = cuda.magnitudes(x, recipe.is_rowwise, factors)
         return _of_all_ranks(rows, columns, recipe, group)
-    x = _scaled(x, factors)
-    if x.numel() == 0:
-        rows, columns = _zeros(x, recipe)
-    elif recipe.is_rowwise:
-        absolute = x.abs().float()
-        rows, columns = absolute.amax(1, keepdim=True), absolute.amax(0).unsqueeze(1)
+    absolute = _scaled(x, factors).abs()
+    if recipe.is_rowwise:
+        rows, columns = (largest(absolute, (dim,)).float().unsqueeze(1) for dim in (1, 0))
     else:
-        rows = columns = x.abs().amax().float().view(1, 1)
+        rows = columns = largest(absolute, (0, 1)).float().view(1, 1)
     return _of_all_ranks(rows, columns, recipe, group)
 
 
@@ -121,11 +118,11 @@ def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:
     return x if factors is None else x.float() * factors.float()
 
 
-def _zeros(x: Tensor, recipe: Fp8Recipe) -> tuple[Tensor, Tensor]:
-    """Return the magnitudes of a tensor without elements, of which PyTorch has no maximum."""
-    row_sizes, column_sizes = x.shape if recipe.is_rowwise else (1, 1)
-    rows = torch.zeros(row_sizes, 1, device=x.device)
-    return rows, torch.zeros(column_sizes, 1, device=x.device) if recipe.is_rowwise else rows
+def largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the largest of numbers that are not negative; 0 without any, of which PyTorch has no maximum."""
+    if x.numel() == 0:
+        return x.new_zeros([size for dim, size in enumerate(x.shape) if dim not in dims])
+    return x.amax(dims)
 
 
 def _maximum(values: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -30,7 +30,6 @@ from nxd_memopt.ops.fp8_grouped import (
     product_of_rows,
     product_over_rows,
     weight_columns,
-    weight_magnitudes,
     weight_rows,
 )
 
@@ -43,7 +42,7 @@ class _GateUp(torch.autograd.Function):
         ctx.rows, ctx.recipe = rows, recipe
         ctx.save_for_backward(positions, x, weight)
         ctx.sizes = magnitudes(x, rows, recipe, gathers=True)
-        ctx.weight_sizes = weight_magnitudes(weight, recipe)
+        ctx.weight_sizes = magnitudes(weight, None, recipe)
         operand = as_rows(x, rows, ctx.sizes, FORWARD_DTYPE, gathers=True)
         return product_of_rows(operand, weight_rows(weight, ctx.weight_sizes), rows, x.dtype, fast=True)
 
@@ -71,8 +70,8 @@ class _GateUp(torch.autograd.Function):
 class _WeightedDown(torch.autograd.Function):
     """``y_n = sum_j w_nj (act(G) U)_r W_e^t`` over the rows r of token n; see ``ops.cuda.experts``.
 
-    Saves G and U, which their gradients overwrite. The gradient of W_e is of the weighted activation, whose
-    magnitudes are its own.
+    Saves G and U, which their gradients overwrite. dW_e multiplies the weighted activation, which has magnitudes of its
+    own.
     """
 
     @staticmethod
@@ -92,7 +91,7 @@ class _WeightedDown(torch.autograd.Function):
         activated = gated_of_rows(gate_up, hidden_act)
         operand = as_rows(activated, rows, magnitudes(activated, rows, recipe), FORWARD_DTYPE)
         del activated
-        ctx.weight_sizes = weight_magnitudes(down, recipe)
+        ctx.weight_sizes = magnitudes(down, None, recipe)
         outputs = product_of_rows(operand, weight_rows(down, ctx.weight_sizes), rows, gate_up.dtype, fast=True)
         return sum_of_rows(outputs, positions, rows, weights)
 
@@ -105,7 +104,7 @@ class _WeightedDown(torch.autograd.Function):
         rows: ExpertRows = ctx.rows
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
         gradient, columns = _gradient(grad, rows, ctx.recipe, gathers=True, needs_columns=needs_down)
-        # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
+        # [R, F/T], gradient of the weighted activation; the next kernel overwrites it with the activation itself.
         inner = product_of_rows(gradient, weight_columns(down, ctx.weight_sizes), rows, gate_up.dtype)
         del gradient
         dweights = gated_of_rows_gradient(gate_up, inner, weights, rows, ctx.hidden_act)

@@ -14,15 +14,15 @@ from nxd_memopt.ops.autograd import without_autocast
 from nxd_memopt.ops.cuda import fp8_grouped as cuda
 from nxd_memopt.ops.cuda.grouped_matmul import ExpertRows
 from nxd_memopt.ops.cuda.support import can_use_triton
-from nxd_memopt.ops.fp8 import FORWARD_DTYPE, Fp8Recipe, Magnitudes, Operand, scales, times
+from nxd_memopt.ops.fp8 import FORWARD_DTYPE, Fp8Recipe, Magnitudes, Operand, largest, scales, times
 
 
-def magnitudes(x: Tensor, rows: ExpertRows, recipe: Fp8Recipe, *, gathers: bool = False) -> Magnitudes:
+def magnitudes(x: Tensor, rows: ExpertRows | None, recipe: Fp8Recipe, *, gathers: bool = False) -> Magnitudes:
     """Return the largest magnitudes, fp32: tensorwise ``[E]`` for both forms, rowwise ``[R]`` and ``[E, K]``.
 
     Args:
-        x: ``[R, K]``, or with ``gathers`` ``[N, K]``.
-        rows: the experts' rows; those after the last expert's end are not read.
+        x: ``[R, K]``, or with ``gathers`` ``[N, K]``; weights ``[E, n, K]``, with ``E n`` for R.
+        rows: the experts' rows, None of weights; those after the last expert's end are not read.
         recipe: one number for each expert, or for its rows and columns.
         gathers: row r is that of the token of row r.
     """
@@ -30,8 +30,8 @@ def magnitudes(x: Tensor, rows: ExpertRows, recipe: Fp8Recipe, *, gathers: bool 
         return Magnitudes(*cuda.magnitudes(x, rows, recipe.is_rowwise, gathers=gathers))
     parts = _rows_by_expert(x.abs().float(), rows, gathers)
     if recipe.is_rowwise:
-        return Magnitudes(torch.cat(parts).amax(1), torch.stack([_largest(part, (0,)) for part in parts]))
-    sizes = torch.stack([_largest(part, (0, 1)) for part in parts])
+        return Magnitudes(torch.cat(parts).amax(1), torch.stack([largest(part, (0,)) for part in parts]))
+    sizes = torch.stack([largest(part, (0, 1)) for part in parts])
     return Magnitudes(sizes, sizes)
 
 
@@ -56,7 +56,10 @@ def as_rows(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, 
 
 
 def as_columns(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, *, gathers: bool = False) -> Operand:
-    """Return the experts' rows transposed in float8, for ``product_over_rows``; arguments as in ``as_rows``."""
+    """Return the experts' rows transposed in float8, ``[K, R]``, for ``product_over_rows``; arguments as in ``as_rows``.
+
+    On a GPU each expert's part of R is padded with zeros to tiles.
+    """
     if can_use_triton(x):
         return Operand(*cuda.cast(x, rows, *sizes, dtype, gathers=gathers, rows=False, columns=True)[2:])
     parts = _rows_by_expert(x, rows, gathers)
@@ -73,17 +76,6 @@ def as_both(
         results = cuda.cast(x, rows, *sizes, dtype, gathers=gathers, rows=True, columns=True)
         return Operand(*results[:2]), Operand(*results[2:])
     return as_rows(x, rows, sizes, dtype, gathers=gathers), as_columns(x, rows, sizes, dtype, gathers=gathers)
-
-
-def weight_magnitudes(weight: Tensor, recipe: Fp8Recipe) -> Magnitudes:
-    """Return the largest magnitudes of weights ``[E, n, K]``: tensorwise ``[E]``, rowwise ``[E n]`` and ``[E, K]``."""
-    if can_use_triton(weight):
-        return Magnitudes(*cuda.magnitudes(weight, None, recipe.is_rowwise, gathers=False))
-    absolute = weight.abs().float()
-    if recipe.is_rowwise:
-        return Magnitudes(absolute.amax(2).flatten(), absolute.amax(1))
-    sizes = absolute.amax((1, 2))
-    return Magnitudes(sizes, sizes)
 
 
 def weight_rows(weight: Tensor, sizes: Magnitudes) -> Operand:
@@ -119,7 +111,7 @@ def product_of_rows(a: Operand, weight: Operand, rows: ExpertRows, dtype: torch.
         return cuda.product_of_rows(*a, *weight, rows, dtype, fast=fast)
     experts, outputs, _ = weight.data.shape
     wide = weight.data.float() * weight.scale.view(experts, outputs, 1)
-    parts = _rows_by_expert(a.data.float() * a.scale.unsqueeze(1), rows, False)
+    parts = _rows_by_expert(a.data.float() * a.scale.unsqueeze(1), rows)
     # fp32 as the accumulators of a GPU, which autocast would round to bf16
     with without_autocast(a.data):
         results = torch.cat([part @ each.t() for part, each in zip(parts, wide, strict=True)])
@@ -139,26 +131,21 @@ def product_over_rows(a: Operand, b: Operand, rows: ExpertRows, dtype: torch.dty
     """
     if a.data.is_cuda and can_use_triton(a.scale):
         return cuda.product_over_rows(*a, *b, rows, dtype)
-    lefts = _rows_by_expert(a.data.float().t(), rows, False)
-    rights = _rows_by_expert(b.data.float().t(), rows, False)
+    lefts = _rows_by_expert(a.data.float().t(), rows)
+    rights = _rows_by_expert(b.data.float().t(), rows)
     with without_autocast(a.data):
         results = torch.stack([left.t() @ right for left, right in zip(lefts, rights, strict=True)])
     return (results * a.scale.unsqueeze(2) * b.scale.unsqueeze(1)).to(dtype)
 
 
-def _rows_by_expert(x: Tensor, rows: ExpertRows, gathers: bool) -> list[Tensor]:
+def _rows_by_expert(x: Tensor, rows: ExpertRows | None, gathers: bool = False) -> list[Tensor]:
     """Return the rows of each expert, ``[R_e, K]``; the host waits for their numbers."""
+    if rows is None:
+        return list(x)
     ends = rows.offsets.tolist()
     if gathers:
         x = x.index_select(0, rows.tokens[: ends[-1]])
     return [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the largest of numbers that are not negative; 0 without any."""
-    if x.numel() == 0:
-        return x.new_zeros([size for dim, size in enumerate(x.shape) if dim not in dims])
-    return x.amax(dims)
 
 
 def _by_column(sizes: Magnitudes, width: int) -> Tensor:

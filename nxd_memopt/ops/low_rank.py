@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.parts import flat_rows
 
 
 class LowRankTerm(NamedTuple):
@@ -61,15 +61,3 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``scale * a b``; the factor costs no pass of its own."""
     # With beta=0 the first argument is not read: it has no values.
     return torch.addmm(b.new_empty(1, 1), a, b, beta=0, alpha=scale)
-
-
-def joint(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return the tensors as one; a copy of several factors has r * H elements each."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(list(tensors), dim)
-
-
-def flat_rows(x: Tensor) -> Tensor:
-    """Return ``x`` as ``[rows, columns]``."""
-    return x.reshape(-1, x.size(-1))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 _NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, backward too
 
 
-@dataclass(frozen=True)
-class NormInput:
+class NormInput(NamedTuple):
     """What an RMSNorm with a frozen weight keeps for backward, from which its result is known.
 
     Where a layer needs the result for nothing but ``grad^t rms_norm(x)``, such as the gradient of an adapter's
@@ -49,11 +47,6 @@ class NormInput:
         """Return versions of the tensors and the saved-tensor hooks, which must stay equal."""
         # The norm's own backward would reject other values, but need not run: adapters alone may be asked for.
         return [result._version, self.x._version, self.weight._version, _saved_tensor_hooks()]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The arguments of this class."""
-        return [self.x, self.rstd, self.weight]
 
     def transposed_product(self, grad: Tensor) -> Tensor:
         """Return ``grad^t rms_norm(x)``, ``[r, H]``, with ``grad`` ``[rows, r]``.

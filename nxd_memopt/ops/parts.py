@@ -45,6 +45,17 @@ def packed_view(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), stride)
 
 
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the tensors as one, without a copy if they are packed."""
+    view = packed_view(tensors, dim)
+    return torch.cat(list(tensors), dim) if view is None else view
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """Return ``[..., N]`` as ``[rows, N]``."""
+    return x.reshape(-1, x.size(-1))
+
+
 def _is_same_except(a: Tensor, b: Tensor, dim: int) -> bool:
     """Return whether two tensors have equal shapes except in ``dim``, and equal strides."""
     if a.dim() != b.dim():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -66,12 +67,15 @@ def operands(model: nn.Module, ids: Tensor) -> dict[str, tuple[Tensor, Tensor, T
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name
     }
 
-    def keep(name: str, arguments: tuple[Tensor], output: Tensor) -> None:
-        inputs[name] = arguments[0].detach()
-        output.register_hook(lambda grad: grads.__setitem__(name, grad))
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
+            inputs[name] = arguments[0].detach()
+            output.register_hook(lambda grad: grads.__setitem__(name, grad))
+
+        return hook
 
     for name, module in linears.items():
-        module.register_forward_hook(lambda _, arguments, output, name=name: keep(name, arguments, output))
+        module.register_forward_hook(keep(name))
     model(input_ids=ids, labels=ids).loss.backward()
     return {
         name: (inputs[name].flatten(0, -2), module.weight.detach(), grads[name].flatten(0, -2))

@@ -39,14 +39,8 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
     Only rows of one run are compared. The ``recompute`` of ours and of the peers is part of the
     setting. A later run without the fastest peer, or a faster one, would flatter ours.
     """
-    runs: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if not (row.get("tokens_per_s_per_device") or row.get("ms")):
-            continue  # a failed variant does not replace the result of an earlier run
-        run = tuple(row[key] for key in (*keys, "date", "commit", "command"))
-        runs.setdefault(run, []).append(row)
     latest: dict[tuple[str, ...], list[Row]] = {}
-    for run, race in runs.items():
+    for run, race in _runs(rows, keys).items():
         peers = [row for row in race if not _is_ours(row["variant"])]
         ours = [row for row in race if _is_ours(row["variant"])]
         if ours and peers:
@@ -54,6 +48,17 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
             if setting not in latest or _is_as_strong(peers, latest[setting]):
                 latest[setting] = race
     return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
+
+
+def _runs(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:
+    """Return the rows of each setting and run."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        # a failed variant does not replace the result of an earlier run
+        if row.get("tokens_per_s_per_device") or row.get("ms"):
+            run = tuple(row[key] for key in (*keys, "date", "commit", "command"))
+            runs.setdefault(run, []).append(row)
+    return runs
 
 
 def _is_as_strong(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
@@ -100,32 +105,29 @@ def _is_float8(row: Row) -> bool:
 
 
 def float8_lines() -> list[str]:
-    """Return a table of the last run of each setting with steps in float8, a line for each variant.
-
-    A later run without a peer replaces none that has one.
-    """
-    keys = ("model", "tensor_parallel", "tokens")
-    runs: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows_of("train_step"):
-        if row["tokens_per_s_per_device"]:
-            runs.setdefault(tuple(row[key] for key in (*keys, "date", "commit", "command")), []).append(row)
+    """Return a table of the last runs with steps in float8 and in bf16, those with a peer first; empty without any."""
     latest: dict[tuple[str, ...], list[Row]] = {}
-    for run, race in runs.items():
-        had_peer = any("torchao" in row["variant"] for row in latest.get(run[: len(keys)], ()))
-        if any(_is_float8(row) and (not had_peer or "torchao" in row["variant"]) for row in race):
-            latest[run[: len(keys)]] = race
-    races = [latest[setting] for setting in sorted(latest, key=_with_numbers)]
+    for run, race in _runs(rows_of("train_step"), ("model", "tensor_parallel", "tokens")).items():
+        ours = [_is_float8(row) for row in race if _is_ours(row["variant"])]
+        # A later run without the peer would flatter ours.
+        if any(ours) and not all(ours) and (_has_peer(race) or not _has_peer(latest.get(run[:3], []))):
+            latest[run[:3]] = race
     lines = [
         "| model | T | tokens | variant | ms | tokens/s/GPU | of ours in bf16 | GiB | commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for race in races:
-        in_bf16 = [speed_of(row) for row in race if _is_ours(row["variant"]) and not _is_float8(row)]
+    for setting in sorted(latest, key=_with_numbers):
+        race = latest[setting]
+        in_bf16 = max(speed_of(row) for row in race if _is_ours(row["variant"]) and not _is_float8(row))
         for row in race:
             cells = [row["model"], row["tensor_parallel"], f"{int(row['tokens']):,}", row["variant"], row["step_ms"]]
-            cells += [f"{speed_of(row):,.0f}", f"{speed_of(row) / max(in_bf16):.2f}" if in_bf16 else ""]
-            lines.append(f"| {' | '.join([*cells, row['peak_gib'], row['commit']])} |")
-    return lines if races else []
+            cells += [f"{speed_of(row):,.0f}", f"{speed_of(row) / in_bf16:.2f}", row["peak_gib"], row["commit"]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines if latest else []
+
+
+def _has_peer(race: Sequence[Row]) -> bool:
+    return not all(_is_ours(row["variant"]) for row in race)
 
 
 def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:

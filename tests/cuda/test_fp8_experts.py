@@ -147,7 +147,7 @@ def test_weights_equal_the_cpus_bit_by_bit(shape, granularity):
     _, hidden, num_experts, width, _ = SIZES[shape]
     weight = uneven(num_experts, width, hidden, seed=2)
     recipe = Fp8Recipe(granularity=granularity)
-    sizes, found = fp8_grouped.weight_magnitudes(weight, recipe), fp8_grouped.weight_magnitudes(weight.cuda(), recipe)
+    sizes, found = fp8_grouped.magnitudes(weight, None, recipe), fp8_grouped.magnitudes(weight.cuda(), None, recipe)
     for name, a, b in zip(Magnitudes._fields, found, sizes, strict=True):
         assert_bits(a, b, f"magnitudes of {name}")
     for form in (fp8_grouped.weight_rows, fp8_grouped.weight_columns):
@@ -174,7 +174,7 @@ def test_products_of_rows_equal_the_cpus(fast, cuts, shape, dtype, granularity):
         for device, rows in (("cpu", on_cpu), ("cuda", on_gpu)):
             values, own = x.to(device), weight.to(device)
             operand = fp8_grouped.as_rows(values, rows, fp8_grouped.magnitudes(values, rows, recipe), dtype)
-            weights = form(own, fp8_grouped.weight_magnitudes(own, recipe))
+            weights = form(own, fp8_grouped.magnitudes(own, None, recipe))
             product = fp8_grouped.product_of_rows(operand, weights, rows, torch.bfloat16, fast=fast)
             results.append(product[:end].double().cpu())
         error = relative_error(results[1], results[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.lora import LoraConfig, add_adapters, is_adapter
+from nxd_memopt.ops.parts import packed_view
 from tests.reference_models import llama_config, parallel_model, qwen3_config
 from tests.training.test_graphed_adapters import built, config_of, trained, written
 
@@ -85,6 +86,9 @@ def test_fused_paths_stay_on_and_keep_what_they_did():
     for name in ("gated activation with down projection", "in-place RoPE", "projection of gate_proj, up_proj"):
         assert lines[name] == f"on in {layers} of {layers}", lines
     assert lines["residual + norm"] == f"on in {2 * layers} of {2 * layers}", lines
+    attention = model.model.layers[0].self_attn
+    downs = [getattr(attention, name).lora_A.weight for name in attention.shared_input_layers]
+    assert packed_view(downs, 0) is not None  # one matmul, without a copy
     mlp = model.model.layers[0].mlp
     hidden = torch.randn(2, 64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, int] = {}

@@ -17,31 +17,26 @@ from nxd_memopt.modules.moe import Experts
 from nxd_memopt.modules.moe.assignment import assign
 from nxd_memopt.modules.moe.capacity import queue_positions
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
-from nxd_memopt.ops import fp8
 from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.ops.fp8_experts import fp8_routed_experts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.sizes.fp8_layers import experts_pay
 from tests.dist.pool import distributed
+from tests.dist.test_fp8 import RECIPES, rounding
 from tests.planner.test_expert_activations import neox_moe_config
 from tests.reference import from_all_ranks, relative_error, shard, tensors
-from tests.reference_fp8 import E4M3, E5M2, Rounding
 from tests.reference_fp8_experts import experts_in_float8
 from tests.reference_models import mixtral_config
 
 TOKENS, HIDDEN, EXPERTS, WIDTH, TOP_K = 50, 32, 4, 96, 2
 NAMES = ("output", "dX", "weights of choices", "gate and up", "down")
-RECIPES = pytest.mark.parametrize("recipe", [Fp8Recipe(f, g) for f in fp8.FORMATS for g in fp8.GRANULARITIES], ids=str)
 # fp32 sums in another order. A number next to the middle of two float8 numbers may be rounded to the other one
 # there: a hundredth of what another scale changes.
 TOLERANCE = 1e-3
 
 
-def rounding(recipe: Fp8Recipe) -> Rounding:
-    return Rounding(recipe.granularity, {"hybrid": E5M2, "e4m3": E4M3}[recipe.format])
-
-
 def uneven(*shape: int, seed: int) -> Tensor:
+    """Numbers as in test_fp8, with less different columns: sums of ranks' roundings stay near the whole."""
     x = tensors(*shape, seed=seed).float() * 2.0 ** (tensors(shape[-1], seed=seed + 50)).float()
     return x * 2.0 ** (tensors(*shape[:-1], 1, seed=seed + 70)).float()
 

@@ -40,16 +40,33 @@ def plan(fp8: Fp8Layers | None) -> Plan:
     return evaluate(problem(fp8), Setting(cuda_graph=True))
 
 
-# Measured on an H200 with 8,192 tokens, bf16-true, FlashAttention-4, a CUDA graph: GiB and milliseconds.
-MEASURED = [(None, 73.56, 711.4), (ALL, 72.29, 531.0), (ROWWISE, 72.31, 546.1)]
+# Measured on an H200 with 8,192 tokens, bf16-true, a CUDA graph: GiB with expandable segments, and milliseconds in
+# another run, with cuBLAS's counter resets (docs/gpus.md).
+MEASURED = [(None, 73.56, 732.7), (ALL, 72.29, 548.8), (ROWWISE, 72.31, 570.8)]
 
 
 @pytest.mark.parametrize(("fp8", "gib", "step_ms"), MEASURED)
 def test_measured_steps(fp8, gib, step_ms):
     found = plan(fp8)
-    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.007)
+    # In the graph's pool gradients find no room between some other tensors: 0.1 % in bf16, 0.6 % in float8.
+    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.01)
     assert found.memory.reserved_bytes / GIB > gib
-    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.05)
+    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.03)
+
+
+# The same of four layers of Mixtral-8x7B, with expandable segments.
+@pytest.mark.parametrize(
+    ("tokens", "is_rowwise", "gib", "step_ms"),
+    [(8192, False, 48.52, 145.3), (8192, True, 48.53, 148.6), (16384, False, 51.67, 278.1)],
+)
+def test_measured_steps_of_experts(tokens, is_rowwise, gib, step_ms):
+    fp8 = Fp8Layers((True,) * 4, is_rowwise)
+    four = replace(problem(fp8), model=named("mixtral-8x7b", num_hidden_layers=4), sequence_length=tokens)
+    found = evaluate(four, Setting(cuda_graph=True))
+    # bf16 is planned 3 % too small for 8,192 tokens, to which float8 adds 0.47 GiB in the plan and in the step.
+    assert gib == pytest.approx(found.memory.device_bytes / GIB, rel=0.06)
+    assert found.memory.reserved_bytes / GIB > gib
+    assert step_ms == pytest.approx(1e3 * found.time.step_s, rel=0.08)
 
 
 def test_layers_at_the_ends_are_planned_as_bf16():

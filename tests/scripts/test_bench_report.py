@@ -57,14 +57,20 @@ def test_steps_in_float8_have_a_table_of_their_own(monkeypatch):
         row("ours, CUDA graph", 100, command="float8"),
         row("ours, fp8 rowwise", 130, command="float8"),
         row("torchao rowwise, flash4", 120, command="float8"),
+        row("ours", 100, command="without a peer"),
         row("ours, fp8 rowwise", 900, command="without a peer"),
+        row("ours, fp8 rowwise", 900, command="without bf16"),
+        row("ours", 40, command="no peer at all", tokens=64),
+        row("ours, fp8 rowwise", 60, command="no peer at all", tokens=64),
         row("ours", 90, command="bf16"),
         row("peer", 80, command="bf16"),
     ]
     monkeypatch.setattr(report, "rows_of", lambda _: [each | {"step_ms": "1"} for each in rows])
     assert report.step_lines()[2:] == ["| m | 4 | 8,192 | none | 90 | 0.5 | 1.0 | peer: 80 | 1.0 | 1.12 | c |"]
-    assert report.scaling_lines()[2:] == ["| m | 8,192 | 100, 1 GiB (CUDA graph), c |"]
+    assert report.scaling_lines()[2] == "| m | 64 | 40, 1 GiB, c |"
     assert report.float8_lines()[2:] == [
+        "| m | 4 | 64 | ours | 1 | 40 | 1.00 | 1.0 | c |",
+        "| m | 4 | 64 | ours, fp8 rowwise | 1 | 60 | 1.50 | 1.0 | c |",
         "| m | 4 | 8,192 | ours, CUDA graph | 1 | 100 | 1.00 | 1.0 | c |",
         "| m | 4 | 8,192 | ours, fp8 rowwise | 1 | 130 | 1.30 | 1.0 | c |",
         "| m | 4 | 8,192 | torchao rowwise, flash4 | 1 | 120 | 1.20 | 1.0 | c |",

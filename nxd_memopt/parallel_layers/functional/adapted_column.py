@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.autograd import as_dtype, cast_if_autocast_enabled, first_derivative_only, without_autocast
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, joint, scaled_product
+from nxd_memopt.ops.low_rank import LowRankTerm, scaled_product
 from nxd_memopt.ops.norm import NormInput
-from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.ops.parts import flat_rows, joined, packed_view, split_sizes
 from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -73,16 +73,10 @@ class Updates:
         """Return the updates of layers with these adapters, and the different A."""
         present = [(i, each) for i, each in enumerate(factors) if each is not None]
         # One A of several layers is computed once, and its gradient is the sum over the layers.
-        downs: list[Tensor] = []
-        indices: list[int] = []
-        for _, each in present:
-            index = next((j for j, down in enumerate(downs) if down is each.down), len(downs))
-            if index == len(downs):
-                downs.append(each.down)
-            indices.append(index)
+        indices = {down: i for i, down in enumerate(dict.fromkeys(each.down for _, each in present))}
         scales = tuple(each.scale for _, each in present)
-        updates = cls(len(factors), tuple(i for i, _ in present), tuple(indices), scales, len(downs))
-        return updates, downs
+        of_downs = tuple(indices[each.down] for _, each in present)
+        return cls(len(factors), tuple(i for i, _ in present), of_downs, scales, len(indices)), list(indices)
 
     def by_kind(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Split ``[W_1, b_1, W_2, ..., A_1, ..., B_1, ...]`` into weights with biases, A, and B."""
@@ -162,9 +156,9 @@ class AdaptedColumnParallel(torch.autograd.Function):
         parameters, downs, ups = updates.by_kind((weight, *remaining))
         weights, biases = parameters[0::2], parameters[1::2]
         shard = comm.sequence_first(x)
-        reduced = F.linear(shard, joint(downs))  # [s, ..., r_1 + ... + r_m]
+        reduced = F.linear(shard, joined(downs, 0))  # [s, ..., r_1 + ... + r_m]
         ctx.comm, ctx.updates = comm, updates
-        kept = [x] if source is None else source.tensors
+        kept = [x] if source is None else list(source)
         ctx.save_for_backward(reduced, *weights, *downs, *ups, *kept)
         # A copy, because the gather of X may use the same buffer.
         gathered = comm.gather(reduced).wait(copy=True)
@@ -209,7 +203,7 @@ class AdaptedColumnParallel(torch.autograd.Function):
         rank_grad = as_dtype(reducing.wait(), reduced.dtype)
         reduction = None
         # The sum over the ranks of dP_t A is the adapter's part of dX: one more term of the local sum.
-        term = LowRankTerm(partial, joint(downs))
+        term = LowRankTerm(partial, joined(downs, 0))
         if needs_input and comm.fp8 is None:
             # The term is first, for the reason in ``LowRankTerm.plus_linear``.
             wide_grads, wide_weights = _packed_factors(output_grads, weights)
@@ -287,7 +281,7 @@ def _rank_gradient(grads: Sequence[Tensor], ups: Sequence[Tensor], updates: Upda
             parts[index] = parts[index].addmm_(grad, up, alpha=scale)
         else:
             parts[index] = scaled_product(grad, up, scale)
-    whole = joint([parts[index] for index in range(updates.num_downs)], dim=-1)
+    whole = joined([parts[index] for index in range(updates.num_downs)], -1)
     return whole.view(*grads[0].shape[:-1], whole.size(-1))
 
 

@@ -26,7 +26,8 @@ from nxd_memopt.ops.autograd import (
     without_autocast,
 )
 from nxd_memopt.ops.cross_entropy import add_matmul
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows, scaled_product
+from nxd_memopt.ops.low_rank import LowRankTerm, scaled_product
+from nxd_memopt.ops.parts import flat_rows
 from nxd_memopt.parallel_layers.functional import fp8_linear
 from nxd_memopt.parallel_layers.functional.adapted_column import (
     LowRankFactors,

@@ -12,13 +12,13 @@ from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.folded_norm import folded_bias, folded_gradients
 from nxd_memopt.ops.fp8 import FORWARD_DTYPE, Operand, as_columns, as_rows, magnitudes, product
 from nxd_memopt.ops.norm import normalise, normalise_gradient
+from nxd_memopt.ops.parts import flat_rows
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.functional.fp8_linear import (
     GatheredRows,
-    flat_rows,
     gathered_columns,
     gathering_group,
-    operands,
+    gradient_operands,
     recipe_of,
     reduced_products,
 )
@@ -59,7 +59,6 @@ class Fp8NormalisedColumns(autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
-        recipe = recipe_of(comm)
         x, mean, rstd, *saved = ctx.saved_tensors
         gains, shifts, weights = (saved[i * len(grads) : (i + 1) * len(grads)] for i in range(3))
         needed = ctx.needs_input_grad[3:]
@@ -70,24 +69,19 @@ class Fp8NormalisedColumns(autograd.Function):
             shard = flat_rows(comm.sequence_first(normalise(x, ctx.eps)[0]))
             whole = gathered_columns(as_columns(shard, ctx.input_sizes, FORWARD_DTYPE), shard.size(0), comm)
             del shard
-        rows: list[Operand] = []
-        columns: list[Operand | None] = []
-        for grad in output_grads:
-            flat = flat_rows(grad)
-            sizes = magnitudes(flat, recipe)
-            both = operands(flat, sizes, recipe.gradient_dtype, needs_columns=whole is not None)
-            rows.append(both[0])
-            columns.append(both[1])
+        both = [gradient_operands(comm, grad, needs_columns=whole is not None) for grad in output_grads]
         # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
         pairs = [
-            (rows_of_grad, as_columns(weight, sizes, FORWARD_DTYPE, gain))
-            for rows_of_grad, weight, sizes, gain in zip(rows, weights, ctx.weight_sizes, gains, strict=True)
+            (rows, as_columns(weight, sizes, FORWARD_DTYPE, gain))
+            for (rows, _), weight, sizes, gain in zip(both, weights, ctx.weight_sizes, gains, strict=True)
         ]
         reduction = reduced_products(comm, output_grads[0].shape, pairs, x.dtype)
-        del rows, pairs  # a byte for each element of all dY_i and W_i, which dW_i do not read
+        columns = [each for _, each in both]
+        del both, pairs  # a byte for each element of all dY_i and W_i, which dW_i do not read
         results: list[Tensor | None] = [None] * len(needed)
         if whole is not None:
-            products = [product(cast(Operand, each), whole(), x.dtype) for each in columns]
+            columns_of_x = whole()
+            products = [product(cast(Operand, each), columns_of_x, x.dtype) for each in columns]
             found = _parameter_grads(comm, output_grads, products, list(zip(weights, gains, shifts, strict=True)))
             results = [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
         grad_normalised = comm.original_layout(as_dtype(reduction.wait(), x.dtype))

@@ -37,10 +37,13 @@ from nxd_memopt.ops.fp8 import (
     product,
     transposed,
 )
-from nxd_memopt.ops.low_rank import LowRankTerm, flat_rows
-from nxd_memopt.ops.parts import packed_view, split_sizes
-from nxd_memopt.ops.sums import column_sums
-from nxd_memopt.parallel_layers.functional.linear import ActivationSharding, ColumnActivationSharding
+from nxd_memopt.ops.low_rank import LowRankTerm
+from nxd_memopt.ops.parts import flat_rows, joined, split_sizes
+from nxd_memopt.parallel_layers.functional.linear import (
+    ActivationSharding,
+    ColumnActivationSharding,
+    summed_over_replicas,
+)
 
 
 class Fp8ColumnParallel(torch.autograd.Function):
@@ -60,14 +63,14 @@ class Fp8ColumnParallel(torch.autograd.Function):
         # weight is a named parameter for the reason in ColumnParallel.forward
         parameters = (weight, *remaining)
         weights = cast("tuple[Tensor, ...]", parameters[0::2])
-        recipe = recipe_of(comm)
         shard = comm.sequence_first(x)
-        sizes = magnitudes(flat_rows(shard), recipe, gathering_group(comm))
+        flat = flat_rows(shard)
+        sizes = magnitudes(flat, recipe_of(comm), gathering_group(comm))
         # The columns are for the weights' gradients alone.
-        rows, columns = operands(flat_rows(shard), sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[2::2]))
+        rows, columns = operands(flat, sizes, FORWARD_DTYPE, needs_columns=any(ctx.needs_input_grad[2::2]))
         ctx.comm = comm
         ctx.dtype = x.dtype
-        ctx.shard_rows = flat_rows(shard).size(0)
+        ctx.shard_rows = flat.size(0)
         ctx.save_for_backward(*weights, *(columns or ()))
         outputs, ctx.weight_sizes = column_outputs(comm, shard, weights, parameters[1::2], rows)
         return tuple(comm.original_layout(each) for each in outputs)
@@ -76,25 +79,26 @@ class Fp8ColumnParallel(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
-        needs_input, _, *needs_parameters = ctx.needs_input_grad
+        needs_input, _, *needed = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once: a recomputed region is computed again for each read
         weights, columns_of_x = saved[: len(grads)], saved[len(grads) :]
         grad = joined([comm.sequence_first(each) for each in grads], -1)
-        recipe = recipe_of(comm)
-        sizes = magnitudes(flat_rows(grad), recipe)
         needs_weights = bool(columns_of_x)
-        rows, columns = operands(flat_rows(grad), sizes, recipe.gradient_dtype, needs_columns=needs_weights)
+        rows, columns = gradient_operands(comm, grad, needs_columns=needs_weights)
         # The order of ColumnParallel.backward: gather X, compute and reduce dX, compute dW.
         whole = gathered_columns(Operand(*columns_of_x), ctx.shard_rows, comm) if needs_weights else None
         reduction = None
         if needs_input:
-            reduction = input_grad_reduction(comm, grad.shape, rows, weights, ctx.weight_sizes, ctx.dtype)
+            operand = weight_columns(comm, joined(weights, 0), ctx.weight_sizes)
+            reduction = reduced_products(comm, grad.shape, [(rows, operand)], ctx.dtype)
+            del operand
         del rows  # a byte for each element of dY, which dW does not read
         weight_grads: Sequence[Tensor | None] = [None] * len(weights)
         if whole is not None and columns is not None:
             weight_grad = product(columns, whole(), ctx.dtype)
-            weight_grads = split_sizes(weight_grad, [weight.size(0) for weight in weights])
-        results = _parameter_grads(comm, grads, weight_grads, needs_parameters)
+            parts = split_sizes(weight_grad, [weight.size(0) for weight in weights])
+            weight_grads = [part if is_needed else None for part, is_needed in zip(parts, needed[0::2], strict=True)]
+        results = summed_over_replicas(weight_grads, grads, needed[1::2], comm.replica_groups)
         input_grad = None
         if reduction is not None:
             input_grad = comm.original_layout(as_dtype(reduction.wait(), ctx.dtype))
@@ -118,38 +122,14 @@ def column_outputs(
         rows: the rows of the shard in float8, None to round them.
     """
     if rows is None:
-        sizes = magnitudes(flat_rows(shard), recipe_of(comm), gathering_group(comm))
-        rows = as_rows(flat_rows(shard), sizes, FORWARD_DTYPE)
+        flat = flat_rows(shard)
+        rows = as_rows(flat, magnitudes(flat, recipe_of(comm), gathering_group(comm)), FORWARD_DTYPE)
     packed = joined(weights, 0)
     weight_sizes = weight_sizes_of(comm, packed)
     gathered = GatheredRows(comm, shard.shape, rows, materialize=False)
     operand = weight_rows(comm, packed, weight_sizes)
     (output,) = gathered.products([operand], shard.dtype, [_joined_bias(biases)], fast=True)
     return split_sizes(output, [each.size(0) for each in weights], dim=-1), weight_sizes
-
-
-def input_grad_reduction(
-    comm: ActivationSharding,
-    shape: Sequence[int],
-    rows: Operand,
-    weights: Sequence[Tensor],
-    weight_sizes: Magnitudes | None,
-    dtype: torch.dtype,
-    term: LowRankTerm | None = None,
-) -> ChunkedReduction:
-    """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
-
-    Args:
-        comm: sharding of X.
-        shape: of all dY_i joined, ``[S, ..., n_1 + ...]``.
-        rows: all dY_i joined, in float8.
-        weights: W_i, ``[n_i, H]``.
-        weight_sizes: from ``column_outputs``.
-        dtype: of the partial sums.
-        term: added to the sum of each rank.
-    """
-    operand = weight_columns(comm, joined(weights, 0), weight_sizes)
-    return reduced_products(comm, shape, [(rows, operand)], dtype, term=term)
 
 
 class Source(NamedTuple):
@@ -193,18 +173,19 @@ def frozen_input_grad_reduction(
     weight_sizes: Magnitudes | None,
     term: LowRankTerm,
 ) -> ChunkedReduction:
-    """Return ``input_grad_reduction`` of dY_i that are not needed for the gradients of W_i."""
-    grad, recipe = joined(grads, -1), recipe_of(comm)
-    rows = as_rows(flat_rows(grad), magnitudes(flat_rows(grad), recipe), recipe.gradient_dtype)
-    return input_grad_reduction(comm, grad.shape, rows, weights, weight_sizes, grad.dtype, term)
+    """Start reducing ``dX = sum_i dY_i W_i + term`` over the ranks; dY_i are not needed for the gradients of W_i."""
+    grad = joined(grads, -1)
+    rows, _ = gradient_operands(comm, grad, needs_columns=False)
+    operand = weight_columns(comm, joined(weights, 0), weight_sizes)
+    return reduced_products(comm, grad.shape, [(rows, operand)], grad.dtype, term=term)
 
 
 def row_reduction(
     comm: ActivationSharding, rows: Tensor, weight: Tensor, term: LowRankTerm | None
 ) -> tuple[ChunkedReduction, Magnitudes | None]:
     """Start reducing ``X W^t`` of sequence-first rows over the ranks; return ``weight_sizes_of`` the weight too."""
-    sizes = weight_sizes_of(comm, weight)
-    operand = as_rows(flat_rows(rows), magnitudes(flat_rows(rows), recipe_of(comm)), FORWARD_DTYPE)
+    sizes, flat = weight_sizes_of(comm, weight), flat_rows(rows)
+    operand = as_rows(flat, magnitudes(flat, recipe_of(comm)), FORWARD_DTYPE)
     pairs = [(operand, weight_rows(comm, weight, sizes))]
     return reduced_products(comm, rows.shape, pairs, rows.dtype, fast=True, term=term), sizes
 
@@ -221,8 +202,8 @@ def frozen_row_input_grad(
 class Fp8RowParallel(torch.autograd.Function):
     """``Y = reduce(sum_i X_i W_i^t)``; see ``functional.linear.RowParallel``.
 
-    Saves X_i as they are where another module does so too, as attention does, so that a float8 copy would
-    only add to it. What has a ``Source`` is computed again.
+    Saves X_i unrounded: another module keeps it too, as attention keeps its output, and a float8 copy would add to
+    that. An X_i with a ``Source`` is computed again.
     """
 
     @staticmethod
@@ -456,22 +437,11 @@ def operands(
     return as_rows(x, sizes, dtype), None
 
 
-def _parameter_grads(
-    comm: ColumnActivationSharding,
-    grads: Sequence[Tensor],
-    weight_grads: Sequence[Tensor | None],
-    needed: Sequence[bool],
-) -> list[Tensor | None]:
-    """Return ``[dW_1, db_1, ...]`` summed over the ranks that hold replicas, None where not needed."""
-    results: list[Tensor | None] = []
-    needs = zip(needed[0::2], needed[1::2], strict=True)
-    for grad, weight_grad, (needs_weight, needs_bias), group in zip(
-        grads, weight_grads, needs, comm.replica_groups, strict=True
-    ):
-        bias_grad = column_sums(grad) if needs_bias else None
-        for local in (weight_grad if needs_weight else None, bias_grad):
-            results.append(None if local is None else backend.all_reduce(local, group))
-    return results
+def gradient_operands(comm: ActivationSharding, grad: Tensor, *, needs_columns: bool) -> tuple[Operand, Operand | None]:
+    """Return the rows of a column-parallel layer's dY, which no rank gathers, and its columns or None."""
+    recipe = recipe_of(comm)
+    sizes = magnitudes(flat_rows(grad), recipe)
+    return operands(flat_rows(grad), sizes, recipe.gradient_dtype, needs_columns=needs_columns)
 
 
 def recipe_of(comm: ActivationSharding) -> Fp8Recipe:
@@ -483,12 +453,6 @@ def recipe_of(comm: ActivationSharding) -> Fp8Recipe:
 def gathering_group(comm: ActivationSharding) -> ProcessGroup | None:
     """Return the ranks whose shards ``comm.gather`` joins, or None."""
     return None if comm.sequence_dimension is None else comm.group
-
-
-def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Return the tensors as one, without a copy if they are packed."""
-    view = packed_view(tensors, dim)
-    return torch.cat(list(tensors), dim) if view is None else view
 
 
 def _joined_bias(biases: Sequence[Tensor | None]) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
 from nxd_memopt.ops.fp8 import Fp8Recipe
-from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.ops.parts import flat_rows, packed_view, split_sizes
 from nxd_memopt.ops.sums import column_sums
 
 
@@ -148,15 +148,15 @@ def products(
         shape = (gathering.length, *rows.shape[1:-1])
         results = results or [rows.new_empty((*shape, weight.size(0))) for weight in weights]
         for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
-            _linear_into(_flat(result[start : start + rows.size(0)]), x, weight, bias)
+            _linear_into(flat_rows(result[start : start + rows.size(0)]), x, weight, bias)
     return results
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is None:
-        torch.mm(_flat(x), weight.t(), out=out)
+        torch.mm(flat_rows(x), weight.t(), out=out)
     else:
-        torch.addmm(bias, _flat(x), weight.t(), out=out)
+        torch.addmm(bias, flat_rows(x), weight.t(), out=out)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -246,9 +246,9 @@ def input_grad_reduction(
     def rows(start: int, stop: int) -> Tensor:
         # One output buffer for all terms: addmm reads and writes it again for each further term.
         parts = [grad[start:stop] for grad in grads]
-        flat = _flat(parts[0]) @ weights[0]
+        flat = flat_rows(parts[0]) @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            flat.addmm_(_flat(part), weight)
+            flat.addmm_(flat_rows(part), weight)
         return flat.view(*parts[0].shape[:-1], flat.size(-1))
 
     return comm.reduce(rows, (*grads[0].shape[:-1], weights[0].size(1)), grads[0].dtype)
@@ -268,18 +268,25 @@ def parameter_grads(
     Returns:
         ``[dW_1, db_1, dW_2, db_2, ...]``, with None for gradients that are not needed.
     """
+    weight_grads = _weight_grads(flat_rows(x), grads, needed[0::2])
+    return summed_over_replicas(weight_grads, grads, needed[1::2], replica_groups)
+
+
+def summed_over_replicas(
+    weight_grads: Sequence[Tensor | None],
+    grads: Sequence[Tensor],
+    needs_biases: Sequence[bool],
+    replica_groups: Sequence[ProcessGroup | None],
+) -> list[Tensor | None]:
+    """Return ``parameter_grads`` of this rank's ``weight_grads``, None where not needed."""
     results: list[Tensor | None] = []
-    weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
-    for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
+    for weight_grad, grad, needs_bias, group in zip(weight_grads, grads, needs_biases, replica_groups, strict=True):
         bias_grad = column_sums(grad) if needs_bias else None
         # Each rank with a replica of W_i has the part of dY_i that comes from its own query
         # heads, so the gradients are partial sums. A group of None has one rank: the sum is a
         # no-op.
         for local in (weight_grad, bias_grad):
-            if local is None:
-                results.append(None)
-            else:
-                results.append(backend.all_reduce(local, group))
+            results.append(None if local is None else backend.all_reduce(local, group))
     return results
 
 
@@ -287,13 +294,9 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) ->
     # Packed gradients [S, ..., sum n_i] give all dW_i in one GEMM.
     packed = packed_view(grads, -1) if all(needed) else None
     if packed is not None:
-        return split_sizes(_flat(packed).t() @ x, [grad.size(-1) for grad in grads])
+        return split_sizes(flat_rows(packed).t() @ x, [grad.size(-1) for grad in grads])
     pairs = zip(grads, needed, strict=True)
-    return [_flat(grad).t() @ x if needs_weight else None for grad, needs_weight in pairs]
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))
+    return [flat_rows(grad).t() @ x if needs_weight else None for grad, needs_weight in pairs]
 
 
 class RowParallel(torch.autograd.Function):
@@ -310,8 +313,7 @@ class RowParallel(torch.autograd.Function):
     ) -> Tensor:
         # x is a named parameter for the reason in ColumnParallel.forward.
         factors = (x, *remaining)
-        inputs = factors[0::2]
-        weights = factors[1::2]
+        inputs, weights = factors[0::2], factors[1::2]
         ctx.comm = comm
         link_saved_inputs(ctx, handle, *factors)
         sequence_first = [comm.sequence_first(x) for x in inputs]
@@ -322,7 +324,7 @@ class RowParallel(torch.autograd.Function):
             # of a view that a Function returns.
             output = F.linear(parts[0], weights[0])
             for part, weight in zip(parts[1:], weights[1:], strict=True):
-                _flat(output).addmm_(_flat(part), weight.t())
+                flat_rows(output).addmm_(flat_rows(part), weight.t())
             return output
 
         # [S, ..., H]: the shape of the full partial sum, of which reduce keeps [s, ..., H] under
@@ -345,6 +347,6 @@ class RowParallel(torch.autograd.Function):
         for x, input_grad, needs_weight in zip(inputs, input_grads, needs_grad[1::2], strict=True):
             weight_grad = None
             if needs_weight:
-                weight_grad = _flat(gathering.wait()).t() @ _flat(comm.sequence_first(x))
+                weight_grad = flat_rows(gathering.wait()).t() @ flat_rows(comm.sequence_first(x))
             results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results

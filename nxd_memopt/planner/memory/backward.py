@@ -30,7 +30,7 @@ def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     """Return the moments of the backward of decoder layer ``index`` at which most memory is in use."""
     fp8 = sizes.fp8_linears(index)
     # Merged branches have other tensors than one after the other.
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
+    if merges_branches(sizes, memory):
         return with_operands(_merged_moments(sizes, kernels), sizes, kernels, fp8)
     moments = with_operands(_sequential_moments(sizes, memory, kernels), sizes, kernels, fp8)
     if sizes.fp8_experts(index):

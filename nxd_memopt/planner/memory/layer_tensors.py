@@ -94,13 +94,13 @@ class Part:
         return tensors
 
 
-def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual: bool) -> bool:
+def merges_branches(sizes: RankSizes, memory: MemoryConfig) -> bool:
     """Return whether layers run attention and MLP as one block, as GPT-NeoX's parallel residual can.
 
     A branch that is recomputed by itself or computed by tiles or groups of heads has a forward of its own, which the
     merged block would not call (``models/gpt_neox.py``, ``merged_branches``).
     """
-    if model_type != "gpt_neox" or not parallel_residual:
+    if sizes.model_type != "gpt_neox" or not sizes.mergeable:
         return False
     is_separate = {"attn", "mlp"} & set(memory.recompute_modules or ())
     return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
@@ -119,16 +119,10 @@ def saved_input(sizes: RankSizes, inputs: Tensors, *, rounds: bool) -> Tensors:
     return {f"{name} in float8": sizes.hidden * padded, f"{name} scales": scales * FP32_BYTES}
 
 
-def recomputes_activation(sizes: RankSizes, memory: MemoryConfig, fp8: Collection[str]) -> bool:
-    """Return whether backward of merged branches computes the MLP's activation again (``fp8_linear.Source``)."""
-    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
-    return merges and "mlp out" in fp8 and sizes.hidden_act != "relu"
-
-
 def merges_inputs(sizes: RankSizes, memory: MemoryConfig, index: int) -> bool:
     """Return whether merged branches of layer ``index`` share one normalised input: none of them alone rounds it."""
-    merges = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
-    return merges and sizes.adapters is None and len(sizes.fp8_linears(index) & {"qkv", "mlp in"}) != 1
+    rounded = sizes.fp8_linears(index) & {"qkv", "mlp in"}
+    return merges_branches(sizes, memory) and sizes.adapters is None and len(rounded) != 1
 
 
 def with_magnitudes(layer: Part, sizes: RankSizes, memory: MemoryConfig, index: int) -> Part:
@@ -144,29 +138,28 @@ def fp8_magnitudes(sizes: RankSizes, memory: MemoryConfig, index: int) -> Tensor
     """
     if sizes.fp8 is None:
         return {}
-    tensors: Tensors = {}
-    if merges_inputs(sizes, memory, index) and "qkv" in sizes.fp8_linears(index):
-        numbers = sizes.shard_tokens + sizes.hidden if sizes.fp8.is_rowwise else 1
-        tensors["magnitudes of normalised"] = FP32_BYTES * numbers
-    moe = sizes.moe
-    if moe is not None and sizes.fp8_experts(index):
-        experts, rows = moe.local_experts, moe.rows(sizes.tokens)
-        numbers = {
-            "the tokens": rows + experts * sizes.hidden,
-            "gate and up": experts * (2 * moe.width + sizes.hidden),
-            "down": experts * (sizes.hidden + moe.width),
-        }
-        for each, count in numbers.items():
-            tensors[f"magnitudes of the experts, {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else experts)
+    # Numbers with rowwise scales; tensorwise there is one, or one for each expert.
+    numbers: dict[str, int] = {}
     fp8 = sizes.fp8_linears(index)
+    if merges_inputs(sizes, memory, index) and "qkv" in fp8:
+        numbers["normalised"] = sizes.shard_tokens + sizes.hidden
     for name in fp8:
         outputs = sizes.linear_elements[name] // sizes.hidden
-        numbers = {name: sizes.hidden + outputs}
+        numbers[name] = sizes.hidden + outputs
         if name in ("attention output", "mlp out"):
             numbers[f"{name} input"] = sizes.tokens + outputs
-        for each, count in numbers.items():
-            tensors[f"magnitudes of {each}"] = FP32_BYTES * (count if sizes.fp8.is_rowwise else 1)
-    return tensors
+    of_experts: dict[str, int] = {}
+    experts = 0
+    if sizes.moe is not None and sizes.fp8_experts(index):
+        experts, width = sizes.moe.local_experts, sizes.moe.width
+        of_experts = {
+            "the experts' tokens": sizes.moe.rows(sizes.tokens) + experts * sizes.hidden,
+            "gate and up": experts * (2 * width + sizes.hidden),
+            "down": experts * (sizes.hidden + width),
+        }
+    if not sizes.fp8.is_rowwise:
+        numbers, of_experts = dict.fromkeys(numbers, 1), dict.fromkeys(of_experts, experts)
+    return {f"magnitudes of {name}": FP32_BYTES * count for name, count in (numbers | of_experts).items()}
 
 
 def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryConfig]]:
@@ -435,8 +428,8 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Col
     # ReLU's gradient needs its result, not its input.
     if sizes.hidden_act == "relu":
         saves = result
-    if sizes.adapters is None and recomputes_activation(sizes, memory, fp8):
-        result = {}
+    elif "mlp out" in fp8 and merges_branches(sizes, memory):
+        result = {}  # backward computes it again (``fp8_linear.Source``)
     saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
     return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
 

@@ -92,7 +92,7 @@ def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
     for count, techniques in layer_runs(memory, sizes.num_layers):
         each = 1 + max(1, num_groups)
         # models/gpt_neox.py merges in training without dropout after the branches.
-        if merges_branches(sizes.model_type, techniques, parallel_residual=sizes.mergeable):
+        if merges_branches(sizes, techniques):
             each = 1
         blocks += [each] * count
     # The bytes of all chunks of the loss together do not depend on the number of chunks.

@@ -68,33 +68,32 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
 
 
-def _rounding(sizes: RankSizes) -> tuple[frozenset[str], float]:
-    """Return the linear layers that round to float8, and in which part of the decoder layers."""
+def _rounding(sizes: RankSizes) -> tuple[dict[str, int], float]:
+    """Return the elements of linear layers that round to float8, and in which part of the decoder layers."""
     if sizes.fp8 is None:
-        return frozenset(), 0.0
+        return dict.fromkeys(sizes.linear_elements, 0), 0.0
     by_layer = [sizes.fp8_linears(index) for index in range(sizes.num_layers)]
     # All layers that round at all are alike.
     names = max(by_layer, key=len)
-    return names, sum(map(bool, by_layer)) / sizes.num_layers
+    weights = {name: count if name in names else 0 for name, count in sizes.linear_elements.items()}
+    return weights, sum(map(bool, by_layer)) / sizes.num_layers
 
 
 def fp8_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     """Return the FLOPs of ``matmul_flops`` whose operands are float8."""
-    names, part = _rounding(sizes)
-    weights = {name: count if name in names else 0 for name, count in sizes.linear_elements.items()}
     per_weight = 6 if sizes.adapters is None else 4
-    elements = per_weight * sum(weights.values()) * sizes.num_layers
-    linears = part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, weights))
-    experts, part = _rounding_experts(sizes)
-    elements = per_weight * sum(experts.values()) * sizes.num_layers
-    return linears + part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, experts))
+    flops = 0.0
+    for weights, part in (_rounding(sizes), _rounding_experts(sizes)):
+        elements = per_weight * sum(weights.values()) * sizes.num_layers
+        flops += part * sizes.tokens * (elements + 2.0 * _recomputed_elements(sizes, memory, weights))
+    return flops
 
 
 def _rounding_experts(sizes: RankSizes) -> tuple[dict[str, int], float]:
     """Return ``layer_matmul_elements`` of experts that round to float8, and in which part of the decoder layers."""
     elements = dict.fromkeys(sizes.linear_elements, 0)
-    rounds = sum(sizes.fp8_experts(index) for index in range(sizes.num_layers)) if sizes.fp8 is not None else 0
-    if sizes.moe is not None and rounds:
+    rounds = sum(sizes.fp8_experts(index) for index in range(sizes.num_layers))
+    if rounds:
         elements |= {
             name: layer_matmul_elements(sizes)[name] - sizes.linear_elements[name] for name in ("mlp in", "mlp out")
         }
@@ -110,12 +109,13 @@ def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     branches read their weights for the biases of the norms, and read and write gradients of weights, which contain the
     norms' (``ops/folded_norm.py``); the activation is computed again.
     """
-    names, part = _rounding(sizes)
+    weights, part = _rounding(sizes)
     element = sizes.element_bytes
-    forward = dict.fromkeys(sizes.linear_elements, 0)
+    forward = dict.fromkeys(weights, 0)
     backward = 0
-    for name in names:
-        weight = sizes.linear_elements[name]
+    for name, weight in weights.items():
+        if not weight:
+            continue
         own, stream = sizes.tokens * (weight // sizes.hidden), sizes.shard_tokens * sizes.hidden
         if name in ("qkv", "mlp in"):
             forward[name] = (2 * element + 2) * stream + (2 * element + 1) * weight
@@ -123,8 +123,8 @@ def fp8_cast_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
         else:
             forward[name] = (2 * element + 1) * (own + weight)
             backward += (2 * element + 2) * stream + (element + 1) * (own + weight)
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable) and names >= {"qkv", "mlp in"}:
-        backward += 4 * element * (sizes.linear_elements["qkv"] + sizes.linear_elements["mlp in"])
+    if merges_branches(sizes, memory) and weights["qkv"] and weights["mlp in"]:
+        backward += 4 * element * (weights["qkv"] + weights["mlp in"])
         backward += 2 * element * sizes.tokens * sizes.width
     once = (sum(forward.values()) + backward) * sizes.num_layers
     return part * (once + _recomputed_elements(sizes, memory, forward)) + _expert_cast_bytes(sizes, memory)
@@ -182,7 +182,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
         tiles = sizes.num_layers * weights["mlp in"]
     if memory.recompute_granularity == "full":
         last = weights["mlp out"]
-        if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
+        if merges_branches(sizes, memory):
             last += weights["attention output"]
         # A tiled MLP saves its input alone: a recomputation that stops early does not run it.
         if memory.mlp_tile_tokens is not None:

@@ -134,6 +134,30 @@ def timed_steps(loss_of: LossFunction, optimizer: Any, ids: Tensor, args: argpar
     return figures([step_s], values, ids.numel() * args.accumulation * parallel_state.get_data_parallel_size())
 
 
+def synchronized_steps(step: Callable[[], Tensor], tokens: int, args: argparse.Namespace) -> Row:
+    """Return the median time, peak memory and losses of steps that are each timed until the device has finished.
+
+    Peak memory counts from the end of the warm-up, which compiles kernels and records CUDA graphs.
+
+    Args:
+        step: runs a training step and returns its loss.
+        tokens: tokens of a step of all devices together.
+        args: with ``steps`` and ``warm_up_steps``.
+    """
+    times: list[float] = []
+    losses: list[float] = []
+    for i in range(args.warm_up_steps + args.steps):
+        if i == args.warm_up_steps:
+            backend.reset_peak_memory_stats()
+        backend.synchronize()
+        start = time.perf_counter()
+        loss = step()
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+        losses.append(round(loss.item(), 4))
+    return figures(times[args.warm_up_steps :], losses, tokens)
+
+
 def figures(times: list[float], losses: list[float], tokens: int) -> Row:
     """Return the columns of timed steps.
 

@@ -9,7 +9,6 @@ float8, one matmul after the other, so that no device needs room for them in bf1
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
@@ -33,12 +32,12 @@ from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.steps import (
     LossFunction,
     Row,
-    figures,
     limit_device_memory,
     random_tokens,
     recompute_of_all_layers,
     record_rows,
     step_parser,
+    synchronized_steps,
     with_figures,
     with_options,
 )
@@ -133,22 +132,17 @@ def measure(variant: str, memory: MemoryConfig, tokens: int, args: Any) -> Row:
     model.train()
     optimizer = optimizer_of(variant, model.parameters())
     ids = random_tokens(config, args.sequences, tokens).squeeze(1)
-    times: list[float] = []
-    losses: list[float] = []
-    for i in range(args.warm_up_steps + args.steps):
-        if i == args.warm_up_steps:
-            backend.reset_peak_memory_stats()
-        backend.synchronize()
-        start = time.perf_counter()
+
+    def step() -> Tensor:
         loss = loss_of(ids)
+        # a graph runs backward itself
         if loss.requires_grad:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        backend.synchronize()
-        times.append(time.perf_counter() - start)
-        losses.append(round(loss.item(), 4))
-    return figures(times[args.warm_up_steps :], losses, ids.numel())
+        return loss.detach()
+
+    return synchronized_steps(step, ids.numel(), args)
 
 
 def main() -> None:

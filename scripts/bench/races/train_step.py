@@ -26,7 +26,6 @@ in which the first GPU only communicated.
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,12 +50,12 @@ from scripts.bench.harness.configs import CONFIGS
 from scripts.bench.harness.steps import (
     Row,
     exposed_ms,
-    figures,
     limit_device_memory,
     random_tokens,
     recompute_of_all_layers,
     record_rows,
     step_parser,
+    synchronized_steps,
     with_figures,
     with_options,
 )
@@ -202,21 +201,8 @@ def measure(
         stepper.zero_grad()
         return total
 
-    # Each step is timed until the device has finished. Peak memory counts from the end of the
-    # warm-up, which compiles kernels and records CUDA graphs.
-    times: list[float] = []
-    losses: list[float] = []
-    for i in range(args.warm_up_steps + args.steps):
-        if i == args.warm_up_steps:
-            backend.reset_peak_memory_stats()
-        backend.synchronize()
-        start = time.perf_counter()
-        loss = step()
-        backend.synchronize()
-        times.append(time.perf_counter() - start)
-        losses.append(round(loss.item(), 4))
     sequences = accumulation * parallel_state.get_data_parallel_size()
-    result = figures(times[args.warm_up_steps :], losses, tokens * sequences)
+    result = synchronized_steps(step, tokens * sequences, args)
     # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
     if backend.name == "cuda":
         result["exposed_ms"] = round(exposed_ms(step, trace), 1)
