@@ -124,7 +124,8 @@ def test_recompute_and_the_other_dispatcher(stage: str, memory: dict[str, Any], 
 @distributed(world_size=2)
 def test_kept_attention_of_sharded_experts() -> None:
     """The recompute gathers experts in other steps than forward, between the operators that torch compares."""
-    memory = {"recompute_granularity": "full", "recompute_keep_core_attn": True, "attention_backend": "sdpa"}
+    memory: dict[str, Any] = {"recompute_granularity": "full", "recompute_keep_core_attn": True}
+    memory["attention_backend"] = "sdpa"
     compare("zero3", 1, 2, **memory)
 
 

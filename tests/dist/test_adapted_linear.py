@@ -161,7 +161,7 @@ def test_the_gradient_of_a_from_the_input_of_the_norm(sequence_dimension, checkp
     for a, b in zip(doubled, results(after_norm(lambda normed: 2 * normed), layers, inputs), strict=True):
         assert_float64_close(a, b)
     with torch.inference_mode():  # tensors have no versions
-        assert torch.equal(run(add_rms_norm(*inputs, weight, 1e-6)[0])[0], found[0])
+        assert torch.equal(run(add_rms_norm(inputs[0], inputs[1], weight, 1e-6)[0])[0], found[0])
 
 
 @distributed(world_size=1)
