@@ -70,8 +70,6 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
 
 def _rounding(sizes: RankSizes) -> tuple[dict[str, int], float]:
     """Return the elements of linear layers that round to float8, and in which part of the decoder layers."""
-    if sizes.fp8 is None:
-        return dict.fromkeys(sizes.linear_elements, 0), 0.0
     by_layer = [sizes.fp8_linears(index) for index in range(sizes.num_layers)]
     # All layers that round at all are alike.
     names = max(by_layer, key=len)
