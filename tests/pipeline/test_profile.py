@@ -46,7 +46,7 @@ def kept(ranks: list[dict[str, Any]]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "in_flight"), [(None, [(2,), (1,)]), pytest.param(2, [(3, 2), (2, 1)], marks=pytest.mark.slow)]
+    ("chunks", "in_flight"), [(None, [(2,), (1,)]), pytest.param(2, [(4, 1), (2, 1)], marks=pytest.mark.slow)]
 )
 def test_stages_have_the_rows_of_one_rank(tmp_path: Path, chunks: int | None, in_flight: list[tuple[int, ...]]) -> None:
     config = write_config(
