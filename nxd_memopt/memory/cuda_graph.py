@@ -99,7 +99,7 @@ class GraphedLoss:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return the detached loss and accumulate gradients into the parameters' ``.grad``.
 
-        Its ``backward()`` raises, because backward is done.
+        Do not call ``backward()`` on the loss: this call has run it.
 
         Args:
             inputs: tensors on the device that do not require gradients.
@@ -116,7 +116,7 @@ class GraphedLoss:
         if state.warmup_calls < WARM_UP_CALLS:
             loss = self._run_eagerly(state, inputs)
             state.warmup_calls += 1  # after the call: one that fails does not count
-            return _with_backward_done(loss)
+            return loss
         graph = self._select_graph(state, inputs)
         # The graph reads fixed addresses: copy the inputs to the static tensors, replay, and
         # return a copy of the static loss, which the next replay overwrites.
@@ -124,7 +124,7 @@ class GraphedLoss:
             static_input.copy_(current_input)
         graph.capture.replay()
         self._assign_static_grads(state)
-        return _with_backward_done(graph.capture.result.clone())
+        return graph.capture.result.clone()
 
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
         for i, value in enumerate(inputs):
@@ -323,17 +323,6 @@ class GraphedLoss:
                 static_grad.copy_(parameter.grad)
                 move_sum(parameter.grad, static_grad)
             parameter.grad = static_grad
-
-
-def _with_backward_done(loss: Tensor) -> Tensor:
-    """Return ``loss``, whose ``backward()`` says that gradients exist already, where PyTorch names a missing graph."""
-    loss.backward = _refuse_backward
-    return loss
-
-
-def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    del args, kwargs
-    raise RuntimeError("GraphedLoss runs backward itself, gradients are in .grad: leave loss.backward() out")
 
 
 def _set_flag(flags: list[bool], index: int, parameter: Tensor) -> None:

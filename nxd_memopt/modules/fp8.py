@@ -68,7 +68,7 @@ def experts_in_bf16(model: ParallelCausalLM) -> str | None:
 
 
 def float8_groups(model: ParallelCausalLM, *, first_last_layers_bf16: int = 0) -> list[list[nn.Parameter]]:
-    """Return the weights that ``load_pretrained`` may store in float8: those of one matmul, which share a scale.
+    """Return the weights that ``load_pretrained`` may store in float8: a list for each matmul, with one scale.
 
     Call ``use_fp8`` with equal ``first_last_layers_bf16`` and without ``tokens``.
     """

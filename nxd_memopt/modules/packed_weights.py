@@ -31,7 +31,7 @@ class PackedWeights(SharedInput):
         super().share_input()
 
     def pack_weights(self) -> None:
-        """Copy the weights, and those A of their adapters, into one storage each; peak memory one extra copy."""
+        """Copy the weights into one storage, and A of their adapters into another; peak memory one extra copy."""
         layers: list[Any] = [self.get_submodule(name) for name in self.shared_input_layers]
         # A module that replaces a layer, such as an adapter, may have no weight, or another one.
         if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
@@ -60,13 +60,12 @@ def _pack(weights: Sequence[nn.Parameter]) -> None:
     )
     if not (first.is_cuda and alike and has_triton()) or packed_view(weights, 0) is not None:
         return
+    # float8 as bytes, because torch.cat does not take it on all devices
+    copied = [weight.detach() for weight in weights]
+    packed = torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in copied]).view(first.dtype)
+    slices = split_sizes(packed, [weight.size(0) for weight in weights])
     # Each parameter becomes a slice of the copy. Setting ``data`` keeps the Parameter
     # objects, so optimizers, ties and shard attributes stay valid.
-    # as bytes if they are float8, which torch.cat does not take on all devices
-    values = [weight.detach() for weight in weights]
-    packed = torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in values])
-    packed = packed.view(first.dtype)
-    slices = split_sizes(packed, [weight.size(0) for weight in weights])
     for weight, values in zip(weights, slices, strict=True):
         weight.data = values
 

@@ -1,4 +1,4 @@
-"""Operations on experts' rows beside the matmuls: the gated activation, its gradients, and sums of rows."""
+"""Operations on experts' rows other than matmuls: the gated activation, its gradients, and sums of rows."""
 
 from __future__ import annotations
 

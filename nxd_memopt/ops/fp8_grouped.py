@@ -24,7 +24,7 @@ def magnitudes(x: Tensor, rows: ExpertRows | None, recipe: Fp8Recipe, *, gathers
         x: ``[R, K]``, or with ``gathers`` ``[N, K]``; weights ``[E, n, K]``, with ``E n`` for R.
         rows: the experts' rows, None of weights; those after the last expert's end are not read.
         recipe: one number for each expert, or for its rows and columns.
-        gathers: row r is that of the token of row r.
+        gathers: read the row of the token for each row.
     """
     if can_use_triton(x):
         return Magnitudes(*cuda.magnitudes(x, rows, recipe.is_rowwise, gathers=gathers))
@@ -43,7 +43,7 @@ def as_rows(x: Tensor, rows: ExpertRows, sizes: Magnitudes, dtype: torch.dtype, 
         rows: the experts' rows; after the last expert's end the result is arbitrary.
         sizes: magnitudes of ``x``.
         dtype: of the data.
-        gathers: row r is that of the token of row r.
+        gathers: read the row of the token for each row.
     """
     if can_use_triton(x):
         return Operand(*cuda.cast(x, rows, *sizes, dtype, gathers=gathers, rows=True, columns=False)[:2])

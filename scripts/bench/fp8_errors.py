@@ -3,7 +3,7 @@
     python -m scripts.bench.fp8_errors --pretrained build/smollm2-135m-instruct --text README.md --tokens 1024
 
 Prints a table for docs/precision.md: the ratio of signal to noise in dB of output, input gradient and weight gradient,
-lowest and median over the decoder layers. Operands are those of a forward and backward in bf16.
+lowest and median over the decoder layers. The operands come from a forward and backward in bf16.
 """
 
 from __future__ import annotations

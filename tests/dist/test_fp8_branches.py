@@ -27,7 +27,7 @@ LENGTH, BATCH, HIDDEN, WIDTHS = 22, 3, 32, (32, 64)
 
 
 def branches_of(recipe: Fp8Recipe, *, bias: bool, sequence_parallel: bool):
-    """Pairs of a norm, whose gains and shifts are not those of another, and a layer."""
+    """Pairs of a norm, whose gains and shifts differ from pair to pair, and a layer."""
     size = dist.get_world_size()
     pairs = []
     for number, width in enumerate(WIDTHS):

@@ -15,7 +15,7 @@ _LARGEST = {"TILE": TILE_ROWS, "ROWS": 8, "COLUMNS": 1024, "num_warps": 4}
 _CAST = {"TILE": TILE_ROWS, "COLUMNS": 128, "num_warps": 8}
 # Tiles of 128 x 256 multiply Mixtral's fast sums at 1,390 TFLOP/s on an H200, of 128 x 128 at 1,260. Precise sums with
 # an addition in fp32 after each 128 products stop the tensor cores: 1,036, and 885. In sums of 512 errors of one
-# sign are an eighth of those in 4,096, about 40 dB (docs/precision.md), below the rounding to float8.
+# sign are by calculation an eighth of the errors in sums of 4,096: about 40 dB (docs/precision.md), not measured.
 _FAST = {"BLOCK_M": TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 128, "SUM": 2**30}
 _PRECISE = _FAST | {"SUM": 512}
 _OVER_ROWS = {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 128, "SUM": 512}

@@ -31,7 +31,7 @@ def _rows_of_tile(tiles, tile, most, GROUP_ROWS: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def _read(x, tokens, row, exists, column, is_column, stride, GATHERS: tl.constexpr):  # noqa: N803
-    """Return rows, or with GATHERS those of their tokens, in fp32; zeros for rows that do not exist."""
+    """Return rows of x, or with GATHERS the rows of their tokens, in fp32; zeros for rows that do not exist."""
     source = row
     if GATHERS:
         source = tl.load(tokens + row, mask=exists, other=0)

@@ -281,8 +281,8 @@ def _rank_gradient(grads: Sequence[Tensor], ups: Sequence[Tensor], updates: Upda
             parts[index] = parts[index].addmm_(grad, up, alpha=scale)
         else:
             parts[index] = scaled_product(grad, up, scale)
-    whole = joined([parts[index] for index in range(updates.num_downs)], -1)
-    return whole.view(*grads[0].shape[:-1], whole.size(-1))
+    columns = joined([parts[index] for index in range(updates.num_downs)], -1)
+    return columns.view(*grads[0].shape[:-1], columns.size(-1))
 
 
 def _up_gradients(
