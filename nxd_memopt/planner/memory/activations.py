@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.memory.adapted_layers import frozen_norm, layer_parts, rotates_with_grad
+from nxd_memopt.planner.memory.layer_parts import layer_parts, rotates_with_grad
 from nxd_memopt.planner.memory.layer_tensors import (
     KEEPABLE_ATTENTION,
     SINGLE_KERNELS,
@@ -18,9 +18,8 @@ from nxd_memopt.planner.memory.layer_tensors import (
     dropout_bytes,
     fp8_magnitudes,
     layer_kernels,
-    layer_norm_tensors,
     layer_runs,
-    rms_norm_tensors,
+    norm_tensors,
 )
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes, rank_sizes
 from nxd_memopt.planner.techniques.recomputation import Recomputation
@@ -221,13 +220,8 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
         tensors |= _embedding_tensors(sizes, kernels)
     if not sizes.has_head:
         return tensors
-    if sizes.is_gated:
-        norm = rms_norm_tensors(sizes, kernels, "final norm input")
-    else:
-        norm = layer_norm_tensors(sizes, kernels, "final norm input")
-    if sizes.adapters is not None:
-        norm = frozen_norm(norm)
-    tensors |= norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
+    tensors |= norm_tensors(sizes, kernels, "final norm input").saves
+    tensors |= loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
     if sizes.moe is not None and sizes.moe.has_hf_loss:
         # The divisor, and the experts' shares.
         shares = sizes.moe.num_experts * sizes.moe.number_bytes

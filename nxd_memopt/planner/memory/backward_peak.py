@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.activations import Activations, activations
-from nxd_memopt.planner.memory.adapted_layers import layer_parts
 from nxd_memopt.planner.memory.backward import ATTENTION_SAVED, layer_moments
 from nxd_memopt.planner.memory.gradient_reduction import BackwardReduction
 from nxd_memopt.planner.memory.layer_moment import Moment, with_fp32_sums
+from nxd_memopt.planner.memory.layer_parts import layer_parts
 from nxd_memopt.planner.memory.layer_tensors import ROUTER_STATISTICS, Kernels, layer_kernels, layer_runs
 from nxd_memopt.planner.memory.step import ABSENT, Step
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes

@@ -1,6 +1,6 @@
-"""The tensors that a decoder layer keeps for backward: which module saves which, and their bytes.
+"""The tensors that the operations of a decoder layer keep for backward: which saves which, and their bytes.
 
-A layer is a tree of parts. A part has the tensors that a checkpoint around it keeps (its inputs),
+A layer is a tree of parts (``layer_parts.py``). A part has the tensors that a checkpoint around it keeps (its inputs),
 those that it saves without recomputation, and the parts inside it. A tensor that several parts save
 has one name and counts once, as its storage exists once. Sources: the ``save_for_backward`` calls in
 ``ops/``, ``modules/`` and ``parallel_layers/functional/``; ``tests/planner/test_activations.py``
@@ -13,12 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from nxd_memopt.architectures.adapters import QKV
-from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.memory.expert_tensors import expert_tensors
 from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT
 from nxd_memopt.planner.sizes.rank_sizes import FP32_BYTES, RankSizes
-from nxd_memopt.planner.techniques.tiling import require_head_groups
 
 MODEL_TYPES_WITH_QK_NORM = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""
@@ -125,11 +122,6 @@ def merges_inputs(sizes: RankSizes, memory: MemoryConfig, index: int) -> bool:
     return merges_branches(sizes, memory) and sizes.adapters is None and len(rounded) != 1
 
 
-def with_magnitudes(layer: Part, sizes: RankSizes, memory: MemoryConfig, index: int) -> Part:
-    """Return layer ``index`` with the magnitudes that its float8 linear layers and experts keep."""
-    return replace(layer, parts=(*layer.parts, Part("magnitudes", saves=fp8_magnitudes(sizes, memory, index))))
-
-
 def fp8_magnitudes(sizes: RankSizes, memory: MemoryConfig, index: int) -> Tensors:
     """Return the magnitudes that layer ``index`` keeps, whatever is recomputed: of what is rounded twice.
 
@@ -191,42 +183,6 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
     return [run for run in ((first, selective), (num_layers - first, plain)) if run[0]]
 
 
-def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
-    """Return the parts of a decoder layer under the techniques of ``layer_runs``.
-
-    With experts, layer ``index`` has one row of statistics more as its input than the layer before it. A
-    layer with an attention window runs tiles instead of a kernel that has no windows.
-
-    Raises:
-        ValueError: the activations of the architecture, or of a technique, are not planned.
-    """
-    if sizes.moe is not None:
-        require_whole_layers(memory, "layers with experts")
-    if memory.attention_head_groups == "auto":
-        raise ValueError(
-            "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
-        )
-    if memory.attention_head_groups is not None:
-        require_head_groups(memory.attention_head_groups, (sizes.heads, sizes.kv_heads))
-    kernels = layer_kernels(sizes, kernels, index)
-    fp8 = sizes.fp8_linears(index)
-    if sizes.is_gated:
-        layer = _llama_layer(sizes, memory, kernels, index, fp8)
-    elif merges_inputs(sizes, memory, index):
-        layer = _merged_gpt_neox_layer(sizes, memory, kernels, fp8)
-    else:
-        layer = _gpt_neox_layer(sizes, memory, kernels, index, fp8)
-    return with_magnitudes(layer, sizes, memory, index)
-
-
-def require_whole_layers(memory: MemoryConfig, what: str) -> None:
-    """Raise ``ValueError`` if ``memory`` splits layers or moves their weights, which ``what`` do not support."""
-    for name in ("mlp_tile_tokens", "attention_head_groups", "cpu_offloading_weights"):
-        value = getattr(memory, name)
-        if value:
-            raise ValueError(f"{name} {value!r} does not support {what}: leave it out")
-
-
 def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     """Return the kernels of layer ``index``: tiles of attention if the implementation has no windows."""
     # A layer whose queries see all keys runs the implementation that was chosen.
@@ -247,13 +203,19 @@ def column_bytes(sizes: RankSizes, columns: int) -> int:
     return sizes.tokens * columns * sizes.element_bytes
 
 
-def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
+def norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
+    """Return what the norm of ``name`` saves: RMSNorm, or with GPT-NeoX LayerNorm, whose statistics ``norm`` names."""
+    if not sizes.is_gated:
+        return layer_norm_tensors(sizes, kernels, name, norm)
+    return _rms_norm_tensors(sizes, kernels, name)
+
+
+def _rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     """Return what an RMSNorm of ``name`` saves.
 
-    Plain operations save the input in fp32 (no copy if it is fp32) and the normalised input, which is
-    multiplied with the weight. The kernel and compilers save the input only and compute both again: of
-    LLaMA-2-7B on one of 8 ranks, XLA's graph keeps 4 MiB of each norm besides the statistics, where
-    plain operations keep 12.
+    Plain operations save the input in fp32 (no copy if it is fp32) and the normalised input, which the gradient of the
+    weight needs. The kernel and compilers save the input only and compute both again: of LLaMA-2-7B on one of 8
+    ranks, XLA's graph keeps 4 MiB of each norm besides the statistics, where plain operations keep 12.
     """
     inputs = {name: residual_bytes(sizes)}
     statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
@@ -262,7 +224,9 @@ def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     wide = inputs
     if sizes.element_bytes != FP32_BYTES:
         wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
-    return Part("norm", inputs, wide | statistics | {f"{name} normalised": residual_bytes(sizes)})
+    # With adapters the weight is frozen.
+    normalised = {f"{name} normalised": residual_bytes(sizes)} if sizes.adapters is None else {}
+    return Part("norm", inputs, wide | statistics | normalised)
 
 
 def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
@@ -366,27 +330,8 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
     return {"query": column_bytes(sizes, sizes.query)}, {"key": column_bytes(sizes, sizes.kv)}, value
 
 
-def _attention(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str] = ()
-) -> Part:
-    """Return what projections and core attention save, with ``inputs`` as their input.
-
-    By groups of heads (``modules/head_groups.py``) each group runs under a checkpoint.
-    """
-    if memory.attention_head_groups is not None:
-        return Part("attn", inputs, inputs)
-    # One float8 matmul computes all three on all devices.
-    operands = rotated(sizes, memory, kernels, shares=not sizes.is_gated or "qkv" in fp8)
-    core = core_attention(sizes, kernels, *operands)
-    saves = saved_input(sizes, inputs, rounds="qkv" in fp8) | {"attention": column_bytes(sizes, sizes.query)}
-    if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
-        saves |= head_norm_tensors(sizes, kernels, "query", sizes.heads)
-        saves |= head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
-    return Part("attn", inputs, saves, (core,))
-
-
 def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
-    """Return what an RMSNorm over each head of query or key saves, as ``rms_norm_tensors``."""
+    """Return what an RMSNorm over each head of query or key saves, as ``_rms_norm_tensors``."""
     values = sizes.tokens * heads * sizes.head_dim
     statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
     projected = {f"projected {name}": values * sizes.element_bytes}
@@ -395,104 +340,8 @@ def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int)
     wide = projected
     if sizes.element_bytes != FP32_BYTES:
         wide = {f"projected {name} in fp32": values * FP32_BYTES}
-    return wide | statistics | {f"{name} normalised": values * sizes.element_bytes}
-
-
-def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors, fp8: Collection[str]) -> Part:
-    """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
-    if memory.mlp_tile_tokens is not None:
-        return Part("mlp", inputs, inputs)
-    width = column_bytes(sizes, sizes.width)
-    saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
-    if kernels.fused:
-        return Part("mlp", inputs, saved | {"gate, up": 2 * width})
-    both = {"gate": width, "up": width}
-    # One float8 matmul computes both.
-    if "mlp in" in fp8:
-        both = {"gate, up": 2 * width}
-    saves = both | {"activated gate": width}
-    # ReLU's gradient needs its result, not its input.
-    if sizes.hidden_act == "relu":
-        saves.pop("gate", None)
-    return Part("mlp", inputs, saved | {"mlp activation": width}, (Part("mlp_act", both, saves),))
-
-
-def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors, fp8: Collection[str] = ()) -> Part:
-    """Return what GPT-NeoX's MLP saves: the activation's input and its result."""
-    if memory.mlp_tile_tokens is not None:
-        return Part("mlp", inputs, inputs)
-    width = column_bytes(sizes, sizes.width)
-    expanded = {"expanded": width}
-    result = {"mlp activation": width}
-    saves = expanded
-    # ReLU's gradient needs its result, not its input.
-    if sizes.hidden_act == "relu":
-        saves = result
-    elif "mlp out" in fp8 and merges_branches(sizes, memory):
-        result = {}  # backward computes it again (``fp8_linear.Source``)
-    saved = saved_input(sizes, inputs, rounds="mlp in" in fp8)
-    return Part("mlp", inputs, saved | result, (Part("mlp_act", expanded, saves),))
-
-
-def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
-    """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
-    statistics = _statistics(sizes, index)
-    normed = {"normed attention input": residual_bytes(sizes)}
-    normed_mlp = {"normed mlp input": residual_bytes(sizes)}
-    parts = (
-        rms_norm_tensors(sizes, kernels, "layer input"),
-        _attention(sizes, memory, kernels, normed, fp8),
-        rms_norm_tensors(sizes, kernels, "mlp input"),
-        _gated_mlp(sizes, memory, kernels, normed_mlp, fp8),
-    )
-    if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
-    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, {}, parts)
-
-
-def _statistics(sizes: RankSizes, index: int) -> Tensors:
-    """Return the statistics of the routers before layer ``index``, an input of the layer."""
-    return {} if sizes.moe is None or index == 0 else {ROUTER_STATISTICS: index * sizes.moe.row_bytes}
-
-
-def _experts(sizes: RankSizes, moe: MoESizes, kernels: Kernels, statistics: Tensors, index: int) -> Part:
-    """Return what a mixture of experts saves; the statistics of the layers before only if it is checkpointed."""
-    normed = {"normed mlp input": residual_bytes(sizes)}
-    saves = expert_tensors(sizes, moe, fused=kernels.fused, rounds=sizes.fp8_experts(index))
-    # Of the shared expert, next to the input of the router.
-    if "mlp in" in sizes.fp8_linears(index):
-        saves |= saved_input(sizes, normed, rounds=True)
-    return Part("moe", normed | statistics, saves)
-
-
-def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, fp8: Collection[str]) -> Part:
-    """Return the parts of GPT-NeoX's layer with merged branches.
-
-    The projections save the layer's input and its statistics; backward normalises and gathers
-    again (``modules/parallel_residual.py``). The norms are not called, so nothing changes if they are recomputed.
-    """
-    norm = layer_norm_tensors(sizes, kernels, "layer input")
-    attention = _attention(sizes, memory, kernels, {}, fp8)
-    mlp = _plain_mlp(sizes, memory, {}, fp8)
-    return Part("layer", norm.inputs, norm.saves, (attention, mlp))
-
-
-def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int, fp8: Collection[str]) -> Part:
-    """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
-    mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
-    parts = (
-        layer_norm_tensors(sizes, kernels, "layer input"),
-        _attention(sizes, memory, kernels, {"normed attention input": residual_bytes(sizes)}, fp8),
-        layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
-        _plain_mlp(sizes, memory, {"normed mlp input": residual_bytes(sizes)}, fp8),
-    )
-    statistics = _statistics(sizes, index)
-    if sizes.moe is not None:
-        parts = (*parts[:-1], _experts(sizes, sizes.moe, kernels, statistics, index))
-    masks: Tensors = {}
-    if sizes.hidden_dropout:
-        masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
-    return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, masks, parts)
+    normalised = {f"{name} normalised": values * sizes.element_bytes} if sizes.adapters is None else {}
+    return wide | statistics | normalised
 
 
 def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:

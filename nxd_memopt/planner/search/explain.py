@@ -17,7 +17,7 @@ MEMORY_TERMS = {
     "small tensors": ("sums and statistics below 1 MiB that no term counts", "peak.SMALL_TENSORS_BYTES"),
     "peer memory": ("4 slots of S x B x H, or of a chunk of the loss", "peer_slots.slot_bytes"),
     "gradients": ("those at the peak, as data_parallel.grad_reduce_in_fp32 says", "states.gradient_bytes"),
-    "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
+    "activations": ("storages kept for backward, layer by layer", "layer_parts.layer_parts"),
     "other micro-batches": ("what the forwards of the micro-batches in flight keep", "pipeline_schedule.in_flight"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
