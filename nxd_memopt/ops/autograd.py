@@ -167,6 +167,13 @@ def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
     return ctx.handle.tensors(), ctx.handle.needs_grad()
 
 
+def require_first_backward(ctx: Any) -> None:
+    """Raise ``RuntimeError`` in a second backward of a Function whose first one overwrites its saved tensors."""
+    if getattr(ctx, "is_overwritten", False):
+        raise RuntimeError("this graph allows one backward: compute the loss again, or drop retain_graph")
+    ctx.is_overwritten = True
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which operations on the device of ``tensor`` keep its dtype."""
     # A meta tensor has no autocast; without autocast an own context would cost host time in each layer.

@@ -15,6 +15,7 @@ from nxd_memopt.ops.autograd import (
     SavedInputs,
     first_derivative_only,
     link_saved_inputs,
+    require_first_backward,
     save_inputs_first,
     saved_inputs,
 )
@@ -86,7 +87,7 @@ class _WeightedDown(torch.autograd.Function):
         weights: Tensor,
         down: Tensor,
     ) -> Tensor:
-        ctx.rows, ctx.recipe, ctx.hidden_act, ctx.is_overwritten = rows, recipe, hidden_act, False
+        ctx.rows, ctx.recipe, ctx.hidden_act = rows, recipe, hidden_act
         link_saved_inputs(ctx, handle, gate_up, weights, down)
         activated = gated_of_rows(gate_up, hidden_act)
         operand = as_rows(activated, rows, magnitudes(activated, rows, recipe), FORWARD_DTYPE)
@@ -98,9 +99,7 @@ class _WeightedDown(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError("the experts' graph allows one backward: compute the loss again, or drop retain_graph")
-        ctx.is_overwritten = True
+        require_first_backward(ctx)
         rows: ExpertRows = ctx.rows
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
         gradient, columns = _gradient(grad, rows, ctx.recipe, gathers=True, needs_columns=needs_down)

@@ -42,7 +42,7 @@ class Target:
 
     Attributes:
         param_groups: the optimizer's groups, frozen parameters included.
-        options: options of each group without ``params``, as the optimizer class needs them.
+        options: groups with the options that the optimizer class needs; their ``params`` are not read.
         sharding: ``[rank, D]``.
         stages: [stage of the files][group][number in the group] -> position among the parameters, None for one of
             another rank; needed if this run has another number of stages.

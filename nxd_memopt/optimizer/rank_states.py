@@ -97,10 +97,7 @@ class StatesInRankFiles:
         trained = [param for group in self.param_groups for param in group["params"]]
         require_no_experts(trained, "a file per rank", "use load_training_state")
         state: dict[str, Any] = {}
-        options = []
-        for group in self.base_optimizer.param_groups:
-            options.append({name: value for name, value in group.items() if name != "params"})
-        target = Target(self.param_groups, options, self._sharding(), stages)
+        target = Target(self.param_groups, self.base_optimizer.param_groups, self._sharding(), stages)
         # Ranks of one host take turns, which bounds the host memory. A rank that fails makes all
         # ranks raise: the other ranks would wait for it in the all-gather below.
         for is_my_turn in coordination.turns(num_workers):

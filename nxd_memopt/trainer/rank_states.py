@@ -73,8 +73,7 @@ def load_model(
 def _model_files(source: Path) -> RankFiles:
     """Return the model's files: this rank's stage, or all stages if this run has another number of them."""
     files = find_rank_files(source / "model")
-    size = parallel_state.get_pipeline_model_parallel_size()
-    if files.pipeline_model_parallel_size != size:
+    if files.pipeline_model_parallel_size != parallel_state.get_pipeline_model_parallel_size():
         return files
     return _of_own_stage(files)
 
@@ -272,12 +271,9 @@ def _load_unsharded(source: Path, optimizer: Any, stages: StageParameters) -> No
     if not stages and _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
-    options = []
-    for group in optimizer.param_groups:
-        options.append({name: value for name, value in group.items() if name != "params"})
     # (0, 1): the only chunk of one, because this optimizer's states are not sharded over
     # data-parallel ranks.
-    target = Target(optimizer.param_groups, options, (0, 1), stages)
+    target = Target(optimizer.param_groups, optimizer.param_groups, (0, 1), stages)
     state = read_state(OptimizerFiles(files), target)
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 

@@ -91,8 +91,9 @@ class Adapted:
             unavailable=unavailable,
         )
 
-    def _factors(self) -> LowRankFactors | None:
-        """Return the adapter, or None if its factors must be called."""
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter, if it is computed with the layer; None if its factors must be called."""
         if not self.fused_adapter.is_active:
             return None
         return LowRankFactors(self.lora_A.weight, self.lora_B.weight, self.scale)
@@ -118,11 +119,6 @@ class LoraColumnParallelLinear(Adapted, ColumnParallelLinear):
     reduce-scattered. Otherwise that gradient is all-reduced. Created by ``adapt``.
     """
 
-    @property
-    def factors(self) -> LowRankFactors | None:
-        """The adapter, if it is computed with the layer."""
-        return self._factors()
-
     def forward(self, input: Tensor) -> Tensor:
         (output,) = column_parallel_linears(input, [self])
         return self.adapted(input, output)
@@ -138,11 +134,6 @@ class LoraRowParallelLinear(Adapted, RowParallelLinear):
     A is sharded like W and B is replicated: the r columns of A's output are reduced as Y is. Created
     by ``adapt``.
     """
-
-    @property
-    def factors(self) -> LowRankFactors | None:
-        """The adapter, if it is computed with the layer."""
-        return self._factors()
 
     def forward(self, input: Tensor) -> Tensor:
         factors = self.factors

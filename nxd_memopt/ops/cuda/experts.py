@@ -18,6 +18,7 @@ from nxd_memopt.ops.autograd import (
     SavedInputs,
     first_derivative_only,
     link_saved_inputs,
+    require_first_backward,
     save_inputs_first,
     saved_inputs,
 )
@@ -98,7 +99,7 @@ class _WeightedDown(torch.autograd.Function):
         weights: Tensor,
         down: Tensor,
     ) -> Tensor:
-        ctx.rows, ctx.kind, ctx.is_overwritten = rows, kind, False
+        ctx.rows, ctx.kind = rows, kind
         link_saved_inputs(ctx, handle, gate_up, weights, down)
         activated = gated_of_rows(gate_up, kind)
         outputs = matmul_of_rows(activated, down, rows, gathers=False)
@@ -107,9 +108,7 @@ class _WeightedDown(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError("the experts' graph allows one backward: compute the loss again, or drop retain_graph")
-        ctx.is_overwritten = True
+        require_first_backward(ctx)
         (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
         operand, gathers = _operand(grad, ctx.rows, down.size(2))
         # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.

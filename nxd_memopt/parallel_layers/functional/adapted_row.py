@@ -21,6 +21,7 @@ from nxd_memopt.ops.autograd import (
     cast_if_autocast_enabled,
     first_derivative_only,
     link_saved_inputs,
+    require_first_backward,
     save_inputs_first,
     saved_inputs,
     without_autocast,
@@ -34,7 +35,7 @@ from nxd_memopt.parallel_layers.functional.adapted_column import (
     products_with_terms,
     require_frozen,
 )
-from nxd_memopt.parallel_layers.functional.gated_mlp import require_first_backward, row_tiles
+from nxd_memopt.parallel_layers.functional.gated_mlp import row_tiles
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
-from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.autograd import (
+    SavedInputs,
+    as_dtype,
+    first_derivative_only,
+    link_saved_inputs,
+    require_first_backward,
+    saved_inputs,
+)
 from nxd_memopt.ops.fp8 import FORWARD_DTYPE, as_columns, as_rows, magnitudes, product
 from nxd_memopt.parallel_layers.functional.fp8_linear import (
     RowGradient,
@@ -18,7 +25,6 @@ from nxd_memopt.parallel_layers.functional.fp8_linear import (
     weight_rows,
     weight_sizes_of,
 )
-from nxd_memopt.parallel_layers.functional.gated_mlp import require_first_backward
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 
 

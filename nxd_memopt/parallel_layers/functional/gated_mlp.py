@@ -11,7 +11,14 @@ from torch import Tensor
 
 from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
-from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.autograd import (
+    SavedInputs,
+    as_dtype,
+    first_derivative_only,
+    link_saved_inputs,
+    require_first_backward,
+    saved_inputs,
+)
 from nxd_memopt.ops.cross_entropy import add_matmul
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
 from nxd_memopt.planner.techniques.tiling import ACTIVATION_TILE_BYTES
@@ -65,13 +72,6 @@ class GatedRowParallel(torch.autograd.Function):
         # gate and up are overwritten: with new versions autograd rejects a use of the old values.
         torch.autograd.graph.increment_version((gate, up))
         return None, None, None, gate, up, weight_grad
-
-
-def require_first_backward(ctx: Any) -> None:
-    """Raise ``RuntimeError`` in a second backward of a Function whose first one overwrites its saved tensors."""
-    if getattr(ctx, "is_overwritten", False):
-        raise RuntimeError("the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph")
-    ctx.is_overwritten = True
 
 
 def row_tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:

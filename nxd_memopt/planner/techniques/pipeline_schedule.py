@@ -28,6 +28,7 @@ class Neighbor(NamedTuple):
     compute: Compute
 
 
+_BACKWARD = 2  # duration of a backward in forwards
 Unit = tuple[Compute, ...]
 """Computations between two exchanges of a rank with its neighbors."""
 
@@ -124,14 +125,10 @@ def in_flight(stages: int, chunks: int, micro_batches: int, rank: int) -> tuple[
     return tuple(tuple(sorted(each)) for each in found)
 
 
-def bubble(stages: int, chunks: int, micro_batches: int, *, backward: float = 2.0) -> float:
+def bubble(stages: int, chunks: int, micro_batches: int) -> float:
     """Return the share of a training step in which a rank waits, with equal stages and free communication.
 
-    Args:
-        stages: P.
-        chunks: V.
-        micro_batches: M.
-        backward: duration of a backward in forwards.
+    Arguments as ``training_units``.
     """
     remaining = [training_units(stages, chunks, micro_batches, rank) for rank in range(stages)]
     clock = [0.0] * stages
@@ -142,10 +139,10 @@ def bubble(stages: int, chunks: int, micro_batches: int, *, backward: float = 2.
         unit = remaining[rank].pop(0)
         inputs = [needed for each in unit if (needed := source(each, stages, chunks, rank)) is not None]
         clock[rank] = max([clock[rank], *(arrival[needed] for needed in inputs)])
-        clock[rank] += sum(1.0 if each.is_forward else backward for each in unit)
+        clock[rank] += sum(1 if each.is_forward else _BACKWARD for each in unit)
         for each in unit:
             arrival[Neighbor(rank, each)] = clock[rank]
-    work = (1 + backward) * micro_batches * chunks
+    work = (1 + _BACKWARD) * micro_batches * chunks
     return 1 - work / max(clock)
 
 
