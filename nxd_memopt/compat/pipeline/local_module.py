@@ -12,14 +12,19 @@ class LocalModule(nn.Module):
     """Listings and state dicts of ``local_stage_modules``, one module for each chunk.
 
     Parameters and state dicts have the names of the whole model, listings of modules those of the traced stages.
+
+    Args:
+        module: the whole model.
     """
 
-    original_torch_module: Any
-    local_stage_modules: list[nn.Module]
-    local_name_to_original_name: dict[str, str]
-    original_name_to_local_name: dict[str, str]
-    module_names: dict[str, str]
-    partitioned: bool
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.original_torch_module = module
+        self.local_stage_modules: list[nn.Module] = []
+        self.local_name_to_original_name: dict[str, str] = {}
+        self.original_name_to_local_name: dict[str, str] = {}
+        self.module_names: dict[str, str] = {}
+        self.partitioned = False
 
     def _validate_partitioned(self) -> None:
         if not self.partitioned:

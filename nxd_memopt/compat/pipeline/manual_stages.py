@@ -61,12 +61,10 @@ def _share_weights(model: Any, stage: PipelineStageModule, partition_fn: Partiti
             continue
         layer, path = stage.shared_weights_on_pp_stages[name][1]
         param = operator.attrgetter(path)(layer)
-        is_first = model.pipeline_parallel_rank == groups[name][0]
-        # Norms count it on the first stage.
-        param.shared = not is_first
+        # Norms count it on the first stage, and the other stages take its values.
+        param.shared = model.pipeline_parallel_rank != groups[name][0]
         local = next(local for local, each in stage.named_parameters() if each is param)
         model.shared_weights_name_to_pg[local] = group
-        model._shared_weight_is_first[local] = is_first
 
 
 def run_of(

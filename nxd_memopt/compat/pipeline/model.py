@@ -12,7 +12,6 @@ from nxd_memopt.backends import backend
 from nxd_memopt.compat.pipeline import hooks, manual_stages, materialize, scheduler, shared_weights
 from nxd_memopt.compat.pipeline.options import ModelOptions
 from nxd_memopt.compat.pipeline.partition import (
-    StageIO,
     analyze_pipeline_module,
     analyze_shared_weights_across_stages,
     create_partitions,
@@ -20,7 +19,7 @@ from nxd_memopt.compat.pipeline.partition import (
     stage_to_pipeline_parallel_rank,
 )
 from nxd_memopt.compat.pipeline.running import RunningModel
-from nxd_memopt.compat.pipeline.timeline import PPTimeline, mark_timeline
+from nxd_memopt.compat.pipeline.timeline import mark_timeline
 from nxd_memopt.compat.pipeline.trace import trace_model
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.utils import move_model_to_device
@@ -48,21 +47,19 @@ class NxDPPModel(RunningModel):
     """
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
         options = ModelOptions(*args, **kwargs)
         if not parallel_state.model_parallel_is_initialized():
             raise RuntimeError("process groups do not exist: call initialize_model_parallel before NxDPPModel")
         refusal = backend.interleaving_refusal()
         if options.virtual_pipeline_size > 1 and refusal is not None:
             raise ValueError(f"virtual_pipeline_size {options.virtual_pipeline_size} {refusal}: use 1")
-        self.options = options
+        super().__init__(module, options)
         self.transformer_layer_cls = options.transformer_layer_cls
-        self.original_torch_module = module
-        self.output_loss = options.has_loss
-        self.pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_size()
-        self.pipeline_parallel_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.timeline = PPTimeline(options.trace_file_path, self.pipeline_parallel_rank)
-        self._start()
+        self.traced_model: Any = None
+        self.partitions: list[nn.Module] = []
+        self.pipeline_cuts: list[str] = []
+        self.model_moved_to_device = False
+        self.shared_weights_name_to_pg: dict[str, Any] = {}
         if options.manual_pp_partition:
             manual_stages.partition(self, options.manual_pp_stage_partition_fn)
             return
@@ -74,27 +71,6 @@ class NxDPPModel(RunningModel):
             for cut in cuts:
                 self.cut_pipeline_stage(cut)
             self.partition()
-
-    def _start(self) -> None:
-        """Set the state of a model that is not partitioned."""
-        self.traced_model: Any = None
-        self.paritioned_model: Any = None  # so spelled in neuronx-distributed
-        self.partitions: list[nn.Module] = []
-        self.pipeline_cuts: list[str] = []
-        self.partitioned = False
-        self.model_moved_to_device = False
-        self.input_names: Sequence[str] | None = None
-        self.stage_id_to_IO_input_names: StageIO = {}
-        self.stage_id_to_model_input_names: dict[int, dict[str, int]] = {}
-        self.stage_id_to_input_count: dict[int, int] = {}
-        self.stage_id_to_output_count: dict[int, int] = {}
-        self.local_stage_modules = []
-        self.local_name_to_original_name = {}
-        self.original_name_to_local_name = {}
-        self.module_names = {}
-        self.shared_weights_name_to_pg: dict[str, Any] = {}
-        self._shared_weight_is_first: dict[str, bool] = {}
-        self._runner = None
 
     @property
     def _parallel_state(self) -> Any:
@@ -223,12 +199,10 @@ class NxDPPModel(RunningModel):
     def register_shared_weights(self) -> None:
         """Create a group for each parameter that several ranks have. Every rank of the world calls."""
         for owners in analyze_shared_weights_across_stages(self.traced_model, self.partitions):
-            ranks = [rank for _, rank in owners]
-            group = self._create_pg_with_ranks(ranks)
+            group = self._create_pg_with_ranks([rank for _, rank in owners])
             for name, rank in owners:
                 if rank == self.pipeline_parallel_rank:
                     self.shared_weights_name_to_pg[name] = group
-                    self._shared_weight_is_first[name] = rank == min(ranks)
 
     def _create_pg_with_ranks(self, ranks: list[int]) -> Any:
         return parallel_state.create_pg_with_ranks(ranks)
@@ -238,10 +212,7 @@ class NxDPPModel(RunningModel):
         parameters: dict[str, nn.Parameter] = {}
         for module in reversed(self.local_stage_modules):
             parameters.update(module.named_parameters(remove_duplicate=False))
-        return [
-            (parameters[name], group, self._shared_weight_is_first[name])
-            for name, group in self.shared_weights_name_to_pg.items()
-        ]
+        return [(parameters[name], group) for name, group in self.shared_weights_name_to_pg.items()]
 
     def create_schedule(self) -> None:
         """Set ``train_scheduler`` and ``eval_scheduler``, which describe the order of tasks."""

@@ -22,20 +22,27 @@ from nxd_memopt.trainer.loss import find_loss_from_output_and_spec
 
 
 class RunningModel(LocalModule):
-    """Training and evaluation of a model whose stages exist; ``NxDPPModel`` builds them and sets the attributes."""
+    """Training and evaluation of a model whose stages exist; ``NxDPPModel`` builds them.
 
-    options: ModelOptions
-    output_loss: bool
-    pipeline_parallel_size: int
-    pipeline_parallel_rank: int
-    timeline: PPTimeline
-    input_names: Sequence[str] | None
-    paritioned_model: Any
-    stage_id_to_IO_input_names: StageIO  # noqa: N815  NxD's name
-    stage_id_to_model_input_names: dict[int, dict[str, int]]
-    stage_id_to_input_count: dict[int, int]
-    stage_id_to_output_count: dict[int, int]
-    _runner: tuple[ForeignStages, PipelineRunner] | None
+    Args:
+        module: the whole model.
+        options: how it is divided and run.
+    """
+
+    def __init__(self, module: Any, options: ModelOptions) -> None:
+        super().__init__(module)
+        self.options = options
+        self.output_loss = options.has_loss
+        self.pipeline_parallel_size = self._parallel_state.get_pipeline_model_parallel_size()
+        self.pipeline_parallel_rank = self._parallel_state.get_pipeline_model_parallel_rank()
+        self.timeline = PPTimeline(options.trace_file_path, self.pipeline_parallel_rank)
+        self.input_names: Sequence[str] | None = None
+        self.paritioned_model: Any = None  # so spelled in neuronx-distributed
+        self.stage_id_to_IO_input_names: StageIO = {}
+        self.stage_id_to_model_input_names: dict[int, dict[str, int]] = {}
+        self.stage_id_to_input_count: dict[int, int] = {}
+        self.stage_id_to_output_count: dict[int, int] = {}
+        self._runner: tuple[ForeignStages, PipelineRunner] | None = None
 
     @property
     def _parallel_state(self) -> Any:

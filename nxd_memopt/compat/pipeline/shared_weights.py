@@ -12,16 +12,17 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.summed_gradients import gradient_of
 
-SharedWeight = tuple[nn.Parameter, ProcessGroup | None, bool]
-"""A parameter of this rank, the group of the stages that have it, and whether this rank is the first of them."""
+SharedWeight = tuple[nn.Parameter, ProcessGroup | None]
+"""A parameter of this rank, and the group of the stages that have it; ``shared`` is False on the first of them."""
 
 
 def copy_from_first_stage(weights: Sequence[SharedWeight]) -> None:
     """Give every stage the values of the first one that has the weight. Every rank of the groups calls."""
-    for param, group, is_first in weights:
+    for param, group in weights:
         values = param.detach()
+        is_copy: bool = param.shared  # pyright: ignore[reportAttributeAccessIssue]
         # A sum with zeros: on devices that record graphs all ranks then have the same one.
-        total = backend.all_reduce(values if is_first else torch.zeros_like(values), group)
+        total = backend.all_reduce(torch.zeros_like(values) if is_copy else values, group)
         values.copy_(total)
 
 
@@ -32,9 +33,9 @@ def summed_gradients(weights: Sequence[SharedWeight]) -> Iterator[None]:
     What was there before is a sum already: another one would count it once per stage.
     """
     trained = [weight for weight in weights if weight[0].requires_grad]
-    before = [_take_gradient(param) for param, _, _ in trained]
+    before = [_take_gradient(param) for param, _ in trained]
     yield
-    for (param, group, _), sum_before in zip(trained, before, strict=True):
+    for (param, group), sum_before in zip(trained, before, strict=True):
         grad = gradient_of(param)
         # A stage may have the weight without a gradient, such as an adapter that is off: the others wait for it.
         if grad is None:
