@@ -11,6 +11,8 @@ from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.memory.compiled import graphs_recompute
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
+from nxd_memopt.modules.fp8 import use_fp8
+from nxd_memopt.ops.fp8 import GRANULARITIES, Fp8Recipe
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
 
@@ -18,6 +20,9 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
 ]
+
+needs_fp8 = pytest.mark.skipif(backend.fp8_refusal() is not None, reason="needs a GPU of compute capability 9.0")
+FP8_GRANULARITIES = [pytest.param(name, marks=needs_fp8) for name in GRANULARITIES]
 
 
 def built(config, memory):
@@ -29,10 +34,13 @@ def some_ids(tokens: int) -> torch.Tensor:
     return torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)).to(backend.device)
 
 
+@pytest.mark.parametrize("granularity", [None, *FP8_GRANULARITIES])
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_bit_equal(config):
+def test_bit_equal(config, granularity):
     memory = {"attention_backend": "math"}  # fused kernels' backward is not exact
     model, ids = built(config, memory), some_ids(1024)
+    if granularity is not None:
+        use_fp8(model, Fp8Recipe(granularity=granularity))
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def trained(offloaded: int) -> torch.Tensor:

@@ -58,15 +58,14 @@ def test_measured_peaks_of_both_stages(model: str, micro_batches: int, chunks: i
     assert evaluate(asked, setting).memory.device_bytes / GIB == max(planned)
 
 
-@pytest.mark.parametrize(("chunks", "measured"), [(1, (125.1, 91.8))])
-def test_peaks_with_adapters_are_below_those_without_the_fused_path(chunks: int, measured: tuple[float, ...]) -> None:
-    """The measured steps called the adapters as layers of their own, which kept inputs, copies of queries and more."""
+@pytest.mark.parametrize(("chunks", "measured"), [(1, (117.9, 88.4)), (2, (129.0, 98.7))])
+def test_measured_peaks_of_both_stages_with_adapters(chunks: int, measured: tuple[float, ...]) -> None:
     asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")
     asked = replace(asked, global_batch_size=8, attention="flash4", lora=LoraConfig(lora_rank=16))
     modules = MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
     memory = replace(modules, recompute_method="block", recompute_num_layers=12)
     planned = [each.device_bytes / GIB for each in memory_by_stage(asked, staged(2, chunks, memory=memory))]
-    assert all(0.94 * old < new < old for new, old in zip(planned, measured, strict=True))
+    assert planned == pytest.approx(measured, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def scales(sizes, limit: tl.constexpr, smallest: tl.constexpr):
     return scale, inverse
 
 
-@triton.jit
+# ``rows`` is not compiled in: with a constant 1 the padding's zeros are constants too, and machine code of Triton 3.6's
+# ptxas (PTX 8.7, which is right) wrote bytes of other registers among them.
+@triton.jit(do_not_specialize=["rows"])
 def cast(
     x,
     factors,
