@@ -14,12 +14,7 @@ from torch import nn, overrides
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.selective import (
-    Keep,
-    both_contexts,
-    keeping_contexts,
-    kept_elsewhere_contexts,
-)
+from nxd_memopt.memory.selective import Keep, OnDevice, both_contexts, compiled_contexts, keeping_contexts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
@@ -115,9 +110,11 @@ def _contexts(
     if context_fn is not None:
         contexts.append(context_fn)
     if callable(keep_core_attn):
-        contexts.append(functools.partial(kept_elsewhere_contexts, keep_core_attn))
+        contexts.append(functools.partial(keeping_contexts, keep_core_attn))
+    elif keep_core_attn and torch.compiler.is_compiling():
+        contexts.append(compiled_contexts)
     elif keep_core_attn:
-        contexts.append(keeping_contexts)
+        contexts.append(functools.partial(keeping_contexts, OnDevice))
     if not torch.compiler.is_compiling():  # dynamo cannot trace custom context managers
         contexts.insert(0, functional_contexts)
         if parallel_state.rng_states():

@@ -1,8 +1,8 @@
 """Keeps the results of fused attention kernels in regions that are otherwise recomputed.
 
-Uses PyTorch's selective activation checkpointing. The policy names the kernels' operators. Their
-outputs (the attention output and the log-sum-exps) are saved in forward and returned when the region runs
-again.
+The kernels' outputs (the attention output and the log-sum-exps) are saved in forward and returned when the region runs
+again. PyTorch's own contexts also compare all other operators of both runs, and end the run where FSDP2 names other
+steps for the profiler, as it does when a region gathers experts again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.ops.autograd import ReusableContext
@@ -33,12 +33,6 @@ _OPERATORS = {FLASH4_OPERATOR} | {
     )
 }
 
-# FSDP2 names its steps for the profiler, with other steps when a region gathers experts again than in forward. torch
-# 2.13 compares the operators of both, and would end the run.
-SAC_IGNORED_OPS.update(
-    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
-)
-
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return ``MUST_SAVE`` for fused attention operators, ``PREFER_RECOMPUTE`` for all others."""
@@ -48,17 +42,15 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-keeping_contexts: Callable[[], ContextPair] = functools.partial(
+compiled_contexts: Callable[[], ContextPair] = functools.partial(
     create_selective_checkpoint_contexts,  # pyright: ignore
     _policy,
 )
-"""Return a context that saves (forward pass) and a context that returns the saved results
-(recomputation).
-"""
+"""Return contexts for a region that torch.compile traces, which knows PyTorch's own alone."""
 
 
 class Kept(Protocol):
-    """A tensor that is kept elsewhere, for example in host memory."""
+    """A tensor that is kept, for example in host memory."""
 
     def tensor(self) -> Tensor:
         """Return the tensor, on the device."""
@@ -66,6 +58,23 @@ class Kept(Protocol):
 
 
 Keep = Callable[[Tensor], Kept]
+
+
+class OnDevice:
+    """``Kept`` on the device, for one backward: the device may free the tensor when backward has used it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Autograd adds its history to the tensor itself, which would keep the graph alive.
+        self._values: Tensor | None = tensor.detach()
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        values, self._values = self._values, None
+        if values is None:
+            raise RuntimeError("kept results of attention serve one backward: drop retain_graph, or keep_core_attn")
+        if values._version != self._version:
+            raise RuntimeError("a kept result of attention was modified in place: modify a copy")
+        return values
 
 
 @dataclass(frozen=True)
@@ -110,11 +119,8 @@ class _ReturnResults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kept_elsewhere_contexts(keep: Keep) -> ContextPair:
-    """Return contexts as ``keeping_contexts``, with the results kept by ``keep``.
-
-    torch's own contexts hold the results on the device, out of the reach of saved-tensor hooks.
-    """
+def keeping_contexts(keep: Keep) -> ContextPair:
+    """Return a context that passes results to ``keep`` (forward pass) and one that returns them (recomputation)."""
     results: list[Any] = []
     forward = functools.partial(_KeepResults, results, keep)
     recompute = functools.partial(_ReturnResults, results)
