@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -215,8 +216,20 @@ def _axis(name: str) -> _Axis:
     return _SINGLE_PROCESS
 
 
-def _group(name: str, as_list: bool) -> Group:
+def _group(name: str, as_list: bool = False) -> Group:
     return _axis(name).group_or_ranks(as_list)
+
+
+def _replica_groups(name: str) -> RankGroups:
+    return _axis(name).rank_groups
+
+
+def _size(name: str) -> int:
+    return _axis(name).size
+
+
+def _rank(name: str) -> int:
+    return _axis(name).rank
 
 
 def process_groups() -> list[ProcessGroup]:
@@ -348,36 +361,18 @@ def destroy_token_shuffle_group() -> None:
         _destroy_groups([axis])
 
 
-def get_token_shuffle_group(as_list: bool = False) -> Group:
-    return _group("token_shuffle", as_list)
+get_token_shuffle_group = partial(_group, "token_shuffle")
+get_token_shuffle_replica_groups = partial(_replica_groups, "token_shuffle")
+get_token_shuffle_group_size = partial(_size, "token_shuffle")
 
 
-def get_token_shuffle_replica_groups() -> RankGroups:
-    return _axis("token_shuffle").rank_groups
+get_world_group = partial(_group, "world")
 
 
-def get_token_shuffle_group_size() -> int:
-    return _axis("token_shuffle").size
-
-
-def get_world_group(as_list: bool = False) -> Group:
-    return _group("world", as_list)
-
-
-def get_tensor_model_parallel_group(as_list: bool = False) -> Group:
-    return _group("tensor", as_list)
-
-
-def get_tensor_model_parallel_replica_groups() -> RankGroups:
-    return _axis("tensor").rank_groups
-
-
-def get_tensor_model_parallel_size() -> int:
-    return _axis("tensor").size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _axis("tensor").rank
+get_tensor_model_parallel_group = partial(_group, "tensor")
+get_tensor_model_parallel_replica_groups = partial(_replica_groups, "tensor")
+get_tensor_model_parallel_size = partial(_size, "tensor")
+get_tensor_model_parallel_rank = partial(_rank, "tensor")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -385,20 +380,10 @@ def get_tensor_model_parallel_src_rank() -> int:
     return _axis("tensor").ranks[0]
 
 
-def get_data_parallel_group(as_list: bool = False) -> Group:
-    return _group("data", as_list)
-
-
-def get_data_parallel_replica_groups() -> RankGroups:
-    return _axis("data").rank_groups
-
-
-def get_data_parallel_size() -> int:
-    return _axis("data").size
-
-
-def get_data_parallel_rank() -> int:
-    return _axis("data").rank
+get_data_parallel_group = partial(_group, "data")
+get_data_parallel_replica_groups = partial(_replica_groups, "data")
+get_data_parallel_size = partial(_size, "data")
+get_data_parallel_rank = partial(_rank, "data")
 
 
 def get_data_parallel_src_rank() -> int:
@@ -406,20 +391,10 @@ def get_data_parallel_src_rank() -> int:
     return _axis("data").ranks[0]
 
 
-def get_pipeline_model_parallel_group(as_list: bool = False) -> Group:
-    return _group("pipeline", as_list)
-
-
-def get_pipeline_model_parallel_replica_groups() -> RankGroups:
-    return _axis("pipeline").rank_groups
-
-
-def get_pipeline_model_parallel_size() -> int:
-    return _axis("pipeline").size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _axis("pipeline").rank
+get_pipeline_model_parallel_group = partial(_group, "pipeline")
+get_pipeline_model_parallel_replica_groups = partial(_replica_groups, "pipeline")
+get_pipeline_model_parallel_size = partial(_size, "pipeline")
+get_pipeline_model_parallel_rank = partial(_rank, "pipeline")
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -453,20 +428,10 @@ def get_tied_stages_group() -> ProcessGroup | None:
     return stages_group([0, get_pipeline_model_parallel_size() - 1])
 
 
-def get_context_model_parallel_group(as_list: bool = False) -> Group:
-    return _group("context", as_list)
-
-
-def get_context_model_parallel_replica_groups() -> RankGroups:
-    return _axis("context").rank_groups
-
-
-def get_context_model_parallel_size() -> int:
-    return _axis("context").size
-
-
-def get_context_model_parallel_rank() -> int:
-    return _axis("context").rank
+get_context_model_parallel_group = partial(_group, "context")
+get_context_model_parallel_replica_groups = partial(_replica_groups, "context")
+get_context_model_parallel_size = partial(_size, "context")
+get_context_model_parallel_rank = partial(_rank, "context")
 
 
 def get_context_model_parallel_src_tgt_pairs() -> RankGroups:
@@ -493,36 +458,16 @@ def get_zero1_sharding_groups() -> RankGroups:
     return groups
 
 
-def get_expert_model_parallel_group(as_list: bool = False) -> Group:
-    return _group("expert", as_list)
+get_expert_model_parallel_group = partial(_group, "expert")
+get_expert_model_parallel_replica_groups = partial(_replica_groups, "expert")
+get_expert_model_parallel_size = partial(_size, "expert")
+get_expert_model_parallel_rank = partial(_rank, "expert")
 
 
-def get_expert_model_parallel_replica_groups() -> RankGroups:
-    return _axis("expert").rank_groups
-
-
-def get_expert_model_parallel_size() -> int:
-    return _axis("expert").size
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _axis("expert").rank
-
-
-def get_expert_data_parallel_group(as_list: bool = False) -> Group:
-    return _group("expert_data", as_list)
-
-
-def get_expert_data_parallel_replica_groups() -> RankGroups:
-    return _axis("expert_data").rank_groups
-
-
-def get_expert_data_parallel_size() -> int:
-    return _axis("expert_data").size
-
-
-def get_expert_data_parallel_rank() -> int:
-    return _axis("expert_data").rank
+get_expert_data_parallel_group = partial(_group, "expert_data")
+get_expert_data_parallel_replica_groups = partial(_replica_groups, "expert_data")
+get_expert_data_parallel_size = partial(_size, "expert_data")
+get_expert_data_parallel_rank = partial(_rank, "expert_data")
 
 
 def is_global_rank_zero() -> bool:
