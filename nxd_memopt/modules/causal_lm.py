@@ -109,7 +109,7 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def builder(self, dtype: torch.dtype | None, device: torch.device | str | None) -> StageBuilder:
         """Return the builder of the model's modules; None is torch's default dtype or device."""
-        return StageBuilder.of(self.config, self.spec, self.stages, self.parallel, dtype, device)
+        return StageBuilder(self.config, self.spec, self.stages, self.parallel, dtype, device)
 
     def add_head(self, builder: StageBuilder) -> None:
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,6 @@ from nxd_memopt.parallel_layers.initialization import numbers_of_meta_weights
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-class MakeLayer(Protocol):
-    """Function that builds a decoder layer."""
-
-    def __call__(self, factory: LayerFactory, *, number: int) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -71,33 +65,31 @@ class StageBuilder:
     seconds of a core for each billion parameters of the full model. Modules of other ranks take no memory.
 
     Args:
-        stages: this rank's stages.
+        config: Hugging Face config of the full model.
         spec: facts of the full model.
-        factory: builder of layers.
+        stages: this rank's stages.
+        parallel: T, and how weights are initialized.
+        dtype: of the weights; None is torch's default, as of ``device``.
+        device: of the weights.
     """
 
-    def __init__(self, stages: RankStages, spec: ModelSpec, factory: LayerFactory) -> None:
-        self.stages = stages
-        self._spec = spec
-        self.factory = factory
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: Any,
         spec: ModelSpec,
         stages: RankStages,
         parallel: ParallelConfig,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
-    ) -> Self:
-        """Return the builder of a model with the Hugging Face config ``config``; None is torch's default."""
+    ) -> None:
+        self.stages = stages
+        self._spec = spec
         # With T above g, each KV head is on T/g ranks. Each of them has different query heads of its group, and a
         # copy of the KV head whose gradients are summed over the ranks.
         replicas = spec.kv_replicas(parallel.tensor_model_parallel_size)
         dtype = dtype or torch.get_default_dtype()
         sharding = shardings(config.model_type)
-        return cls(stages, spec, LayerFactory(sharding, parallel, config.initializer_range, dtype, device, replicas))
+        self.factory = LayerFactory(sharding, parallel, config.initializer_range, dtype, device, replicas)
 
     def head(self, table: Callable[[], nn.Parameter]) -> ColumnParallelLinear:
         """Return the language-model head, whose weight is ``table()`` if it is tied; missing (None) on other ranks."""
@@ -138,8 +130,8 @@ class StageBuilder:
             module = make(factory)
         return module if is_here else None
 
-    def layers(self, make: MakeLayer) -> LayerStack:
-        """Return this rank's decoder layers; ``make`` builds the layer of a number."""
+    def layers(self, make: Callable[..., nn.Module]) -> LayerStack:
+        """Return this rank's decoder layers; ``make(factory, number=n)`` builds layer n."""
         own = set(self.stages.layers)
         built = [self.optional(i in own, partial(make, number=i)) for i in range(self._spec.num_layers)]
         return LayerStack(self.stages, [layer for layer in built if layer is not None])

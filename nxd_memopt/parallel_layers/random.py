@@ -7,8 +7,9 @@ shards) must differ between ranks: it draws inside ``fork()``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,22 @@ def model_parallel_manual_seed(seed: int, *, per_stage: bool = False) -> None:
 
 model_parallel_xla_manual_seed = model_parallel_manual_seed
 get_xla_rng_tracker = get_rng_tracker
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all random streams of this rank: of the host, the device, and the named streams."""
+    return {
+        "host": torch.get_rng_state(),
+        "device": backend.get_rng_state(),
+        "tracker": get_rng_tracker().get_states(),
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the states that ``random_states`` returned."""
+    torch.set_rng_state(states["host"])
+    backend.set_rng_state(states["device"])
+    get_rng_tracker().set_states(states["tracker"])
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from nxd_memopt.planner.search.choice import choose_memory
 from nxd_memopt.planner.search.plan import Plan, evaluate, memory_by_stage
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting, attention_notes
 from nxd_memopt.planner.sizes.states import StateLayout, initialization_bytes, local_shapes
+from nxd_memopt.planner.techniques.recomputation import keeps_inputs_alone
 from nxd_memopt.training.config.data_parallel import SHARDS_GRADIENTS
 from nxd_memopt.training.config.moe import resolve_options
 from nxd_memopt.training.config.train_config import TrainConfig
@@ -271,13 +272,7 @@ def setting_of(
 
 def _require_planned_graphs(config: TrainConfig) -> None:
     """Raise ``ValueError`` for compiled layers of which the compiler chooses what they keep for backward."""
-    memory = config.memory
-    # A checkpoint around a compiled layer keeps the layer's input, whatever the layer itself would.
-    recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method in (None, "uniform", "nested")
-    keeps_more = memory.recompute_keep_core_attn or (
-        memory.num_offloaded_layers(1) > 0 and not memory.cpu_offloading_activations
-    )
-    if config.trainer.compile and (not recomputes_all or keeps_more):
+    if config.trainer.compile and not keeps_inputs_alone(config.memory):
         raise ValueError(
             f"with trainer.compile {config.trainer.compile!r} the compiler chooses what a layer keeps for backward, "
             "which is planned with recompute_granularity 'full' of all layers only: use it, or set compile to null"

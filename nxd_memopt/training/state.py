@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
@@ -22,7 +21,7 @@ from nxd_memopt.checkpoint.sharded.index import Index
 from nxd_memopt.checkpoint.sharded.loading import load_weights
 from nxd_memopt.checkpoint.sharded.training import load_checkpoint
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed, random_states, set_random_states
 from nxd_memopt.training.config.lora import recorded_lora
 from nxd_memopt.training.config.train_config import TrainConfig
 from nxd_memopt.training.data.micro_batches import MicroBatch
@@ -100,7 +99,7 @@ class Training:
             self.model,
             self.optimizer.inner,
             shared=shared,
-            per_rank={"random": random_state()},
+            per_rank={"random": {"backend": backend.name, **random_states()}},
             base=self.base,
             files=self.files,
         )
@@ -205,7 +204,7 @@ def resume(training: Training) -> list[str]:
         # Generators of another kind of device have other states. Earlier versions recorded no backend.
         before = random.get("backend", backend.name)
         if before == backend.name:
-            set_random_state(random)
+            set_random_states(random)
             return restored.notes
         changed = f"the backend has changed from {before} to {backend.name}"
     seed = plan.config.trainer.seed
@@ -250,22 +249,3 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
     if lora is not None:
         adapters = " and adapters" if has_loaded else ", with its adapters merged,"
     return [f"warm start: weights{adapters} of {plan.warm_start}; optimizer, step and data start from the beginning"]
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of all random number generators of this rank that training uses."""
-    # The tracker has the streams of tensor-parallel regions, which differ between the ranks of a
-    # replica; the device's default generator has the stream that they share.
-    return {
-        "backend": backend.name,
-        "host": torch.get_rng_state(),
-        "device": backend.get_rng_state(),
-        "tracker": get_rng_tracker().get_states(),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the states that ``random_state`` returned."""
-    torch.set_rng_state(state["host"])
-    backend.set_rng_state(state["device"])
-    get_rng_tracker().set_states(state["tracker"])

@@ -23,7 +23,7 @@ from nxd_memopt.modules.stages import WHOLE_MODEL, StageInput
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.random import get_rng_tracker
+from nxd_memopt.parallel_layers.random import random_states, set_random_states
 
 LayerState = tuple[Tensor, Tensor]
 """What decoder layers pass on: hidden states, and the rows of ``RouterStatistics`` so far."""
@@ -335,16 +335,11 @@ class MoECausalLM(ParallelCausalLM):
 @contextmanager
 def _same_random_streams() -> Iterator[None]:
     """Restore all random streams after the block, so that the next forward draws the same numbers."""
-    tracker = get_rng_tracker()
-    host = torch.get_rng_state()
-    device = backend.get_rng_state()
-    states = tracker.get_states()
+    states = random_states()
     try:
         yield
     finally:
-        torch.set_rng_state(host)
-        backend.set_rng_state(device)
-        tracker.set_states(states)
+        set_random_states(states)
 
 
 def require_moe_memory(memory: MemoryConfig) -> None:

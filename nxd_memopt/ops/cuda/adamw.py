@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nxd_memopt.ops.cuda.support import lazy_kernels
+
+_kernels = lazy_kernels("adamw_kernels")
+
 _BLOCK = 1024
 # Elements per program. LLaMA-3-8B's parameters at T=4 take 6.74 ms, with 64 blocks per program
 # 7.03 ms (H200).
@@ -99,12 +103,6 @@ def adamw_of_one(
 def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
     # 1 - beta in float64 on the host: from fp32's 0.999 it would be off by 1e-5
     return lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import adamw_kernels
-
-    return adamw_kernels
 
 
 def _kind(update: Update) -> tuple[Any, ...]:

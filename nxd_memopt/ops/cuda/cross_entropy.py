@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_memopt.ops.cuda.support import power_of_2
+from nxd_memopt.ops.cuda.support import lazy_kernels, power_of_2
+
+_kernels = lazy_kernels("cross_entropy_kernels")
 
 _TOKENS = 128  # per tile
 _FEW_TOKENS = 16  # 64 bytes of fp32
@@ -24,12 +26,6 @@ _SUM_RANGE = 1024
 _GRADIENT_RANGE = 256
 _MULTIPLY_BLOCK = 4096
 _MULTIPLY_PROGRAMS = 2048
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import cross_entropy_kernels
-
-    return cross_entropy_kernels
 
 
 def _clamped(valid: int | Tensor | None, vocab: int) -> int:

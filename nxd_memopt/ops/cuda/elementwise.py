@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.cuda.support import power_of_2
+from nxd_memopt.ops.cuda.support import lazy_kernels, power_of_2
 from nxd_memopt.ops.parts import Layout
+
+_kernels = lazy_kernels("elementwise_kernels")
 
 KINDS = {
     "silu": "silu",
@@ -42,12 +44,6 @@ _SUM_COLUMNS = 512
 # narrow blocks for the sum of partial sums: few rows must occupy all multiprocessors
 _PART_ROWS = 32
 _PART_COLUMNS = 32
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import elementwise_kernels
-
-    return elementwise_kernels
 
 
 class _AddRMSNorm(torch.autograd.Function):

@@ -30,18 +30,14 @@ from nxd_memopt.ops.cuda.grouped_matmul import (
     matmul_of_rows,
     matmul_over_rows,
 )
-from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.ops.cuda.support import can_use_triton, lazy_kernels
+
+_kernels = lazy_kernels("experts_kernels")
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _GATED = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}
 _GATED_BACKWARD = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
 _SUM = {"BLOCK": 1024, "num_warps": 4}
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import experts_kernels
-
-    return experts_kernels
 
 
 def can_use_kernels(x: Tensor, gate_up: Tensor, down: Tensor, hidden_act: str) -> bool:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nxd_memopt.ops.cuda.elementwise import ranges_of_rows, sum_of_parts
+from nxd_memopt.ops.cuda.support import lazy_kernels
+
+_kernels = lazy_kernels("folded_norm_kernels")
 
 _PROGRAMS = 528  # four per multiprocessor of an H200
 _TILE = {"ROWS": 8, "COLUMNS": 512, "num_warps": 4}
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import folded_norm_kernels
-
-    return folded_norm_kernels
 
 
 def folded_gradients(

@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.ops.cuda.support import lazy_kernels
 from nxd_memopt.planner.sizes.fp8_layers import ALIGNMENT
+
+_kernels = lazy_kernels("fp8_kernels")
 
 # Tiles that reach 3.2 to 3.9 TB/s on an H200 for 8,192 rows of 4,096 to 28,672 columns.
 _LARGEST = {"ROWS": 8, "COLUMNS": 1024, "STEPS": 4, "num_warps": 4}
 _CAST = {"ROWS": 64, "COLUMNS": 256, "num_warps": 8}
 SMALLEST = 2.0**-100
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import fp8_kernels
-
-    return fp8_kernels
 
 
 def _tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> tuple[int, int]:

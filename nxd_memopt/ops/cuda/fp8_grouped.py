@@ -10,6 +10,9 @@ from torch import Tensor
 from nxd_memopt.architectures.experts import TILE_ROWS
 from nxd_memopt.ops.cuda.fp8 import SMALLEST
 from nxd_memopt.ops.cuda.grouped_matmul import ExpertRows, descriptor, multiprocessors
+from nxd_memopt.ops.cuda.support import lazy_kernels
+
+_kernels = lazy_kernels("fp8_grouped_kernels")
 
 _LARGEST = {"TILE": TILE_ROWS, "ROWS": 8, "COLUMNS": 1024, "num_warps": 4}
 _CAST = {"TILE": TILE_ROWS, "COLUMNS": 128, "num_warps": 8}
@@ -20,12 +23,6 @@ _FAST = {"BLOCK_M": TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 128, "SUM": 2**30}
 _PRECISE = _FAST | {"SUM": 512}
 _OVER_ROWS = {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 128, "SUM": 512}
 _LAUNCH = {"GROUP_M": 8, "num_warps": 8, "num_stages": 3}
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import fp8_grouped_kernels
-
-    return fp8_grouped_kernels
 
 
 def _groups(x: Tensor, rows: ExpertRows | None) -> tuple[int, int, int]:

@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.architectures.experts import TILE_ROWS
-from nxd_memopt.ops.cuda.support import power_of_2
+from nxd_memopt.ops.cuda.support import lazy_kernels, power_of_2
+
+_kernels = lazy_kernels("grouped_matmul_kernels")
 
 _ALIGNMENT_BYTES = 16  # of the strides of operands that the copy engine reads
 _MOST_32_BIT = 2**31
 _OF_ROWS = {"BLOCK_M": TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
 _OVER_ROWS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
 _OVER_GATHERED_ROWS = _OVER_ROWS | {"num_stages": 5}  # the loads of the indices of gathered rows take one stage
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import grouped_matmul_kernels
-
-    return grouped_matmul_kernels
 
 
 @functools.cache

@@ -9,16 +9,12 @@ from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cuda.elementwise import ranges_of_rows, sum_of_parts
-from nxd_memopt.ops.cuda.support import power_of_2
+from nxd_memopt.ops.cuda.support import lazy_kernels, power_of_2
+
+_kernels = lazy_kernels("head_norm_kernels")
 
 _ELEMENTS = 4096  # of a program's rows at a time
 _BACKWARD_PROGRAMS = 1056  # eight per multiprocessor of an H200
-
-
-def _kernels() -> Any:
-    from nxd_memopt.ops.cuda import head_norm_kernels
-
-    return head_norm_kernels
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def has_triton() -> bool:
     """Return whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
+
+
+def lazy_kernels(name: str) -> Callable[[], Any]:
+    """Return a function that returns the kernels' module ``name`` here, imported only then: Triton may be missing."""
+    return functools.partial(importlib.import_module, f"{__package__}.{name}")
 
 
 def unavailable_reason(device: torch.device) -> str | None:

@@ -11,7 +11,7 @@ from nxd_memopt.options import require_one_of
 from nxd_memopt.planner.search.problem import PRECISIONS, Problem, Setting
 from nxd_memopt.planner.sizes.states import STAGES
 from nxd_memopt.planner.techniques.gpu_attention import implementations, limit_refusal
-from nxd_memopt.planner.techniques.recomputation import Recomputation
+from nxd_memopt.planner.techniques.recomputation import Recomputation, keeps_inputs_alone
 
 _EXCLUDING = {
     "parallel.sequence_parallel_enabled": ("sequence_parallel_enabled", "T that divides the sequence length"),
@@ -107,11 +107,7 @@ class FixedOptions:
         The compiler chooses what a compiled layer keeps for backward, unless a checkpoint around the layer keeps
         its input only.
         """
-        if not self.compiles_layers:
-            return True
-        recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method != "block"
-        keeps_inputs_only = memory.num_offloaded_layers(1) == 0 or memory.cpu_offloading_activations
-        return recomputes_all and keeps_inputs_only and not memory.recompute_keep_core_attn
+        return not self.compiles_layers or keeps_inputs_alone(memory)
 
     def at(self, problem: Problem, tensor_model_parallel_size: int, stages: int) -> Setting | None:
         """Return ``setting`` with T, P, sequence parallelism and the ranks of a shard; None if they exclude options."""

@@ -154,6 +154,16 @@ def require_layers(memory: MemoryConfig, num_layers: int, chunks: int = 1) -> No
     memory.layers_keeping_attention(num_layers)
 
 
+def keeps_inputs_alone(memory: MemoryConfig) -> bool:
+    """Return whether every layer, or chunk of layers, keeps its input only: what a compiler chooses inside does not
+    matter then.
+    """
+    recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method != "block"
+    # The first layers may be kept whole, in host memory.
+    checkpoints_all = memory.num_offloaded_layers(1) == 0 or memory.cpu_offloading_activations
+    return recomputes_all and checkpoints_all and not memory.recompute_keep_core_attn
+
+
 def nested_chunk_layers(num_layers: int) -> int:
     """Return the layers per chunk n for which nested recompute keeps the fewest layer inputs.
 
