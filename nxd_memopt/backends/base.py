@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.collectives import Collectives
-from nxd_memopt.backends.exchange import Message, PendingExchange
 from nxd_memopt.backends.host_transfers import HostTransfers
 
 Result = TypeVar("Result", covariant=True)
+Message = tuple[Tensor, int]
+"""A tensor, and the position in the group of the rank that it is sent to or received from."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """PyTorch's names of the environment variable with its allocator's settings, the newer one first."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
@@ -175,16 +176,16 @@ class Backend(Collectives):
     # Messages between two ranks
 
     @abstractmethod
-    def start_exchange(
+    def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None
-    ) -> PendingExchange:
-        """Start to send and to receive tensors, as one operation.
+    ) -> list[Tensor]:
+        """Send and receive tensors, as one operation; return the received ones, in the order of ``receives``.
 
         Two ranks pair their messages by order: the first tensor that one sends to the other is the first one that the
         other receives from it.
 
         Args:
-            sends: contiguous tensors, which must not change before ``wait``.
+            sends: contiguous tensors.
             receives: tensors of the shapes and dtypes to receive, whose memory may be used.
             group: process group of the ranks.
         """

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from nxd_memopt.backends.base import Backend, ContextPair
+from nxd_memopt.backends.base import Backend, ContextPair, Message
 from nxd_memopt.backends.c10d_collectives import C10dCollectives
-from nxd_memopt.backends.exchange import C10dExchange, Message
 from nxd_memopt.backends.rank_wait import reported_wait
 
 
@@ -65,15 +64,17 @@ class C10dBackend(C10dCollectives, Backend):
                 mine = group
         return mine
 
-    def start_exchange(
+    def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None
-    ) -> C10dExchange:
+    ) -> list[Tensor]:
         # One batch: NCCL runs it as one operation, in which no message waits for another one of the batch.
         operations: list[dist.P2POp] = []
         for function, messages in ((dist.isend, sends), (dist.irecv, receives)):
             operations += [dist.P2POp(function, tensor, group=group, group_peer=peer) for tensor, peer in messages]
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        return C10dExchange(works, sends, receives)
+        for work in works:
+            work.wait()
+        return [tensor for tensor, _ in receives]
 
     def checkpoint(
         self,

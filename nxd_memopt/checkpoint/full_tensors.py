@@ -68,8 +68,8 @@ class FullTensors:
         for sender in range(source, 0, -1):
             if stage == sender:
                 assert full is not None
-                backend.start_exchange([(full.to(backend.device), sender - 1)], [], group).wait()
+                backend.exchange([(full.to(backend.device), sender - 1)], [], group)
             elif stage == sender - 1:
                 buffer = torch.empty(full_shape(tensor), dtype=dtype, device=backend.device)
-                (full,) = backend.start_exchange([], [(buffer, sender)], group).wait()
+                (full,) = backend.exchange([], [(buffer, sender)], group)
         return full.cpu() if stage == 0 and full is not None else None

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.exchange import Message
+from nxd_memopt.backends.base import Message
 from nxd_memopt.planner.techniques.pipeline_schedule import (
     Compute,
     Unit,
@@ -154,7 +154,7 @@ class PipelineRunner:
             return buffers
         # Without gradients: an input is a leaf, which may require one.
         with torch.no_grad(), record_function(WAITING):
-            received = iter(backend.start_exchange(sends, receives, self._group).wait())
+            received = iter(backend.exchange(sends, receives, self._group))
         return [[_leaf_like(buffer, next(received)) for buffer in each] for each in buffers]
 
     def _buffers(self, compute: Compute) -> list[Tensor]:

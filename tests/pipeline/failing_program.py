@@ -24,7 +24,7 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "forward": (PipelineRunner, "_forward"),
     "backward": (PipelineRunner, "_backward"),
     "evaluation": (PipelineRunner, "evaluate"),
-    "exchange": (type(backend), "start_exchange"),
+    "exchange": (type(backend), "exchange"),
     "save": (os, "fsync"),
     "rename": (os, "replace"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nxd_memopt.backends.exchange import Message
+from nxd_memopt.backends.base import Message
 
 
 class Transfer(NamedTuple):

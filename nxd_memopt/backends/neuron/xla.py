@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.backends.base import ContextPair, Message
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
-from nxd_memopt.backends.exchange import Exchanged, Message, PendingExchange
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.backends.neuron.stage_links import ordered_transfers, pairs_of_link
@@ -256,9 +255,9 @@ class XlaBackend(TrainiumBackend):
     def interleaving_refusal(self) -> str | None:
         return "needs messages from the last rank to the first one, and the backend xla pairs neighbors only"
 
-    def start_exchange(
+    def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None
-    ) -> PendingExchange:
+    ) -> list[Tensor]:
         """Exchange by all-gathers over pairs of ranks, outside the graphs of the computations around it.
 
         Neuron's runtime has no sends and receives: the receiver contributes zeros, and takes the other half.
@@ -266,8 +265,7 @@ class XlaBackend(TrainiumBackend):
         if self._through_host:
             on_host = [(self._on_host(tensor), peer) for tensor, peer in sends]
             buffers = [(torch.empty_like(tensor, device="cpu"), peer) for tensor, peer in receives]
-            received = super().start_exchange(on_host, buffers, group).wait()
-            return Exchanged([tensor.to(self.device) for tensor in received])
+            return [tensor.to(self.device) for tensor in super().exchange(on_host, buffers, group)]
         results = [tensor for tensor, _ in receives]
         sent: list[Tensor] = []
         rank = self.group_rank(group)
@@ -284,7 +282,7 @@ class XlaBackend(TrainiumBackend):
                     sent.append(kept)
                 else:
                     results[index] = kept
-        return Exchanged(results)
+        return results
 
     # A graph has no asynchronous handles to wait for: use the complete results of Collectives, not
     # the handles of C10dCollectives.

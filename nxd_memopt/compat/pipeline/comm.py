@@ -30,7 +30,7 @@ def send(tensor: Tensor, send_next: bool = True, all_reduce_send_recv: bool = Fa
     """
     del all_reduce_send_recv
     message = (tensor.detach().contiguous(), _peer(send_next))
-    backend.start_exchange([message], [], get_pipeline_model_parallel_group()).wait()
+    backend.exchange([message], [], get_pipeline_model_parallel_group())
     return tensor
 
 
@@ -48,7 +48,7 @@ def recv_from(
     del tracing, all_reduce_send_recv
     target = torch.empty(tensor_meta.shape, dtype=tensor_meta.dtype, device=backend.device)
     receives = [(target, _peer(not recv_prev))]
-    (received,) = backend.start_exchange([], receives, get_pipeline_model_parallel_group()).wait()
+    (received,) = backend.exchange([], receives, get_pipeline_model_parallel_group())
     return received.requires_grad_(tensor_meta.requires_grad)
 
 

@@ -106,9 +106,10 @@ class RankSizes:
     @cached_property
     def linear_elements(self) -> dict[str, int]:
         """Elements of the linear layers' weights on this rank, of those that are computed together; without experts."""
-        width = self.width
-        if self.moe is not None:
-            width = self.moe.shared_width
+        return self.weight_elements(self.width if self.moe is None else self.moe.shared_width)
+
+    def weight_elements(self, width: int) -> dict[str, int]:
+        """Return ``linear_elements`` of a layer whose MLP has ``width`` columns on this rank."""
         return {
             "qkv": (self.query + 2 * self.kv) * self.hidden,
             "attention output": self.query * self.hidden,

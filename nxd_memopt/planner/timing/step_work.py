@@ -25,12 +25,7 @@ _NORM_ROW = 1024
 
 def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
     """Return the elements of each weight of a layer on this rank that a token uses, by projection."""
-    return {
-        "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
-        "attention output": sizes.query * sizes.hidden,
-        "mlp in": sizes.mlp_inputs * _active_width(sizes) * sizes.hidden,
-        "mlp out": _active_width(sizes) * sizes.hidden,
-    }
+    return sizes.weight_elements(_active_width(sizes))
 
 
 def _active_width(sizes: RankSizes) -> int:
