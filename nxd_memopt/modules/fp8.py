@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
-from nxd_memopt.modules.lora import is_adapter
+from nxd_memopt.modules.lora import is_adapter, require_called_layers
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.moe_layer import MoELayer
 from nxd_memopt.ops.fp8 import ALIGNMENT, Fp8Recipe
@@ -39,7 +39,7 @@ def use_fp8(
         ValueError: no layer is left, a size is no multiple of 16, or a memory technique computes layers from
             their weights.
     """
-    _require_called(model)
+    require_called_layers(model, "in bf16, which fp8 would not reach")
     names: list[str] = []
     rounded = _rounded_layers(model, first_last_layers_bf16)
     for number, layer in model.backbone.layers.named_children():
@@ -53,7 +53,8 @@ def use_fp8(
             experts.fp8 = None
             if number not in rounded or _reason_for_bf16(module) is not None:
                 continue
-            if tokens is None or _experts_pay(tokens, module):
+            # Of EP ranks each has k rows for each of its own tokens, if the routing is balanced.
+            if tokens is None or experts_pay(tokens * module.moe.moe_router_topk, *_shape(experts)):
                 experts.fp8 = recipe
                 names.append(f"{number}.{name}")
     return names
@@ -120,11 +121,6 @@ def _reason_for_bf16(module: MoELayer) -> str | None:
     return fp8_layers.experts_in_bf16(module.moe, shape, has_biases=experts.has_biases)
 
 
-def _experts_pay(tokens: int, module: MoELayer) -> bool:
-    # Of EP ranks each has k rows for each of its own tokens, if the routing is balanced.
-    return experts_pay(tokens * module.moe.moe_router_topk, *_shape(module.experts))
-
-
 def _shape(experts: Experts) -> tuple[int, int, int]:
     """Return the experts of this rank, H, and the width of an expert here."""
     count, hidden, width = experts.down_proj.shape
@@ -140,10 +136,3 @@ def _round(layers: dict[str, _Linear], recipe: Fp8Recipe) -> list[str]:
             )
         layer.fp8 = recipe
     return list(layers)
-
-
-def _require_called(model: ParallelCausalLM) -> None:
-    """Raise ``ValueError`` for memory techniques that read weights instead of calling layers."""
-    for name in ("mlp_tile_tokens", "attention_head_groups"):
-        if getattr(model.memory, name) is not None:
-            raise ValueError(f"{name} computes layers in bf16, which fp8 would not reach: leave one of them out")

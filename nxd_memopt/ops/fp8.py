@@ -98,16 +98,11 @@ def magnitudes(
     """
     if can_use_triton(x):
         rows, columns = cuda.magnitudes(x, recipe.is_rowwise, factors)
-        return _of_all_ranks(rows, columns, recipe, group)
-    absolute = _scaled(x, factors).abs()
-    if recipe.is_rowwise:
+    elif recipe.is_rowwise:
+        absolute = _scaled(x, factors).abs()
         rows, columns = (largest(absolute, (dim,)).float().unsqueeze(1) for dim in (1, 0))
     else:
-        rows = columns = largest(absolute, (0, 1)).float().view(1, 1)
-    return _of_all_ranks(rows, columns, recipe, group)
-
-
-def _of_all_ranks(rows: Tensor, columns: Tensor, recipe: Fp8Recipe, group: ProcessGroup | None) -> Magnitudes:
+        rows = columns = largest(_scaled(x, factors).abs(), (0, 1)).float().view(1, 1)
     if backend.group_size(group) > 1:
         columns = _maximum(columns, group)
         rows = rows if recipe.is_rowwise else columns

@@ -72,10 +72,8 @@ def fixed_options(run: Run) -> FixedOptions:
 def _stated(run: Run) -> tuple[tuple[str, Any], ...]:
     """Return the fields of ``Setting`` that options of the command line fix, with their values."""
     found: list[tuple[str, Any]] = []
-    for name, value in (
-        ("pipeline_model_parallel_size", stated_size(run, "pipeline_model_parallel_size")),
-        ("virtual_pipeline_model_parallel_size", stated_size(run, "virtual_pipeline_model_parallel_size")),
-    ):
+    for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"):
+        value = stated_size(run, name)
         if value is not None:
             found.append((name, value))
     for option, name in SEARCHED.items():

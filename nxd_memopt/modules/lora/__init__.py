@@ -8,6 +8,7 @@ from nxd_memopt.modules.lora.adapters import (
     is_adapter,
     merged_adapters,
     model_type_of,
+    require_called_layers,
     whole_model,
 )
 from nxd_memopt.modules.lora.layers import LoraColumnParallelLinear, LoraRowParallelLinear
@@ -22,5 +23,6 @@ __all__ = [
     "is_adapter",
     "merged_adapters",
     "model_type_of",
+    "require_called_layers",
     "whole_model",
 ]

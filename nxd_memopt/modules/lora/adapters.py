@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
         raise ValueError("the model has adapters already: build it again to add others")
     if any(is_data_sharded(parameter) for parameter in model.parameters()):
         raise ValueError("add_adapters needs parameters that are not sharded over data-parallel ranks: call it before")
-    _require_called(model)
+    require_called_layers(model, "without their adapters")
     # The adapters, created below, are then the only parameters with gradients and optimizer states.
     model.requires_grad_(False)
     # Fused paths that would bypass an adapter turn off; ``model.fusions`` says which.
@@ -66,7 +66,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
         for name in chosen:
             # An adapter of a fused layer: its parts have the rows of B that are theirs, and one A.
             is_here = parts[name][0] in own
-            with nullcontext() if is_here or is_on_meta(model) else numbers_of_meta_weights():
+            with nullcontext() if is_here or next(model.parameters()).is_meta else numbers_of_meta_weights():
                 first, *others = (adapt(part, (own if is_here else named)[part], config) for part in parts[name])
             for other in others:
                 other.lora_A = first.lora_A
@@ -91,11 +91,6 @@ def whole_model(model: nn.Module) -> nn.Module:
     if whole is not model and config is not None:
         add_adapters(whole, config)
     return whole
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Return whether the parameters of ``model`` have no memory."""
-    return next(model.parameters()).is_meta
 
 
 def model_type_of(model: nn.Module) -> str:
@@ -148,9 +143,9 @@ def _require_targets(targets: Sequence[str], named: dict[str, nn.Module]) -> Non
             raise ValueError("target_modules names lm_head, whose loss does not call it: leave it out")
 
 
-def _require_called(model: nn.Module) -> None:
-    """Raise ``ValueError`` for memory techniques that read weights instead of calling layers."""
+def require_called_layers(model: nn.Module, how: str) -> None:
+    """Raise ``ValueError`` for memory techniques that read weights instead of calling layers; ``how`` they compute."""
     memory = getattr(model, "memory", None)
     for name in ("mlp_tile_tokens", "attention_head_groups"):
         if getattr(memory, name, None) is not None:
-            raise ValueError(f"{name} computes layers without their adapters: leave it out")
+            raise ValueError(f"{name} computes layers {how}: leave one of them out")
