@@ -195,6 +195,8 @@ def test_a_stated_layout_of_several_stages_of_a_rank_is_planned() -> None:
 
 def test_a_layout_of_other_layers_is_named() -> None:
     asked = replace(problem("llama-3-8b", device="h200", devices=2, length=8192), global_batch_size=16)
-    fixed = FixedOptions(Setting(pipeline_model_parallel_layout=(17, 14)), stated=(("pipeline_model_parallel_size", 2),))
+    fixed = FixedOptions(
+        Setting(pipeline_model_parallel_layout=(17, 14)), stated=(("pipeline_model_parallel_size", 2),)
+    )
     with pytest.raises(ValueError, match=r"layout \(17, 14\) needs P \* V stages .* --data.global-batch-size"):
         plans(asked, fixed)
