@@ -94,7 +94,7 @@ def layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[int]:
     if len(given) != stages or sum(given) != spec.num_layers or min(given) < 1:
         raise ValueError(
             f"pipeline_model_parallel_layout {list(given)} has {len(given)} stages of {sum(given)} layers: list the "
-            f"layers of {stages} stages, {spec.num_layers} together"
+            f"layers of {stages} stages, {spec.num_layers} together and at least 1 of each"
         )
     return list(given)
 

@@ -14,7 +14,7 @@ from nxd_memopt._optional import require_installed
 from nxd_memopt.architectures.config_options import option
 from nxd_memopt.architectures.model_spec import model_spec, require_positions, rope_options
 from nxd_memopt.architectures.parameters import require_shardable, require_supported_values
-from nxd_memopt.architectures.stages import all_stages
+from nxd_memopt.architectures.stages import RankStages, all_stages
 from nxd_memopt.backends import BACKENDS
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.huggingface.adapters import require_replaceable_adapters
@@ -95,10 +95,20 @@ def _require_model(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     require_shardable(model_spec(hf_config), config.parallel.tensor_model_parallel_size)
     require_supported_values(hf_config, OVERRIDES)
     for stages in all_stages(model_spec(hf_config), config.parallel):
-        require_layers(config.memory, len(stages.layers), len(stages.chunks))
+        _require_layers(config, stages)
     config.fp8_layers(hf_config.num_hidden_layers)  # called for its checks
     _require_positions(config, hf_config)
     _require_experts(config, hf_config)
+
+
+def _require_layers(config: TrainConfig, stages: RankStages) -> None:
+    """Raise ``ValueError`` if the recompute options do not suit the layers of a rank of the pipeline."""
+    try:
+        require_layers(config.memory, len(stages.layers), len(stages.chunks))
+    except ValueError as error:
+        if config.parallel.pipeline_model_parallel_size == 1:
+            raise
+        raise ValueError(f"rank {stages.rank} of the pipeline: {error}") from error
 
 
 def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) -> None:

@@ -88,7 +88,7 @@ def test_bad_sizes() -> None:
         counts(3, 2, chunks=2)
     with pytest.raises(ValueError, match=r"layout \[3, 1\] has 2 stages of 4 layers: list the layers of 2 stages, 5"):
         counts(5, 2, pipeline_model_parallel_layout=(3, 1))
-    with pytest.raises(ValueError, match="list the layers of 2 stages, 5 together"):
+    with pytest.raises(ValueError, match="list the layers of 2 stages, 5 together and at least 1 of each"):
         counts(5, 2, pipeline_model_parallel_layout=(5, 0))
     with pytest.raises(
         ValueError, match="virtual_pipeline_model_parallel_size 2 needs pipeline_model_parallel_size above"

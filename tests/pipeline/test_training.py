@@ -93,6 +93,8 @@ def test_tied_model_resumes_with_other_stages(tmp_path: Path) -> None:
         "pipeline: 2 ranks, layers 3, 2; with 4 micro-batches and equal stages each rank waits 20.0% of a step"
         in output
     )
+    assert "ranks: 2, tensor-parallel 1 x pipeline-parallel 2 x data-parallel 1; backend cpu" in output
+    assert summary(tmp_path / "run")["pipeline_model_parallel_size"] == 2
     assert "model: llama, 27,072 parameters" in output
     # Each rank has layers, and the last one the head.
     assert "gated activation with down projection: off (the kernels are for NVIDIA GPUs" in output

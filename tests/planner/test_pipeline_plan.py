@@ -171,3 +171,31 @@ def test_stated_techniques_must_suit_every_rank() -> None:
     assert not list(settings(asked, fixed))
     fixed = replace(fixed, stated_memory=(*stated[:2], ("recompute_num_layers", 15)))
     assert {each.memory.recompute_num_layers for each in settings(asked, fixed)} == {15}
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_stated_number_of_stages_of_a_rank_is_planned(chunks: int) -> None:
+    asked = problem("llama-3-8b", device="h200", devices=2, length=8192, precision="bf16-true")
+    asked = replace(asked, global_batch_size=16)
+    sizes = (("pipeline_model_parallel_size", 2), ("virtual_pipeline_model_parallel_size", chunks))
+    found = {plan.setting: plan.tokens_per_s for plan in plans(asked, FixedOptions(stated=sizes))}
+    assert {each.virtual_pipeline_model_parallel_size for each in found} == {chunks}
+    if chunks == 2:
+        searched = {plan.setting: plan.tokens_per_s for plan in plans(asked)}
+        assert found.items() <= searched.items()
+
+
+def test_a_stated_layout_of_several_stages_of_a_rank_is_planned() -> None:
+    asked = problem("llama-3-8b", device="h200", devices=2, length=8192, precision="bf16-true")
+    asked = replace(asked, global_batch_size=16)
+    fixed = FixedOptions(Setting(pipeline_model_parallel_layout=(9, 8, 8, 7)))
+    assert {plan.setting.virtual_pipeline_model_parallel_size for plan in plans(asked, fixed)} >= {2}
+
+
+def test_a_layout_of_other_layers_is_named() -> None:
+    asked = replace(problem("llama-3-8b", device="h200", devices=2, length=8192), global_batch_size=16)
+    fixed = FixedOptions(
+        Setting(pipeline_model_parallel_layout=(17, 14)), stated=(("pipeline_model_parallel_size", 2),)
+    )
+    with pytest.raises(ValueError, match=r"layout \(17, 14\) needs P \* V stages .* --data.global-batch-size"):
+        plans(asked, fixed)

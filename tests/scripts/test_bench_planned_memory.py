@@ -98,6 +98,15 @@ def test_the_seed_decides_the_cells_and_they_fit():
     assert len({cell.model for cell in cells}) > 2
 
 
+def test_the_ranks_of_drawn_cells_are_tensor_parallel_or_stages():
+    cells = drawn(14, 5, 8.0, ranks=4)
+    assert all(cell.tensor_parallel * cell.stages[0] == 4 for cell in cells)
+    assert len({cell.stages for cell in cells}) > 2
+    assert any(cell.trainer for cell in cells) and any(cell.lora for cell in cells)
+    staged = next(cell for cell in cells if cell.stages[0] > 1)
+    assert "P=" in staged.options() and plan_of(staged, device_named("h200")).setting.pipeline_model_parallel_size > 1
+
+
 @pytest.mark.slow
 def test_cells_on_two_ranks(tmp_path):
     """T=2, then D=2: planned and measured figures of the rank that has most, from one rank's file."""

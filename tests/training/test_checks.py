@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from nxd_memopt.architectures.model_spec import rope_options
 from nxd_memopt.backends import backend
-from nxd_memopt.training.checks import require_applicable_memory
+from nxd_memopt.planner.hardware import device_named
+from nxd_memopt.training.checks import require_applicable_memory, require_startable
 from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.config.yaml_file import parse_yaml
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
@@ -150,3 +151,12 @@ def test_weights_on_the_host_are_checked_without_moving_any(tmp_path: Path, monk
         check(2, **options)
         with pytest.raises(ValueError, match="cpu_offloading_num_layers 3 exceeds the model's 2 layers"):
             check(3, **options)
+
+
+def test_recompute_that_a_stage_cannot_have_names_the_rank(tmp_path: Path) -> None:
+    memory = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [2, 1]}
+    model = {"config_overrides": LLAMA | {"num_hidden_layers": 3}}
+    config = parse_config(["--config", str(write_config(tmp_path, memory=memory, parallel=parallel, model=model))])
+    with pytest.raises(ValueError, match="rank 1 of the pipeline: recompute_num_layers 2 exceeds the 1 layers to"):
+        require_startable(config, load_hf_config(config.model), device_named("h200"), 2)

@@ -70,7 +70,8 @@ def require_settings(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> N
     if next(settings(problem, fixed), None) is not None:
         return
     where = f"which no setting of this model on {problem.devices} x {problem.device.name} has"
-    raise ValueError(f"{'; '.join(fixed.needs())}, {where}: leave an option out, or use other --devices")
+    remedy = "leave an option out, or use other --devices or another --data.global-batch-size"
+    raise ValueError(f"{'; '.join(fixed.needs())}, {where}: {remedy}")
 
 
 def _fills_pipeline(problem: Problem, setting: Setting, sequences: int) -> bool:
@@ -143,13 +144,11 @@ def pipeline_sizes(problem: Problem, size: int, fixed: FixedOptions = NOTHING_FI
         # A step of one micro-batch has nothing to run in turn.
         if ranks % stages or (stages > 1 and problem.global_batch_size is None):
             continue
-        several = (1, 2)
         # Chunks of a rank need sends that torch_xla does not have, and end their backwards one after the other.
-        if stages == 1 or problem.device.backend == "xla" or fixed.setting.overlap_grad_reduce:
-            several = (1,)
-        for chunks in fixed.tried("virtual_pipeline_model_parallel_size", several):
+        is_one = stages == 1 or problem.device.backend == "xla" or fixed.setting.overlap_grad_reduce
+        for chunks in fixed.tried("virtual_pipeline_model_parallel_size", (1, 2)):
             fits = stages * chunks <= depth if layout is None else stages * chunks == len(layout)
-            if chunks in several and fits:
+            if fits and (chunks == 1 or not is_one):
                 found.append((stages, chunks))
     return found
 

@@ -23,6 +23,10 @@ _EXCLUDING = {
         "optimizer_instances",
         "sharding zero2 or zero3, of GPUs, and a divisor of D below D",
     ),
+    "parallel.pipeline_model_parallel_layout": (
+        "pipeline_model_parallel_layout",
+        "P * V stages of at least 1 layer, with the model's layers together",
+    ),
     "trainer.compile": ("compiles_layers", "full recompute of all layers"),
 }
 """Option that excludes settings -> field of ``Setting`` or ``FixedOptions``, and what it needs."""

@@ -84,15 +84,16 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
     found: list[Plan] = []
     fits_without_offload: set[Setting] = set()
     fewest_stages: dict[Setting, int] = {}
+    too_large: set[Setting] = set()
     for setting in settings(problem, fixed):
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in fits_without_offload:
             continue
         # A longer pipeline waits longer, and rarely sends less; several stages of a rank keep more micro-batches.
-        stages, chunks = setting.pipeline_model_parallel_size, setting.virtual_pipeline_model_parallel_size
-        undivided = replace(setting, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=1)
-        shortest = fewest_stages.get(undivided)
-        if (shortest is not None and stages > 2 * shortest) or (chunks > 1 and (shortest or stages + 1) > stages):
+        stages = setting.pipeline_model_parallel_size
+        single = replace(setting, virtual_pipeline_model_parallel_size=1)
+        undivided = replace(single, pipeline_model_parallel_size=1)
+        if stages > 2 * fewest_stages.get(undivided, stages) or single in too_large:
             continue
         # Most settings of large problems do not fit, so their other ranks and their time are not computed.
         usable = _usable_bytes(problem, setting)
@@ -102,6 +103,8 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
             found.append(_timed(problem, setting, models, memory))
             fits_without_offload.add(replace(setting, cuda_graph=False))
             fewest_stages.setdefault(undivided, stages)
+        elif stages > 1:
+            too_large.add(setting)
     return sorted(found, key=lambda plan: (-plan.least_tokens_per_s, plan.memory.reserved_bytes))
 
 

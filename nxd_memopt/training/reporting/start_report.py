@@ -35,13 +35,15 @@ def model_line(model: nn.Module, config: TrainConfig) -> str:
 
 def run_lines(config: TrainConfig) -> list[str]:
     """Return the lines about output directory, ranks and precision."""
-    tensor_size = parallel_state.get_tensor_model_parallel_size()
-    data_size = parallel_state.get_data_parallel_size()
+    sizes = f"tensor-parallel {parallel_state.get_tensor_model_parallel_size()}"
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    if stages > 1:
+        sizes += f" x pipeline-parallel {stages}"
+    sizes += f" x data-parallel {parallel_state.get_data_parallel_size()}"
     precision = str(config.trainer.precision)
     return [
         f"output: {config.trainer.output_dir}",
-        f"ranks: {world_size()}, tensor-parallel {tensor_size} x data-parallel {data_size}; backend {backend.name} "
-        f"({BACKEND_REASON})",
+        f"ranks: {world_size()}, {sizes}; backend {backend.name} ({BACKEND_REASON})",
         f"precision: {precision}, {PRECISIONS[precision].description}",
     ]
 

@@ -47,6 +47,7 @@ class Summary:
     tensor_model_parallel_size: int
     data_parallel_size: int
     steps: int = 0
+    pipeline_model_parallel_size: int = 1
     held_out_loss_before: float | None = None
     held_out_loss_after: float | None = None
     tokens_per_s: float | None = None
@@ -144,11 +145,13 @@ class Summary:
         # Rows without a value are left out: not every run exports, evaluates or reports memory. An
         # empty text counts as no value, so a run without peaks has no row for them.
         ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
+        stages = self.pipeline_model_parallel_size
         candidates = [
             (
                 "tensor-parallel x data-parallel",
                 f"{self.tensor_model_parallel_size} x {self.data_parallel_size}",
             ),
+            ("pipeline-parallel", str(stages) if stages > 1 else None),
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
@@ -191,6 +194,7 @@ def start_summary() -> Summary:
     return Summary(
         backend=backend.name,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_size(),
         data_parallel_size=parallel_state.get_data_parallel_size(),
     )
 

@@ -12,6 +12,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.hardware import GIB, Device, device_named
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.training.config.data_parallel import DataParallelConfig
+from nxd_memopt.training.config.lora import LoraOptions
 from nxd_memopt.training.config.train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.memory_plan import planned
 from nxd_memopt.training.model import load_hf_config
@@ -49,6 +50,9 @@ class Cell:
         tensor_parallel: T, with sequence parallelism from 2 on.
         data_parallel: D.
         sharding: ``data_parallel.sharding``.
+        stages: ``pipeline_model_parallel_size``, and 1 or ``virtual_pipeline_model_parallel_size``.
+        trainer: options of the trainer section that round to float8.
+        lora: options of the lora section.
         seed: what the cell was drawn by; None for the named ones.
     """
 
@@ -66,6 +70,9 @@ class Cell:
     tensor_parallel: int = 1
     data_parallel: int = 1
     sharding: str = "none"
+    stages: tuple[int, int] = (1, 1)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
 
     def config(self, *, tiny: bool = False) -> TrainConfig:
@@ -81,14 +88,17 @@ class Cell:
         return TrainConfig(
             # Ids are drawn, so that the tokenizer is not read.
             model=ModelConfig(config_overrides=overrides, tokenizer="none"),
-            # Weights drawn on the device: 8 billion numbers from the CPU take a minute.
+            # Weights drawn on the device: 8 billion numbers from the CPU take a minute. Stages need the latter.
             parallel=ParallelConfig(
                 self.tensor_parallel,
                 sequence_parallel_enabled=self.tensor_parallel > 1,
-                use_cpu_initialization=False,
+                use_cpu_initialization=self.stages[0] > 1,
+                pipeline_model_parallel_size=self.stages[0],
+                virtual_pipeline_model_parallel_size=self.stages[1] if self.stages[1] > 1 else None,
             ),
             data_parallel=DataParallelConfig(sharding=self.sharding),  # pyright: ignore[reportArgumentType]
             memory=MemoryConfig(**memory),
+            lora=LoraOptions(**self.lora),
             data=DataConfig(
                 seq_length=tokens,
                 isolate_documents=False,
@@ -101,12 +111,14 @@ class Cell:
                 precision=self.precision,
                 enable_cuda_graph=self.cuda_graph,
                 compile=self.compile,  # pyright: ignore[reportArgumentType]
+                **self.trainer,
             ),
         )
 
     def options(self) -> str:
         """Return what differs from the defaults, in one line."""
-        words = [f"{name}={value}" for name, value in {**self.memory, **self.optimizer}.items()]
+        options = {**self.memory, **self.optimizer, **self.trainer, **self.lora}
+        words = [f"{name}={value}" for name, value in options.items()]
         if self.cuda_graph:
             words.append("cuda_graph")
         if self.compile:
@@ -115,6 +127,8 @@ class Cell:
             words.append(f"T={self.tensor_parallel}")
         if self.data_parallel > 1:
             words.append(f"D={self.data_parallel} sharding={self.sharding}")
+        if self.stages[0] > 1:
+            words.append("P={} V={}".format(*self.stages))
         return " ".join(words)
 
     def seed_text(self) -> str:
@@ -144,7 +158,7 @@ def plan_of(cell: Cell, device: Device | None = None, *, tiny: bool = False) -> 
         ValueError: an option of the cell is not planned.
     """
     config = cell.config(tiny=tiny)
-    ranks = None if device is None else cell.tensor_parallel * cell.data_parallel
+    ranks = None if device is None else cell.tensor_parallel * cell.data_parallel * cell.stages[0]
     return planned(config, load_hf_config(config.model, config.moe), device, ranks=ranks)[1]
 
 
@@ -305,7 +319,7 @@ def drawn(count: int, seed: int, longest_s: float, ranks: int = 1) -> tuple[Cell
     """Return ``count`` cells that ``seed`` draws, of those that fit H200s by plan.
 
     A cell whose plan is too large, or whose step is planned to take longer than ``longest_s``
-    seconds, is drawn again. T is the number of ranks.
+    seconds, is drawn again. The ranks are tensor-parallel, the stages of a pipeline, or two of each.
     """
     generator = random.Random(seed)
     device = device_named(DEVICE)
@@ -320,6 +334,13 @@ def drawn(count: int, seed: int, longest_s: float, ranks: int = 1) -> tuple[Cell
         if fits and plan.memory.host_bytes <= LARGEST_HOST_GIB * GIB and plan.time.step_s <= longest_s:
             found.append(cell)
     return tuple(found)
+
+
+_STAGES_ON = {
+    1: ((1, 1),),
+    2: ((1, 1), (1, 1), (2, 1), (2, 2)),
+    4: ((1, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2)),
+}
 
 
 def _draw(generator: random.Random, seed: int, number: int, ranks: int) -> Cell:
@@ -341,6 +362,13 @@ def _draw(generator: random.Random, seed: int, number: int, ranks: int) -> Cell:
             optimizer_update_in_forward=in_forward,
             store_param_remainders=generator.random() < 0.5,
         )
+    stages = generator.choice(_STAGES_ON[ranks])
+    trainer: dict[str, Any] = {}
+    if generator.random() < 0.25:
+        trainer = generator.choice(({"fp8": "hybrid"}, {"fp8": "e4m3", "fp8_recipe": "rowwise"}))
+    lora: dict[str, Any] = {}
+    if generator.random() < 0.15:
+        lora = {"lora_rank": generator.choice((8, 64))}
     can_be_graph = not any(name.startswith("cpu_offloading") for name in memory) and model != "mixtral-8x7b"
     return Cell(
         f"drawn {number}",
@@ -350,10 +378,13 @@ def _draw(generator: random.Random, seed: int, number: int, ranks: int) -> Cell:
         precision=precision,
         memory=memory,
         optimizer=optimizer,
-        cuda_graph=can_be_graph and not optimizer and generator.random() < 0.25,
+        cuda_graph=can_be_graph and stages[0] == 1 and not optimizer and generator.random() < 0.25,
         micro_batch=generator.choice((1, 1, 1, 2, 3)),
-        accumulation=generator.choice((1, 1, 2)),
-        tensor_parallel=ranks,
+        accumulation=generator.choice((1, 1, 2)) if stages[0] == 1 else generator.choice((1, 2, 4)) * stages[0],
+        tensor_parallel=ranks // stages[0],
+        stages=stages,
+        trainer=trainer,
+        lora=lora,
         seed=seed,
     )
 

@@ -53,8 +53,9 @@ from nxd_memopt.training.data.micro_batches import MicroBatch
 from nxd_memopt.training.device_support import require_executable
 from nxd_memopt.training.host_memory import new_host_pool
 from nxd_memopt.training.loop import run_step
+from nxd_memopt.training.lora import apply_lora
 from nxd_memopt.training.memory_plan import planned
-from nxd_memopt.training.model import build_model, load_hf_config
+from nxd_memopt.training.model import apply_fp8, build_model, load_hf_config
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.runtime.distributed import world_size
 from nxd_memopt.training.state import Training
@@ -124,6 +125,8 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
         raise ValueError(f"{before} bytes of the cells before are still allocated: measure this cell alone")
     model_parallel_manual_seed(7)
     model = build_model(config, hf_config)
+    apply_lora(model, config)
+    apply_fp8(model, config)
     pool = new_host_pool(config)
     optimizer, forward_backward = parallelize(model, config, pool=pool)
     # A run's plan of resumption and its tokens are not read by a step.
@@ -226,7 +229,9 @@ def _use_groups(cell: Cell) -> None:
     """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=cell.tensor_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cell.tensor_parallel, pipeline_model_parallel_size=cell.stages[0]
+    )
 
 
 def _largest(value: int) -> int:
@@ -343,12 +348,12 @@ def show(cells: Mapping[int, Cell]) -> None:
         lasts = expected_s(plan, cuda_graph=cell.cuda_graph)
         total_s += lasts
         host_gib = plan.memory.host_bytes / GIB
-        print(
+        say(
             f"{number:3} {cell.name:<28} {cell.layers:>2} layers {cell.tokens:>6} tokens x {cell.micro_batch} x "
             f"{cell.accumulation} {cell.precision:<10} {plan.memory.device_bytes / GIB:6.1f} GiB "
             f"{host_gib:5.1f} host {plan.time.step_s:6.2f} s a step, {lasts:4.0f} s  {cell.options()}"
         )
-    print(f"{len(cells)} cells, about {total_s:.0f} s")
+    say(f"{len(cells)} cells, about {total_s:.0f} s")
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -32,6 +32,11 @@ def test_the_growth_of_a_process_is_not_compared_with_planned_tensors(measured):
     assert "%" not in planned
 
 
+def test_stages_of_a_pipeline_have_a_row():
+    assert "pipeline-parallel" not in shown()
+    assert shown(pipeline_model_parallel_size=2)["pipeline-parallel"] == "2"
+
+
 def test_an_allocator_measures_what_is_planned():
     figures = {"planned_memory_bytes": 2**30, "measured_memory_bytes": 2**29}
     assert shown("cuda", **figures)["planned memory"] == "1.00 GiB; measured: 0.50 GiB (+100.0 %)"
