@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -126,22 +126,15 @@ class StageBuilder:
 
     def optional(self, is_here: bool, make: Callable[[LayerFactory], Module]) -> Module | None:
         """Return the module that ``make`` builds, or None if another rank has it."""
-        with self._elsewhere(is_here) as factory:
-            module = make(factory)
-        return module if is_here else None
+        if is_here:
+            return make(self.factory)
+        # Without CPU initialization each rank draws its own weights from its own stream.
+        with numbers_of_meta_weights() if self.factory.draws_full_weights else nullcontext():
+            make(replace(self.factory, device=torch.device("meta")))
+        return None
 
     def layers(self, make: Callable[..., nn.Module]) -> LayerStack:
         """Return this rank's decoder layers; ``make(factory, number=n)`` builds layer n."""
         own = set(self.stages.layers)
         built = [self.optional(i in own, partial(make, number=i)) for i in range(self._spec.num_layers)]
         return LayerStack(self.stages, [layer for layer in built if layer is not None])
-
-    @contextmanager
-    def _elsewhere(self, is_here: bool) -> Iterator[LayerFactory]:
-        if is_here:
-            yield self.factory
-            return
-        # Without CPU initialization each rank draws its own weights from its own stream.
-        draws = self.factory.draws_full_weights
-        with numbers_of_meta_weights() if draws else nullcontext():
-            yield replace(self.factory, device=torch.device("meta"))
