@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.ops.autograd import ReusableContext
@@ -34,18 +34,7 @@ _OPERATORS = {FLASH4_OPERATOR} | {
 }
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return ``MUST_SAVE`` for fused attention operators, ``PREFER_RECOMPUTE`` for all others."""
-    del ctx, args, kwargs
-    if operator in _OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-compiled_contexts: Callable[[], ContextPair] = functools.partial(
-    create_selective_checkpoint_contexts,  # pyright: ignore
-    _policy,
-)
+compiled_contexts: Any = functools.partial(create_selective_checkpoint_contexts, [*_OPERATORS])
 """Return contexts for a region that torch.compile traces, which knows PyTorch's own alone."""
 
 

@@ -232,6 +232,11 @@ def _rank(name: str) -> int:
     return _axis(name).rank
 
 
+def _first_rank(name: str) -> int:
+    """Return the global rank of the first member of this rank's group."""
+    return _axis(name).ranks[0]
+
+
 def process_groups() -> list[ProcessGroup]:
     """Return all existing groups; copies of a module share them."""
     return [axis.group for axis in _all_axes() if axis.group is not None]
@@ -373,23 +378,13 @@ get_tensor_model_parallel_group = partial(_group, "tensor")
 get_tensor_model_parallel_replica_groups = partial(_replica_groups, "tensor")
 get_tensor_model_parallel_size = partial(_size, "tensor")
 get_tensor_model_parallel_rank = partial(_rank, "tensor")
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first member of this rank's tensor-parallel group."""
-    return _axis("tensor").ranks[0]
-
+get_tensor_model_parallel_src_rank = partial(_first_rank, "tensor")
 
 get_data_parallel_group = partial(_group, "data")
 get_data_parallel_replica_groups = partial(_replica_groups, "data")
 get_data_parallel_size = partial(_size, "data")
 get_data_parallel_rank = partial(_rank, "data")
-
-
-def get_data_parallel_src_rank() -> int:
-    """Return the global rank of the first member of this rank's data-parallel group."""
-    return _axis("data").ranks[0]
-
+get_data_parallel_src_rank = partial(_first_rank, "data")
 
 get_pipeline_model_parallel_group = partial(_group, "pipeline")
 get_pipeline_model_parallel_replica_groups = partial(_replica_groups, "pipeline")

@@ -67,7 +67,8 @@ def step_shape(
         kv_replicas=replicas,
         kv_gradient_bytes=tuple(kv_gradients),
         tagged_gradient_bytes=tuple(tagged),
-        head_chunks=_head_chunks(sizes),
+        # The ranges are of local rows; SP gathers the rows of all T ranks into each chunk.
+        head_chunks=tuple((stop - start) * sizes.shards for start, stop in loss_chunks(sizes)),
     )
 
 
@@ -99,9 +100,3 @@ def micro_batch_shape(sizes: RankSizes, memory: MemoryConfig) -> StepShape:
     tiles_mlp = memory.mlp_tile_tokens is not None
     chunks = (sizes.tokens,) if sizes.has_head else ()
     return StepShape(sizes, tuple(blocks), num_groups, tiles_mlp, head_chunks=chunks)
-
-
-def _head_chunks(sizes: RankSizes) -> tuple[int, ...]:
-    """Return the tokens of each chunk of the fused loss, of all ranks whose tokens are gathered."""
-    # The ranges are of local rows; SP gathers the rows of all T ranks into each chunk.
-    return tuple((stop - start) * sizes.shards for start, stop in loss_chunks(sizes))
