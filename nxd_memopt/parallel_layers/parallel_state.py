@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -216,25 +215,8 @@ def _axis(name: str) -> _Axis:
     return _SINGLE_PROCESS
 
 
-def _group(name: str, as_list: bool = False) -> Group:
+def _group(name: str, as_list: bool) -> Group:
     return _axis(name).group_or_ranks(as_list)
-
-
-def _replica_groups(name: str) -> RankGroups:
-    return _axis(name).rank_groups
-
-
-def _size(name: str) -> int:
-    return _axis(name).size
-
-
-def _rank(name: str) -> int:
-    return _axis(name).rank
-
-
-def _first_rank(name: str) -> int:
-    """Return the global rank of the first member of this rank's group."""
-    return _axis(name).ranks[0]
 
 
 def process_groups() -> list[ProcessGroup]:
@@ -366,30 +348,78 @@ def destroy_token_shuffle_group() -> None:
         _destroy_groups([axis])
 
 
-get_token_shuffle_group = partial(_group, "token_shuffle")
-get_token_shuffle_replica_groups = partial(_replica_groups, "token_shuffle")
-get_token_shuffle_group_size = partial(_size, "token_shuffle")
+def get_token_shuffle_group(as_list: bool = False) -> Group:
+    return _group("token_shuffle", as_list)
 
 
-get_world_group = partial(_group, "world")
+def get_token_shuffle_replica_groups() -> RankGroups:
+    return _axis("token_shuffle").rank_groups
 
 
-get_tensor_model_parallel_group = partial(_group, "tensor")
-get_tensor_model_parallel_replica_groups = partial(_replica_groups, "tensor")
-get_tensor_model_parallel_size = partial(_size, "tensor")
-get_tensor_model_parallel_rank = partial(_rank, "tensor")
-get_tensor_model_parallel_src_rank = partial(_first_rank, "tensor")
+def get_token_shuffle_group_size() -> int:
+    return _axis("token_shuffle").size
 
-get_data_parallel_group = partial(_group, "data")
-get_data_parallel_replica_groups = partial(_replica_groups, "data")
-get_data_parallel_size = partial(_size, "data")
-get_data_parallel_rank = partial(_rank, "data")
-get_data_parallel_src_rank = partial(_first_rank, "data")
 
-get_pipeline_model_parallel_group = partial(_group, "pipeline")
-get_pipeline_model_parallel_replica_groups = partial(_replica_groups, "pipeline")
-get_pipeline_model_parallel_size = partial(_size, "pipeline")
-get_pipeline_model_parallel_rank = partial(_rank, "pipeline")
+def get_world_group(as_list: bool = False) -> Group:
+    return _group("world", as_list)
+
+
+def get_tensor_model_parallel_group(as_list: bool = False) -> Group:
+    return _group("tensor", as_list)
+
+
+def get_tensor_model_parallel_replica_groups() -> RankGroups:
+    return _axis("tensor").rank_groups
+
+
+def get_tensor_model_parallel_size() -> int:
+    return _axis("tensor").size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _axis("tensor").rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
+    return _axis("tensor").ranks[0]
+
+
+def get_data_parallel_group(as_list: bool = False) -> Group:
+    return _group("data", as_list)
+
+
+def get_data_parallel_replica_groups() -> RankGroups:
+    return _axis("data").rank_groups
+
+
+def get_data_parallel_size() -> int:
+    return _axis("data").size
+
+
+def get_data_parallel_rank() -> int:
+    return _axis("data").rank
+
+
+def get_data_parallel_src_rank() -> int:
+    """Return the global rank of the first member of this rank's data-parallel group."""
+    return _axis("data").ranks[0]
+
+
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Group:
+    return _group("pipeline", as_list)
+
+
+def get_pipeline_model_parallel_replica_groups() -> RankGroups:
+    return _axis("pipeline").rank_groups
+
+
+def get_pipeline_model_parallel_size() -> int:
+    return _axis("pipeline").size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _axis("pipeline").rank
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -423,10 +453,20 @@ def get_tied_stages_group() -> ProcessGroup | None:
     return stages_group([0, get_pipeline_model_parallel_size() - 1])
 
 
-get_context_model_parallel_group = partial(_group, "context")
-get_context_model_parallel_replica_groups = partial(_replica_groups, "context")
-get_context_model_parallel_size = partial(_size, "context")
-get_context_model_parallel_rank = partial(_rank, "context")
+def get_context_model_parallel_group(as_list: bool = False) -> Group:
+    return _group("context", as_list)
+
+
+def get_context_model_parallel_replica_groups() -> RankGroups:
+    return _axis("context").rank_groups
+
+
+def get_context_model_parallel_size() -> int:
+    return _axis("context").size
+
+
+def get_context_model_parallel_rank() -> int:
+    return _axis("context").rank
 
 
 def get_context_model_parallel_src_tgt_pairs() -> RankGroups:
@@ -453,16 +493,36 @@ def get_zero1_sharding_groups() -> RankGroups:
     return groups
 
 
-get_expert_model_parallel_group = partial(_group, "expert")
-get_expert_model_parallel_replica_groups = partial(_replica_groups, "expert")
-get_expert_model_parallel_size = partial(_size, "expert")
-get_expert_model_parallel_rank = partial(_rank, "expert")
+def get_expert_model_parallel_group(as_list: bool = False) -> Group:
+    return _group("expert", as_list)
 
 
-get_expert_data_parallel_group = partial(_group, "expert_data")
-get_expert_data_parallel_replica_groups = partial(_replica_groups, "expert_data")
-get_expert_data_parallel_size = partial(_size, "expert_data")
-get_expert_data_parallel_rank = partial(_rank, "expert_data")
+def get_expert_model_parallel_replica_groups() -> RankGroups:
+    return _axis("expert").rank_groups
+
+
+def get_expert_model_parallel_size() -> int:
+    return _axis("expert").size
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _axis("expert").rank
+
+
+def get_expert_data_parallel_group(as_list: bool = False) -> Group:
+    return _group("expert_data", as_list)
+
+
+def get_expert_data_parallel_replica_groups() -> RankGroups:
+    return _axis("expert_data").rank_groups
+
+
+def get_expert_data_parallel_size() -> int:
+    return _axis("expert_data").size
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _axis("expert_data").rank
 
 
 def is_global_rank_zero() -> bool:
