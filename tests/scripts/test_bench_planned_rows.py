@@ -29,7 +29,7 @@ def row_of(cell) -> dict[str, str]:
 
 def test_a_row_names_its_step_in_full():
     cells = [cell for ranks in NAMED_ON for cell in NAMED_ON[ranks]]
-    for cell in (*cells, *drawn(40, 31, 8.0)):
+    for cell in (*cells, *drawn(40, 31, 8.0), *drawn(10, 31, 8.0, ranks=4)):
         assert cell_of(row_of(cell)) == cell
 
 

@@ -91,9 +91,8 @@ class Adapted:
             unavailable=unavailable,
         )
 
-    @property
-    def factors(self) -> LowRankFactors | None:
-        """The adapter, if it is computed with the layer; None if its factors must be called."""
+    def _factors(self) -> LowRankFactors | None:
+        """Return the adapter, or None if its factors must be called."""
         if not self.fused_adapter.is_active:
             return None
         return LowRankFactors(self.lora_A.weight, self.lora_B.weight, self.scale)
@@ -119,6 +118,11 @@ class LoraColumnParallelLinear(Adapted, ColumnParallelLinear):
     reduce-scattered. Otherwise that gradient is all-reduced. Created by ``adapt``.
     """
 
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter, if it is computed with the layer."""
+        return self._factors()
+
     def forward(self, input: Tensor) -> Tensor:
         (output,) = column_parallel_linears(input, [self])
         return self.adapted(input, output)
@@ -134,6 +138,11 @@ class LoraRowParallelLinear(Adapted, RowParallelLinear):
     A is sharded like W and B is replicated: the r columns of A's output are reduced as Y is. Created
     by ``adapt``.
     """
+
+    @property
+    def factors(self) -> LowRankFactors | None:
+        """The adapter, if it is computed with the layer."""
+        return self._factors()
 
     def forward(self, input: Tensor) -> Tensor:
         factors = self.factors

@@ -1,8 +1,8 @@
 """The tensors that the operations of a decoder layer keep for backward: which saves which, and their bytes.
 
-A layer is a tree of parts (``layer_parts.py``). A part has the tensors that a checkpoint around it keeps (its inputs),
-those that it saves without recomputation, and the parts inside it. A tensor that several parts save
-has one name and counts once, as its storage exists once. Sources: the ``save_for_backward`` calls in
+A layer is a tree of parts (``memory/layer_parts.py``). A part has the tensors that a checkpoint around it keeps (its
+inputs), those that it saves without recomputation, and the parts inside it. A tensor that several parts save has one
+name and counts once, as its storage exists once. Sources: the ``save_for_backward`` calls in
 ``ops/``, ``modules/`` and ``parallel_layers/functional/``; ``tests/planner/test_activations.py``
 compares the sums with the storages that exist, as integers.
 """

@@ -28,7 +28,11 @@ from scripts.bench.planner.errors import WAITING_PART, is_beyond
 from scripts.bench.planner.memory import CSV, waits_for_memory
 
 _OPTION = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
-_OPTIMIZER = ("optimizer_", "store_param_remainders", "overlap_grad_reduce")
+_SECTIONS = {
+    "optimizer": ("optimizer_", "store_param_remainders", "overlap_grad_reduce"),
+    "trainer": ("fp8",),
+    "lora": ("lora_",),
+}
 
 
 def cell_of(row: Mapping[str, str]) -> Cell:
@@ -38,15 +42,17 @@ def cell_of(row: Mapping[str, str]) -> Cell:
     options.pop("optimizer_cpu_offload", None)
     if "recompute_keep_core_attn_num_layers" in options:
         options["recompute_keep_core_attn"] = options.pop("recompute_keep_core_attn_num_layers")
-    own = {name: options.pop(name) for name in ("T", "D", "sharding", "compile") if name in options}
+    own = {name: options.pop(name) for name in ("T", "D", "P", "V", "sharding", "compile") if name in options}
+    sections: dict[str, dict[str, Any]] = {}
+    for section, starts in _SECTIONS.items():
+        sections[section] = {name: options.pop(name) for name in list(options) if name.startswith(starts)}
     return Cell(
         name=row["cell"],
         model=row["model"],
         layers=int(row["layers"]),
         tokens=int(row["tokens"]),
         precision=row["precision"],
-        memory={name: value for name, value in options.items() if not name.startswith(_OPTIMIZER)},
-        optimizer={name: value for name, value in options.items() if name.startswith(_OPTIMIZER)},
+        memory=options,
         cuda_graph="cuda_graph" in row["options"].split(),
         micro_batch=int(row["micro_batch"]),
         accumulation=int(row["accumulation"]),
@@ -54,6 +60,8 @@ def cell_of(row: Mapping[str, str]) -> Cell:
         tensor_parallel=own.get("T", 1),
         data_parallel=own.get("D", 1),
         sharding=own.get("sharding", "none"),
+        stages=(own.get("P", 1), own.get("V", 1)),
+        **sections,
         seed=int(row["seed"]) if row["seed"] else None,
     )
 
@@ -71,7 +79,7 @@ def errors_of(row: Mapping[str, str]) -> dict[str, float]:
     cell = cell_of(row)
     config = cell.config()
     hf_config = load_hf_config(config.model, config.moe)
-    ranks = cell.tensor_parallel * cell.data_parallel
+    ranks = cell.tensor_parallel * cell.data_parallel * cell.stages[0]
     _, plan = planned(config, hf_config, device_named(DEVICE), ranks=ranks)
     memory = plan.memory
     sizes = {"allocated": memory.device_bytes, "reserved": memory.reserved_bytes, "host": memory.host_bytes}
