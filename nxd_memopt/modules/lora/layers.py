@@ -92,7 +92,10 @@ class Adapted:
         )
 
     def _factors(self) -> LowRankFactors | None:
-        """Return the adapter, or None if its factors must be called."""
+        """Return the adapter, or None if its factors must be called.
+
+        Each class defines ``factors`` itself: ``bypassed_layer`` refuses classes that inherit it.
+        """
         if not self.fused_adapter.is_active:
             return None
         return LowRankFactors(self.lora_A.weight, self.lora_B.weight, self.scale)
