@@ -123,7 +123,7 @@ def test_recompute_and_the_other_dispatcher(stage: str, memory: dict[str, Any], 
 
 @distributed(world_size=2)
 def test_kept_attention_of_sharded_experts() -> None:
-    """The recompute gathers experts in other steps than forward, between the operators that torch compares."""
+    """The recompute gathers experts in other steps than forward: they must not change which results are kept."""
     memory: dict[str, Any] = {"recompute_granularity": "full", "recompute_keep_core_attn": True}
     memory["attention_backend"] = "sdpa"
     compare("zero3", 1, 2, **memory)

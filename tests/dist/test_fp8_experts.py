@@ -36,7 +36,7 @@ TOLERANCE = 1e-3
 
 
 def uneven(*shape: int, seed: int) -> Tensor:
-    """Numbers as in test_fp8, with less different columns: sums of ranks' roundings stay near the whole."""
+    """Numbers as in test_fp8, with less different columns: sums over ranks then differ little from one rank's."""
     x = tensors(*shape, seed=seed).float() * 2.0 ** (tensors(shape[-1], seed=seed + 50)).float()
     return x * 2.0 ** (tensors(*shape[:-1], 1, seed=seed + 70)).float()
 

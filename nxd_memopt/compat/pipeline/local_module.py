@@ -14,7 +14,7 @@ class LocalModule(nn.Module):
     Parameters and state dicts have the names of the whole model, listings of modules those of the traced stages.
 
     Args:
-        module: the whole model.
+        module: the complete model.
     """
 
     def __init__(self, module: Any) -> None:

@@ -25,7 +25,7 @@ class RunningModel(LocalModule):
     """Training and evaluation of a model whose stages exist; ``NxDPPModel`` builds them.
 
     Args:
-        module: the whole model.
+        module: the complete model.
         options: how it is divided and run.
     """
 

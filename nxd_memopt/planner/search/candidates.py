@@ -145,10 +145,10 @@ def pipeline_sizes(problem: Problem, size: int, fixed: FixedOptions = NOTHING_FI
         if ranks % stages or (stages > 1 and problem.global_batch_size is None):
             continue
         # Chunks of a rank need sends that torch_xla does not have, and end their backwards one after the other.
-        is_one = stages == 1 or problem.device.backend == "xla" or fixed.setting.overlap_grad_reduce
+        needs_one = stages == 1 or problem.device.backend == "xla" or fixed.setting.overlap_grad_reduce
         for chunks in fixed.tried("virtual_pipeline_model_parallel_size", (1, 2)):
             fits = stages * chunks <= depth if layout is None else stages * chunks == len(layout)
-            if fits and (chunks == 1 or not is_one):
+            if fits and (chunks == 1 or not needs_one):
                 found.append((stages, chunks))
     return found
 

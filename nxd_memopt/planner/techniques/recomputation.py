@@ -155,11 +155,9 @@ def require_layers(memory: MemoryConfig, num_layers: int, chunks: int = 1) -> No
 
 
 def keeps_inputs_alone(memory: MemoryConfig) -> bool:
-    """Return whether every layer, or chunk of layers, keeps its input only: what a compiler chooses inside does not
-    matter then.
-    """
+    """Return whether every layer, or chunk of layers, keeps its input only, whatever a compiler chooses inside."""
     recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method != "block"
-    # The first layers may be kept whole, in host memory.
+    # Offloaded layers keep all activations in host memory, unless only checkpoints are offloaded.
     checkpoints_all = memory.num_offloaded_layers(1) == 0 or memory.cpu_offloading_activations
     return recomputes_all and checkpoints_all and not memory.recompute_keep_core_attn
 
