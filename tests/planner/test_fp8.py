@@ -115,15 +115,18 @@ def test_temporary_tensors_of_merged_branches():
     moments = {each.name: each.temporary for each in layer_moments(sizes, NO_TECHNIQUES, ON_GPU)}
     tokens, hidden, qkv, width = 8192, 6144, 9216, 12288
     inputs = moments["input projections"]
-    # Columns of both gradients, and the normalised rows, gathered and joined.
-    assert inputs["float8 operands"] == tokens * (qkv + width) + 2 * tokens * hidden
+    # Columns of both gradients, and of the normalised rows: this rank's, gathered, and joined.
+    assert inputs["gathered"] == tokens * hidden
+    assert inputs["float8 operands"] == tokens * (qkv + width) + tokens * hidden + tokens // 2 * hidden
     assert inputs["normalised"] == inputs["inputs of the branches"] == 0
     before = moments["input projections, gradient of the input"]
-    assert before["float8 operands"] - inputs["float8 operands"] == (qkv + width) * (tokens + hidden)
+    only_before = (qkv + width) * (tokens + hidden)
+    assert before["float8 operands"] - inputs["float8 operands"] == only_before - tokens * hidden
     assert before["dX"] == 2 * 2 * tokens * hidden and before["dW"] == 0
     # The activation is computed again, and then its columns.
     rows = moments["output projections"]
     assert rows["activation"] == 2 * tokens * width
+    assert rows["gathered"] == tokens * hidden
     assert rows["float8 operands"] == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * width
 
 

@@ -26,7 +26,7 @@ from nxd_memopt.planner.search.plan import evaluate, memory_by_stage, plans
 from nxd_memopt.planner.search.problem import Setting
 from nxd_memopt.planner.sizes.rank_model import ModelPart
 from nxd_memopt.planner.techniques.pipeline_schedule import in_flight
-from tests.planner.storages import LENGTH, ROWS, counted_bytes, share_of
+from tests.planner.storages import LENGTH, ROWS, counted_bytes, named, share_of
 from tests.planner.test_plan import problem
 from tests.reference import fake_world
 from tests.reference_models import batch, gpt_neox_config, llama_config
@@ -58,6 +58,18 @@ def test_measured_peaks_of_both_stages(model: str, micro_batches: int, chunks: i
     assert evaluate(asked, setting).memory.device_bytes / GIB == max(planned)
 
 
+def test_the_first_backward_has_no_gradients_of_micro_batches_before() -> None:
+    """With as many micro-batches as stages, all are in flight in the first backward alone."""
+    asked = problem("llama-3-8b", device="h200", devices=2, length=2304, precision="bf16-true")
+    sixteen = named("llama-3-8b", num_hidden_layers=16)
+    asked = replace(asked, model=sixteen, global_batch_size=4, attention="flash4")
+    setting = staged(2, micro_batch_size=2)
+    planned = [each.device_bytes / GIB for each in memory_by_stage(asked, setting)]
+    assert planned == pytest.approx((23.11, 19.95), abs=0.11)
+    later = memory_by_stage(replace(asked, global_batch_size=6), setting)[0]
+    assert min(later.device["gradients"], later.device["other micro-batches"]) > 4 << 30
+
+
 @pytest.mark.parametrize(("chunks", "measured"), [(1, (117.9, 88.4)), (2, (129.0, 98.7))])
 def test_measured_peaks_of_both_stages_with_adapters(chunks: int, measured: tuple[float, ...]) -> None:
     asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")
@@ -75,7 +87,7 @@ def test_micro_batches_in_flight(stages: int, chunks: int, micro_batches: int) -
     """With the one that is computed: P - r of one chunk; of several chunks as docs/pipeline.md says."""
     for rank in range(stages):
         found = in_flight(stages, chunks, micro_batches, rank)
-        most = max(sum(counts) for each in found for counts in each) + 1
+        most = max(sum(case.counts) for each in found for case in each) + 1
         if chunks == 1:
             assert most == min(stages - rank, micro_batches)
         elif rank == 0:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors, has_expert_kernels
-from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors
+from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, residual_bytes
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 
@@ -21,7 +21,8 @@ def forward_temporaries(
     """Return what exists at the end of the last layer's MLP besides ``kept``.
 
     Empty for cases whose peak is in the loss or in backward: full recompute, tiles, MLPs without a gate,
-    plain operations, experts that run in a loop, adapters, and rows that are sent to the ranks of their experts.
+    plain operations, experts that run in a loop, adapters with dropout, and rows that are sent to the ranks of their
+    experts.
 
     Args:
         sizes: sizes of the rank.
@@ -30,14 +31,20 @@ def forward_temporaries(
         kept: storages that the layer keeps for backward.
         has_slots: partial sums lie in the slots of peer memory.
     """
-    if not kernels.fused or not sizes.is_gated or memory.mlp_tile_tokens is not None or sizes.adapters is not None:
+    if not kernels.fused or not sizes.is_gated or memory.mlp_tile_tokens is not None:
+        return {}
+    if sizes.adapters is not None and sizes.adapters.has_dropout:
         return {}
     if sizes.moe is None:
         tensors = _mlp(sizes, has_slots=has_slots)
         # The activation of all rows is rounded at once, before the first output.
         if "mlp out" in sizes.fp8_linears(sizes.num_layers - 1):
             tensors = {"activation": sizes.tokens * sizes.width * (sizes.element_bytes + 1)}
-        saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
+        # The MLP's input exists until it returns, also if backward does not read it.
+        saved = {
+            "normed mlp input": residual_bytes(sizes),
+            "gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes,
+        }
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)
         if sizes.fp8_experts(sizes.num_layers - 1):

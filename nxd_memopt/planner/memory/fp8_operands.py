@@ -45,7 +45,7 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
         # Merged branches whose inputs are rounded have them in float8; dX of each branch exists before their sum.
         merged = {"normalised": 0, "inputs of the branches": 0} if set(_COLUMN_PARALLEL) <= set(names) else {}
         if names:
-            temporary |= {"gathered": 0, **merged, OPERANDS: _operand_bytes(sizes, names)}
+            temporary |= {"gathered": _gathered_bytes(sizes, names), **merged, OPERANDS: _operand_bytes(sizes, names)}
         if moment.name == "output projections" and "mlp out" in names and sizes.hidden_act != "relu":
             temporary["activation"] = sizes.tokens * sizes.width * sizes.element_bytes
         # The gradient of the activation is computed at once, where bf16 has tiles of it.
@@ -53,7 +53,7 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
             temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
         if names and names[0] in _COLUMN_PARALLEL and sizes.adapters is None:
             before = temporary | {"dW": 0, "dX": len(names) * temporary["dX"]}
-            before[OPERANDS] += _input_gradient_bytes(sizes, names)
+            before[OPERANDS] += _input_gradient_bytes(sizes, names) - _joined_bytes(sizes)
             found.append(replace(moment, name=f"{moment.name}, gradient of the input", temporary=before))
         found.append(replace(moment, temporary=temporary))
     return found
@@ -75,19 +75,37 @@ def _input_gradient_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
 def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
     """Return the bytes of the float8 tensors of the weights' gradients of layers that are computed together.
 
-    Of column-parallel layers the columns of the outputs' gradients, and of the inputs those that are gathered and the
-    copy that joins them. Of row-parallel layers, whose outputs are one tensor, rows and columns of its gradient, the
-    transposed weights, and the columns of the inputs, one at a time. Columns are for gradients of weights.
+    Of column-parallel layers the columns of the outputs' gradients, of this rank's inputs where backward rounds them
+    again, and of the gathered inputs a copy that joins the ranks' columns. Of row-parallel layers, whose outputs are
+    one tensor, rows and columns of its gradient, the transposed weights, and the columns of the inputs, one at a time.
+    Columns are for gradients of weights.
     """
     widths = _widths(sizes, names)
+    shard = sizes.shard_tokens * sizes.hidden
     if names[0] in _COLUMN_PARALLEL:
         if sizes.adapters is not None:
             return _input_gradient_bytes(sizes, names)
-        return sizes.tokens * (sum(widths) + 2 * sizes.hidden * int(sizes.shards > 1))
+        again = shard * int(len(names) > 1)
+        return sizes.tokens * sum(widths) + again + _joined_bytes(sizes)
     weights = sum(widths) * sizes.hidden
     if sizes.adapters is not None:
-        return sizes.tokens * sizes.hidden + weights
-    return 2 * sizes.tokens * sizes.hidden + weights + sizes.tokens * max(widths)
+        return shard + weights
+    # The columns of all ranks are gathered or transposed, next to this rank's rows and columns.
+    return 2 * shard + _joined_bytes(sizes) + weights + sizes.tokens * max(widths)
+
+
+def _joined_bytes(sizes: RankSizes) -> int:
+    """Return the bytes of the residual stream's columns of all ranks, if the ranks have shards of them."""
+    return sizes.tokens * sizes.hidden * int(sizes.shards > 1)
+
+
+def _gathered_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
+    """Return the bytes of what is gathered: columns of the inputs, rows of the gradients of outputs.
+
+    Frozen column-parallel layers gather nothing in backward.
+    """
+    is_frozen = sizes.adapters is not None and names[0] in _COLUMN_PARALLEL
+    return _joined_bytes(sizes) * int(not is_frozen)
 
 
 def with_expert_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels) -> list[Moment]:

@@ -127,7 +127,7 @@ def step_memory(
     else:
         candidates = _before_update(step, gradients)
         if chunks:
-            candidates = _of_chunks(step, chunks, gradients)
+            candidates = _of_chunks(step, chunks)
         candidates.append(update)
         moment, transient = max(candidates, key=_total)
         before_update = _total(max(candidates[:-1], key=_total)) - sum(transient.values())
@@ -173,7 +173,7 @@ def _before_update(step: Step, gradients: int) -> list[PeakCandidate]:
     return [forward, loss, backward_peak(step), embedding, reduction]
 
 
-def _of_chunks(step: Step, chunks: Sequence[Chunk], gradients: int) -> list[PeakCandidate]:
+def _of_chunks(step: Step, chunks: Sequence[Chunk]) -> list[PeakCandidate]:
     """Return the moments of forward and backward of each stage, next to the micro-batches that are in flight."""
     steps = [
         replace(
@@ -185,14 +185,30 @@ def _of_chunks(step: Step, chunks: Sequence[Chunk], gradients: int) -> list[Peak
         for chunk in chunks
     ]
     kept_bytes = [each.kept.device_bytes for each in steps]
+    gradients = [chunk.model.total(gradient_bytes, step.layout) for chunk in chunks]
     found: list[PeakCandidate] = []
-    for chunk, each in zip(chunks, steps, strict=True):
-        others = max(sum(map(mul, counts, kept_bytes)) for counts in chunk.others)
-        # With several chunks a forward and a backward follow each other, and the output of the first waits.
-        if len(chunks) > 1:
-            others += step.stream_bytes
-        for moment, terms in _before_update(each, gradients):
-            found.append((moment, {**terms, "other micro-batches": others} if terms else {}))
+    for index, (chunk, each) in enumerate(zip(chunks, steps, strict=True)):
+        # The most of other micro-batches by the chunks that have gradients. A program that is compiled has them all.
+        most: dict[frozenset[int], int] = {}
+        for counts, with_gradients in chunk.others:
+            if step.kernels.compiles_steps:
+                with_gradients = frozenset(range(len(chunks)))
+            others = sum(map(mul, counts, kept_bytes))
+            most[with_gradients] = max(others, most.get(with_gradients, 0))
+        for with_gradients, others in most.items():
+            # Fewer gradients next to no more activations are never the peak: a search asks often.
+            if any(with_gradients < more and others <= most[more] for more in most):
+                continue
+            # Gradients of other chunks exist throughout. In the first backward of a chunk its own appear one by one.
+            of_others = sum(gradients[i] for i in with_gradients if i != index)
+            standing = gradients[index] if index in with_gradients else 0
+            # With several chunks a forward and a backward follow each other, and the output of the first waits.
+            if len(chunks) > 1:
+                others += step.stream_bytes
+            for moment, terms in _before_update(replace(each, accumulated_gradients=standing), gradients[index]):
+                if terms:
+                    terms = {**terms, "gradients": terms["gradients"] + of_others, "other micro-batches": others}
+                found.append((moment, terms))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nxd_memopt.architectures.stages import RankStages
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.sizes.rank_model import ModelPart, RankModel
-from nxd_memopt.planner.techniques.pipeline_schedule import in_flight
+from nxd_memopt.planner.techniques.pipeline_schedule import InFlight, in_flight
 from nxd_memopt.planner.techniques.recomputation import require_layers
 
 
@@ -19,12 +19,12 @@ class Chunk:
     Args:
         model: its layers.
         memory: techniques of its layers.
-        others: numbers of other micro-batches of each chunk while this one computes (``in_flight``).
+        others: what the rank has of other micro-batches while this chunk computes (``in_flight``).
     """
 
     model: RankModel
     memory: MemoryConfig
-    others: tuple[tuple[int, ...], ...]
+    others: tuple[InFlight, ...]
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,13 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         if setting.optimizer_offload_fraction and _without_offload(setting) in fits_without_offload:
             continue
-        # A longer pipeline waits longer, and rarely sends less; several stages of a rank keep more micro-batches.
+        # A longer pipeline waits longer, and rarely sends less. Several stages of a rank keep more micro-batches, but
+        # with one group of them a step has no gradients yet when most are kept.
         stages = setting.pipeline_model_parallel_size
         single = replace(setting, virtual_pipeline_model_parallel_size=1)
         undivided = replace(single, pipeline_model_parallel_size=1)
-        if stages > 2 * fewest_stages.get(undivided, stages) or single in too_large:
+        keeps_more = _accumulation_steps(problem, setting) > stages
+        if stages > 2 * fewest_stages.get(undivided, stages) or (keeps_more and single in too_large):
             continue
         # Most settings of large problems do not fit, so their other ranks and their time are not computed.
         usable = _usable_bytes(problem, setting)
@@ -146,7 +148,7 @@ def planned_activations(problem: Problem, setting: Setting, rank: int = 0) -> li
     kept = [activations(chunk.model.sizes, chunk.memory, kernels) for chunk in of_rank.chunks]
     numbers: list[list[int]] = []
     for own, chunk in enumerate(of_rank.chunks):
-        numbers += [[other + (index == own) for index, other in enumerate(others)] for others in chunk.others]
+        numbers += [[other + (index == own) for index, other in enumerate(each.counts)] for each in chunk.others]
     sizes = [each.device_bytes for each in kept]
     return list(zip(kept, max(numbers, key=lambda counts: sum(map(mul, counts, sizes))), strict=True))
 

@@ -144,6 +144,14 @@ class RankSizes:
         """First projections of the MLP: gate and up, or one."""
         return 1 + int(self.is_gated)
 
+    @cached_property
+    def gathered_element_bytes(self) -> int:
+        """Bytes of an element of the activations that decoder layers gather: 1 if all their linear layers round."""
+        linears = self.linear_elements.keys()
+        if self.moe is None and all(self.fp8_linears(index) == linears for index in range(self.num_layers)):
+            return 1
+        return self.element_bytes
+
     @property
     def reduced_element_bytes(self) -> int:
         """Bytes of an element of partial sums when they are sent."""

@@ -44,13 +44,13 @@ def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | Non
     Args:
         sizes: sizes of the rank.
         cuda_graph: forward and backward are one CUDA graph.
-        element_bytes: bytes of an element that is sent; default an activation's, as in gathers.
+        element_bytes: bytes of an element that is sent; default those of gathers.
     """
     # The launches of a graph are ahead of the device, so that smaller shards gain from peer memory too.
     smallest = MIN_BYTES
     if cuda_graph:
         smallest = MIN_BYTES_AHEAD
-    shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.element_bytes)
+    shard = sizes.shard_tokens * sizes.hidden * (element_bytes or sizes.gathered_element_bytes)
     # Without sequence parallelism there are all-reduces only, which NCCL computes.
     return sizes.shards > 1 and shard >= smallest
 
@@ -70,12 +70,15 @@ def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
         cuda_graph: forward and backward are one CUDA graph.
     """
     total = 0
-    # Of gathers and of reductions, which the backend decides by their own bytes.
-    for element_bytes in (sizes.element_bytes, sizes.reduced_element_bytes):
-        tokens = 0
-        if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=element_bytes):
-            tokens = sizes.tokens
-        elif fused_loss and holds_loss(sizes, element_bytes=element_bytes):
-            tokens = longest_loss_chunk(sizes)
-        total += _SLOTS * tokens * sizes.hidden * element_bytes
+    # Of gathers and of reductions, which the backend decides by their own bytes. The loss gathers in its own dtype.
+    for of_layers, of_loss in (
+        (sizes.gathered_element_bytes, sizes.element_bytes),
+        (sizes.reduced_element_bytes, sizes.reduced_element_bytes),
+    ):
+        row_bytes = 0
+        if holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=of_layers):
+            row_bytes = sizes.tokens * of_layers
+        if fused_loss and holds_loss(sizes, element_bytes=of_loss):
+            row_bytes = max(row_bytes, longest_loss_chunk(sizes) * of_loss)
+        total += _SLOTS * sizes.hidden * row_bytes
     return total

@@ -21,6 +21,19 @@ class Compute(NamedTuple):
     chunk: int
 
 
+class InFlight(NamedTuple):
+    """What else a rank has while it computes.
+
+    Args:
+        counts: for each chunk the micro-batches whose forward has run and whose backward has not, without the one that
+            is computed.
+        with_gradients: chunks of which a backward has ended, so that their gradients exist.
+    """
+
+    counts: tuple[int, ...]
+    with_gradients: frozenset[int]
+
+
 class Neighbor(NamedTuple):
     """What another rank computes before or after a ``Compute``."""
 
@@ -105,24 +118,26 @@ def _neighbor(compute: Compute, stages: int, chunks: int, rank: int, step: int) 
 
 
 @lru_cache(maxsize=512)
-def in_flight(stages: int, chunks: int, micro_batches: int, rank: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return for each chunk of ``rank`` what else exists while it computes: numbers of micro-batches by chunk.
+def in_flight(stages: int, chunks: int, micro_batches: int, rank: int) -> tuple[tuple[InFlight, ...], ...]:
+    """Return for each chunk of ``rank`` what else exists while it computes, each case once.
 
-    Each entry of a chunk is a different tuple: element c counts the micro-batches whose forward of chunk c has run and
-    whose backward has not, without the one that is computed. Arguments and errors as ``training_units``.
+    Arguments and errors as ``training_units``.
     """
     # Warm-up, one group of P micro-batches in the steady state, and the end: further groups repeat the second.
     micro_batches = min(micro_batches, 3 * stages)
     counts = [0] * chunks
-    found: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
+    ended: set[int] = set()
+    found: list[set[InFlight]] = [set() for _ in range(chunks)]
     for unit in training_units(stages, chunks, micro_batches, rank):
         for compute in unit:
             if not compute.is_forward:
                 counts[compute.chunk] -= 1
-            found[compute.chunk].add(tuple(counts))
+            found[compute.chunk].add(InFlight(tuple(counts), frozenset(ended)))
             if compute.is_forward:
                 counts[compute.chunk] += 1
-    return tuple(tuple(sorted(each)) for each in found)
+            else:
+                ended.add(compute.chunk)
+    return tuple(tuple(each) for each in found)
 
 
 def bubble(stages: int, chunks: int, micro_batches: int) -> float:

@@ -137,5 +137,5 @@ def memory_over_time(call: Call) -> list[tuple[float, int]]:
 
 def first_line(error: Exception) -> str:
     """Return the error's type and first line, for the column ``failure``."""
-    lines = str(error).splitlines() or [""]
+    lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:120]}"

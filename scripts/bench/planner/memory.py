@@ -36,12 +36,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from transformers import PretrainedConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import share_texts
+from nxd_memopt.parallel_layers.initialization import zeros_for_weights
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from nxd_memopt.planner.hardware import GIB, PAGE_LOCKING_S_PER_GIB, device_named
@@ -124,7 +127,7 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
     if isinstance(backend, CudaBackend) and before > LEFT_BYTES:
         raise ValueError(f"{before} bytes of the cells before are still allocated: measure this cell alone")
     model_parallel_manual_seed(7)
-    model = build_model(config, hf_config)
+    model = _random_model(cell, config, hf_config)
     apply_lora(model, config)
     apply_fp8(model, config)
     pool = new_host_pool(config)
@@ -165,6 +168,22 @@ def measure(cell: Cell, *, tiny: bool, limits: bool = True) -> Row:
         "steps": f"{warm_up}+{timed}",
         "loss": round(losses[-1], 4),
     }
+
+
+def _random_model(cell: Cell, config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
+    """Return the model with random weights; a pipeline's are drawn on the device.
+
+    Each rank of a pipeline would draw the numbers of all ranks from one stream of the CPU, a minute for 8 billion.
+    """
+    if cell.stages[0] == 1:
+        return build_model(config, hf_config)
+    with zeros_for_weights():
+        model = build_model(config, hf_config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=hf_config.initializer_range)
+    return model
 
 
 def _with_launches(problem: Problem, plan: Plan) -> Plan:

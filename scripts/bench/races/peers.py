@@ -95,6 +95,23 @@ def with_flash4(build: Builder) -> Builder:
     return build_flash4
 
 
+def with_torch_flash4(build: Builder) -> Builder:
+    """Return ``build`` with FlashAttention-4 as PyTorch's flash attention, for layers that are compiled.
+
+    transformers' own FlashAttention-4 divides a compiled layer in two, and float8 tensors that cross the division have
+    no backward (PyTorch 2.11). The choice holds for the process: name these peers last.
+    """
+
+    def build_flash4(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA4")
+        config._attn_implementation = "sdpa"
+        return build(config, memory)
+
+    return build_flash4
+
+
 def with_compiled_layers(build: Builder) -> Builder:
     """Return ``build`` with each layer compiled, as in torchtitan."""
 

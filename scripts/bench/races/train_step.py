@@ -9,7 +9,8 @@ compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` 
 and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
 compiled layers, with asynchronous tensor parallelism, and in float8). ``torchao`` is ``liger``'s loss with
 compiled layers in float8. Ours uses FlashAttention-4 if it is
-installed, and so do peers called ``flash4``; the other peers have PyTorch's choice.
+installed, and so do peers called ``flash4`` (DTensor's through PyTorch's attention, whose layers compile as a whole);
+the other peers have PyTorch's choice.
 
 ``--recompute full`` recomputes every layer. Ours may keep the attention kernel's result
 (``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first
@@ -72,6 +73,7 @@ from scripts.bench.races.peers import (
     with_compiled_layers,
     with_flash4,
     with_float8,
+    with_torch_flash4,
 )
 
 
@@ -143,9 +145,9 @@ BUILDERS: dict[str, Builder] = {
     "liger, grouped_mm, compiled": with_compiled_layers(build_liger_grouped),
     "dtensor": build_dtensor,
     "dtensor compiled": with_compiled_layers(build_dtensor),
-    "dtensor compiled, flash4": with_flash4(with_compiled_layers(build_dtensor)),
-    "dtensor torchao tensorwise, flash4": with_flash4(dtensor_with_float8("tensorwise")),
-    "dtensor torchao rowwise, flash4": with_flash4(dtensor_with_float8("rowwise")),
+    "dtensor compiled, flash4": with_torch_flash4(with_compiled_layers(build_dtensor)),
+    "dtensor torchao tensorwise, flash4": with_torch_flash4(dtensor_with_float8("tensorwise")),
+    "dtensor torchao rowwise, flash4": with_torch_flash4(dtensor_with_float8("rowwise")),
     # Last, because its compiler setting stays on for the rest of the process.
     "dtensor compiled, async TP": build_dtensor_async,
 }
