@@ -13,6 +13,7 @@ from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.hardware import GIB, device_named
 from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.backward import layer_moments
+from nxd_memopt.planner.memory.forward import forward_temporaries
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.search.candidates import memories, tensor_parallel_sizes
 from nxd_memopt.planner.search.plan import Plan, evaluate
@@ -20,6 +21,7 @@ from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers, rounded_layers
 from nxd_memopt.planner.sizes.rank_model import ModelPart, rank_model
 from nxd_memopt.planner.sizes.states import StateLayout
+from nxd_memopt.planner.techniques.peer_slots import slot_bytes
 from nxd_memopt.planner.timing.step_work import fp8_cast_bytes, fp8_flops, matmul_flops, tensor_parallel_bytes
 from tests.planner.storages import named, share_of, sizes_of
 from tests.reference import assert_says, error_message
@@ -128,6 +130,28 @@ def test_temporary_tensors_of_merged_branches():
     assert rows["activation"] == 2 * tokens * width
     assert rows["gathered"] == tokens * hidden
     assert rows["float8 operands"] == 2 * tokens * hidden + (hidden // 2 + width) * hidden + tokens * width
+
+
+def test_forward_of_a_last_layer_that_is_not_recomputed():
+    """The layer keeps its input in float8; in bf16 the input exists until the MLP returns."""
+    sizes = sizes_of(LLAMA, length=8192, rows=1, dtype="bfloat16", fp8=ALL)
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=31)
+    kept = activations(sizes, memory, ON_GPU).layers[-1]
+    tokens, hidden, width = 8192, 4096, 14336
+    found = forward_temporaries(sizes, memory, ON_GPU, kept, has_slots=False)
+    assert found == {"activation": 3 * tokens * width, "normed mlp input": 2 * tokens * hidden}
+    assert forward_temporaries(sizes, FULL, ON_GPU, activations(sizes, FULL, ON_GPU).layers[-1], has_slots=False) == {}
+
+
+def test_gathers_in_float8_have_slots_of_their_bytes():
+    """Two slots for gathers, of a byte an element if all linear layers round, and two for reductions in bf16."""
+    parallel = ParallelConfig(2, sequence_parallel_enabled=True)
+    ends = Fp8Layers(rounded_layers(2, 32))
+    slots = [
+        slot_bytes(sizes_of(LLAMA, parallel, 32768, 1, "bfloat16", fp8=fp8), fused_loss=True, cuda_graph=False)
+        for fp8 in (None, ALL, ends)
+    ]
+    assert slots == [each * 32768 * 4096 for each in (8, 6, 8)]
 
 
 def test_work_of_matmuls_and_casts():

@@ -40,11 +40,10 @@ def forward_temporaries(
         # The activation of all rows is rounded at once, before the first output.
         if "mlp out" in sizes.fp8_linears(sizes.num_layers - 1):
             tensors = {"activation": sizes.tokens * sizes.width * (sizes.element_bytes + 1)}
-        # The MLP's input exists until it returns, also if backward does not read it.
-        saved = {
-            "normed mlp input": residual_bytes(sizes),
-            "gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes,
-        }
+        # The MLP's input exists until it returns, also if backward does not read it, or in float8.
+        if "normed mlp input" not in kept:
+            tensors["normed mlp input"] = residual_bytes(sizes)
+        saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)
         if sizes.fp8_experts(sizes.num_layers - 1):
