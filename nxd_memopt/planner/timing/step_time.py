@@ -107,7 +107,7 @@ MEASURED = {"matmul": 708 / 989, "matmul_fp32": 51.1 / 67, "memory": 4.208 / 4.8
 # lie between these launches and twice as many: 110 do, 12 are faster, and 6 slower (groups of heads, small tiles).
 LAUNCHES = 60
 """Small operations, of ``Device.launch_s`` each, that a host launches for a pass of a decoder layer: forward, backward
-or recomputed forward. Tensor parallelism launches as many again, and experts twice as many."""
+or recomputed forward. Tensor parallelism launches as many again, float8 too, and experts twice as many."""
 LAUNCH_RANGE = 2
 """Times these launches that a step may take: hosts, their load, and memory techniques differ."""
 COPY_INTERFERENCE = 0.06
@@ -280,8 +280,10 @@ def launches(sizes: RankSizes, memory: MemoryConfig) -> int:
     passes = 2 * sizes.num_layers + recomputed_layers(sizes, memory)
     if memory.recompute_granularity == "selective":
         passes += memory.num_selective_layers(sizes.num_layers)
-    # Attention and MLP; collectives; router, dispatch and experts.
+    # Attention and MLP; the casts of float8 operands; collectives; router, dispatch and experts.
     parts = 1
+    if any(sizes.fp8_linears(index) or sizes.fp8_experts(index) for index in range(sizes.num_layers)):
+        parts += 1
     if sizes.tensor_model_parallel_size > 1:
         parts += 1
     if sizes.moe is not None:
