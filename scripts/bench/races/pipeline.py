@@ -4,10 +4,10 @@
 
 Random weights, bf16 weights, gradients and AdamW states, batch 1, ``--micro-batches`` sequences a step. ``one device``
 trains the complete model on every device, without a reduction, with the same micro-batches. ``ours, T`` is tensor and
-sequence parallelism over all devices. ``torch 1F1B`` and ``torch interleaved`` are PyTorch's schedules on transformers'
-layers with Liger-Kernel. ``share`` is tokens per second and device as a share of ``one device``'s times
-(1 - bubble). ``exposed_ms`` is the time of one more, profiled step in which a GPU only communicated or waited for the
-other.
+sequence parallelism over all devices; from four on there is also T=2 beside half as many stages. ``torch 1F1B`` and
+``torch interleaved`` are PyTorch's schedules on transformers' layers with Liger-Kernel. ``share`` is tokens per second
+and device as a share of ``one device``'s times (1 - bubble). ``exposed_ms`` is the time of one more, profiled step in
+which a GPU only communicated or waited for the others.
 """
 
 from __future__ import annotations
@@ -195,12 +195,20 @@ def builders(
     """Return for each variant how it is built, and its bubble."""
     ours = partial(build_ours, memory=memory, lora=lora)
     one, two, four = (bubble(size, chunks, count) for chunks in (1, 2, 4))
+    both: dict[str, tuple[Callable[[Any], tuple[Any, Step]], float]] = {}
+    if size >= 4 and size % 2 == 0:
+        name, staged = f"ours, T=2, P={size // 2}", partial(ours, tensor=2, stages=size // 2)
+        both = {
+            name: (staged, bubble(size // 2, 1, count)),
+            f"{name}, V=2": (partial(staged, chunks=2), bubble(size // 2, 2, count)),
+        }
     return {
         "one device": (ours, 0.0),
         f"ours, P={size}": (partial(ours, stages=size), one),
         f"ours, P={size}, V=2": (partial(ours, stages=size, chunks=2), two),
         f"ours, P={size}, V=4": (partial(ours, stages=size, chunks=4), four),
         f"ours, T={size}": (partial(ours, tensor=size), 0.0),
+        **both,
         "torch 1F1B": (partial(build_torch, chunks=1, count=count), one),
         "torch interleaved": (partial(build_torch, chunks=2, count=count), two),
     }
@@ -274,7 +282,7 @@ def main() -> None:
                 row["lora_rank"] = args.lora_rank
             try:
                 row |= measure(build, CONFIGS[args.model](), tokens, args)
-            except (torch.OutOfMemoryError, ImportError) as error:
+            except (torch.OutOfMemoryError, ImportError, ValueError) as error:
                 row["failure"] = first_line(error)
             else:
                 alone = row["tokens_per_s_per_device"] if name == "one device" else alone
