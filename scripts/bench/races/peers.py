@@ -185,17 +185,21 @@ def build_dtensor(config: Any, memory: MemoryConfig, float8: str | None = None) 
     return model, step_loss
 
 
-def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """Return ``build_dtensor`` with compiled layers and asynchronous tensor parallelism.
+def with_async_tp(build: Builder) -> Builder:
+    """Return ``build``, whose layers are compiled, with asynchronous tensor parallelism.
 
-    The compiler fuses collectives and matmuls through symmetric memory.
+    The compiler fuses collectives and matmuls through symmetric memory, from now on: name these peers last.
     """
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
-    return with_compiled_layers(build_dtensor)(config, memory)
+    def build_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        import torch._inductor.config
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        torch._inductor.config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
+        return build(config, memory)
+
+    return build_async
 
 
 def _layer_styles(*, gathers_float8: bool) -> tuple[Any, Any, Any]:

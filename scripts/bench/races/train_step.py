@@ -64,12 +64,12 @@ from scripts.bench.races.peers import (
     Builder,
     LossFunction,
     build_dtensor,
-    build_dtensor_async,
     build_hf,
     build_liger,
     build_liger_grouped,
     dtensor_with_float8,
     dtype,
+    with_async_tp,
     with_compiled_layers,
     with_flash4,
     with_float8,
@@ -149,7 +149,8 @@ BUILDERS: dict[str, Builder] = {
     "dtensor torchao tensorwise, flash4": with_torch_flash4(dtensor_with_float8("tensorwise")),
     "dtensor torchao rowwise, flash4": with_torch_flash4(dtensor_with_float8("rowwise")),
     # Last, because its compiler setting stays on for the rest of the process.
-    "dtensor compiled, async TP": build_dtensor_async,
+    "dtensor compiled, async TP": with_async_tp(with_compiled_layers(build_dtensor)),
+    "dtensor torchao tensorwise, async TP": with_torch_flash4(with_async_tp(dtensor_with_float8("tensorwise"))),
 }
 
 
