@@ -40,7 +40,7 @@ from scripts.bench.harness.steps import (
     with_options,
 )
 from scripts.bench.races.offload_peers import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, ClippedAdamW, Stepper, with_fsdp2
-from scripts.bench.races.peers import Builder, build_hf, build_liger, with_flash4
+from scripts.bench.races.peers import Builder, build_hf, build_liger, with_flash4, with_torch_flash4
 from scripts.bench.races.train_step import build_ours, build_ours_compiled
 
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +50,7 @@ PEERS: dict[str, tuple[Builder, bool]] = {  # with compiled layers or without
     "liger": (build_liger, False),
     "liger, flash4": (with_flash4(build_liger), False),
     "liger compiled": (build_liger, True),
-    "liger compiled, flash4": (with_flash4(build_liger), True),
+    "liger compiled, flash4": (with_torch_flash4(build_liger), True),
 }
 
 

@@ -9,8 +9,8 @@ compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` 
 and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
 compiled layers, with asynchronous tensor parallelism, and in float8). ``torchao`` is ``liger``'s loss with
 compiled layers in float8. Ours uses FlashAttention-4 if it is
-installed, and so do peers called ``flash4`` (DTensor's through PyTorch's attention, whose layers compile as a whole);
-the other peers have PyTorch's choice.
+installed, and so do peers called ``flash4`` (those with compiled layers through PyTorch's attention); the other peers
+have PyTorch's choice.
 
 ``--recompute full`` recomputes every layer. Ours may keep the attention kernel's result
 (``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first
@@ -139,8 +139,8 @@ BUILDERS: dict[str, Builder] = {
     "liger, flash4": with_flash4(build_liger),
     "hf compiled": with_compiled_layers(build_hf),
     "liger compiled": with_compiled_layers(build_liger),
-    "torchao tensorwise, flash4": with_flash4(with_float8("tensorwise")),
-    "torchao rowwise, flash4": with_flash4(with_float8("rowwise")),
+    "torchao tensorwise, flash4": with_torch_flash4(with_float8("tensorwise")),
+    "torchao rowwise, flash4": with_torch_flash4(with_float8("rowwise")),
     "liger, grouped_mm": build_liger_grouped,
     "liger, grouped_mm, compiled": with_compiled_layers(build_liger_grouped),
     "dtensor": build_dtensor,
