@@ -209,7 +209,9 @@ def require_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         return
     backend.check_recompute()
     if memory.recompute_granularity == "selective":
-        _require_modules(_selected_modules(model, memory), memory)
+        # A stage of a pipeline may lack modules that the layers of other stages have.
+        elsewhere = getattr(model, "recompute_names_elsewhere", list)()
+        _require_modules(_selected_modules(model, memory), memory, elsewhere)
         return
     stages = getattr(model, "stages", None)
     require_layers(memory, len(model.decoder_layers()), 1 if stages is None else len(stages.chunks))
@@ -379,9 +381,11 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
     return hidden
 
 
-def _require_modules(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
-    """Raise ``ValueError`` if there is no module of a name: nothing would be recomputed."""
-    present = [name for name in named if named[name]]
+def _require_modules(
+    named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig, elsewhere: Sequence[str]
+) -> None:
+    """Raise ``ValueError`` if there is no module of a name, also not ``elsewhere``: nothing would be recomputed."""
+    present = [name for name in named if named[name] or name in elsewhere]
     where = "this model"
     if memory.recompute_method is not None:
         where = f"this model's first recompute_num_layers {memory.recompute_num_layers} layers"

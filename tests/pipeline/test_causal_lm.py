@@ -18,7 +18,7 @@ from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
 from nxd_memopt.pipeline.tied import sum_tied_gradients
 from tests.dist.pool import distributed
 from tests.reference import error_message
-from tests.reference_models import gpt_neox_config, llama_config, mixtral_config
+from tests.reference_models import gpt_neox_config, llama_config, mixtral_config, qwen2_moe_config
 
 VOCABULARY = 61
 # Gradients of tied weights, and norms, are added in another order than by one rank.
@@ -152,6 +152,21 @@ def test_adapters_and_recompute() -> None:
     chunks = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     with pytest.raises(ValueError, match="recomputes 2 layers together, which may be of two stages of a rank"):
         build(llama_config(num_hidden_layers=8), False, nested, **chunks)
+
+
+@distributed(world_size=2)
+def test_a_stage_without_the_modules_that_others_recompute() -> None:
+    """Layers with experts are on the second stage alone, layers with an MLP on the first."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = qwen2_moe_config(num_hidden_layers=2, mlp_only_layers=[0], decoder_sparse_step=1)
+    config.output_router_logits = False
+    for modules in (("moe",), ("mlp", "norm")):
+        check(config, 2, None, 2, memory=MemoryConfig(recompute_granularity="selective", recompute_modules=modules))
+    all_experts = qwen2_moe_config(num_hidden_layers=2, mlp_only_layers=[], decoder_sparse_step=1)
+    all_experts.output_router_logits = False
+    nothing = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+    with pytest.raises(ValueError, match="'mlp' names no module of this model"):
+        build(all_experts, False, nothing, pipeline_model_parallel_size=2)
 
 
 @pytest.mark.slow

@@ -70,6 +70,32 @@ def test_the_first_backward_has_no_gradients_of_micro_batches_before() -> None:
     assert min(later.device["gradients"], later.device["other micro-batches"]) > 4 << 30
 
 
+def test_the_gradient_that_a_stage_receives_exists_until_its_backward_ends() -> None:
+    """The runner and autograd's call hold it. The last stage has the same layers, and receives none."""
+    asked = problem("llama-3-8b", device="h200", devices=2, length=2048, precision="bf16-true")
+    model = named("llama-3-8b", num_hidden_layers=16, vocab_size=1000)
+    first, last = memory_by_stage(replace(asked, model=model, global_batch_size=1), staged(2, memory=FULL))
+    assert first.moment == last.moment and first.moment.startswith("backward of layer 0")
+    assert first.device["activations"] - last.device["activations"] == 2048 * 4096 * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks", "layout", "micro_batches"),
+    [(18, 4, None, 4), (10, 2, (1, 1, 2, 1, 1, 2, 1, 1), 8), (21, 2, (1, 2, 3, 5, 1, 2, 6, 1), 8)],
+)
+def test_the_plan_is_of_the_fullest_rank(
+    layers: int, chunks: int, layout: tuple[int, ...] | None, micro_batches: int
+) -> None:
+    """Of two ranks with as many layers the one with more of them in its first chunks keeps more."""
+    asked = problem("llama-3-8b", device="h200", devices=4, length=2048, precision="bf16-mixed")
+    model = named("llama-3-8b", num_hidden_layers=layers, vocab_size=1000)
+    asked = replace(asked, model=model, global_batch_size=micro_batches)
+    for memory in (MemoryConfig(), FULL):
+        setting = staged(4, chunks, memory=memory, pipeline_model_parallel_layout=layout)
+        of_ranks = [each.reserved_bytes for each in memory_by_stage(asked, setting)]
+        assert evaluate(asked, setting).memory.reserved_bytes == max(of_ranks)
+
+
 @pytest.mark.parametrize(("chunks", "measured"), [(1, (117.9, 88.4)), (2, (129.0, 98.7))])
 def test_measured_peaks_of_both_stages_with_adapters(chunks: int, measured: tuple[float, ...]) -> None:
     asked = problem("llama-3-70b", device="h200", devices=2, length=4096, precision="bf16-true")

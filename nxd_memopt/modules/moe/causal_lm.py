@@ -121,6 +121,13 @@ class MoECausalLM(ParallelCausalLM):
         modules["moe"] = [*self.moe_layers()]
         return modules
 
+    def recompute_names_elsewhere(self) -> list[str]:
+        """Return which names of ``recompute_modules`` the layers of other stages may have."""
+        if self.stages.is_whole:
+            return []
+        is_moe = self.spec.moe_layers
+        return [*(["moe"] if any(is_moe) else []), *([] if all(is_moe) else ["mlp", "mlp_act"])]
+
     def run_backbone(
         self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None, stage: StageInput
     ) -> Tensor:

@@ -50,6 +50,9 @@ def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
         # What recomputation restored for earlier layers of the chunk exists next to this layer's tensors.
         live += _restored(kept, reduction.recomputation, index, layer.all_bytes, layer.input_bytes)
         live += tied_head_bytes + _prefetched(kept, reduction.recomputation, index)
+        # The last layer's moments have the gradient of its output.
+        if index < sizes.num_layers - 1:
+            live += step.received_bytes
         absent = step.absent_weights(index)
         gathered = reduction.gathered_bytes(index)
         for moment, freed, temporary, in_slots in layer.moments:

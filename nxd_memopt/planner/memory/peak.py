@@ -205,7 +205,9 @@ def _of_chunks(step: Step, chunks: Sequence[Chunk]) -> list[PeakCandidate]:
             # With several chunks a forward and a backward follow each other, and the output of the first waits.
             if len(chunks) > 1:
                 others += step.stream_bytes
-            for moment, terms in _before_update(replace(each, accumulated_gradients=standing), gradients[index]):
+            received = 0 if each.sizes.has_head else each.stream_bytes
+            of_case = replace(each, accumulated_gradients=standing, received_bytes=received)
+            for moment, terms in _before_update(of_case, gradients[index]):
                 if terms:
                     terms = {**terms, "gradients": terms["gradients"] + of_others, "other micro-batches": others}
                 found.append((moment, terms))
@@ -370,7 +372,7 @@ def _in_embedding(step: Step, gradients: int) -> list[PeakCandidate]:
     reduction = BackwardReduction.of(step.model, step.memory, step.layout, accumulates=accumulates).buckets
     backward = {
         "gradients": gradients,
-        "temporary tensors": _embedding_temporaries(step),
+        "temporary tensors": step.received_bytes + _embedding_temporaries(step),
         "gradient buckets": reduction.in_embedding,
     }
     reduced = {"gradients": gradients, "gradient buckets": reduction.after_embedding}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import ge
 
 from nxd_memopt.architectures.stages import RankStages
 from nxd_memopt.config import MemoryConfig
@@ -75,13 +76,15 @@ def fullest_ranks(stages: Sequence[RankStages]) -> list[int]:
     """Return the ranks of a pipeline of which one has the highest peak.
 
     The first rank has the embedding and the most micro-batches in flight, the last one the head. From rank to rank
-    fewer are in flight, so that a rank between them has more only with more layers than all ranks before it.
+    fewer are in flight, so that a rank between them has more only where no rank before it has as many layers in each
+    chunk. The sum over the chunks is not enough: of the first ones more micro-batches are in flight.
     """
     found = [0]
-    most = 0
+    depths: list[list[int]] = []
     for each in stages[1:-1]:
-        if len(each.layers) > most:
-            most = len(each.layers)
+        own = [len(chunk) for chunk in each.chunks]
+        if not any(all(map(ge, before, own)) for before in depths):
+            depths.append(own)
             found.append(each.rank)
     return [*found, len(stages) - 1]
 

@@ -30,6 +30,8 @@ class Step:
         offloaded: weights in host memory.
         accumulated_gradients: gradients of the micro-batches before, which exist in forward already.
         has_slots: gathered tensors lie in the slots of peer memory.
+        received_bytes: the gradient of its output that a stage of a pipeline has received, which exists until its
+            backward has ended.
     """
 
     model: RankModel
@@ -40,6 +42,7 @@ class Step:
     offloaded: OffloadedWeights
     accumulated_gradients: int
     has_slots: bool
+    received_bytes: int = 0
 
     @classmethod
     def of(

@@ -80,5 +80,8 @@ def slot_bytes(sizes: RankSizes, *, fused_loss: bool, cuda_graph: bool) -> int:
             row_bytes = sizes.tokens * of_layers
         if fused_loss and holds_loss(sizes, element_bytes=of_loss):
             row_bytes = max(row_bytes, longest_loss_chunk(sizes) * of_loss)
+        # A head that computes all logits gathers all tokens at once.
+        if not fused_loss and sizes.has_head and holds_layers(sizes, cuda_graph=cuda_graph, element_bytes=of_loss):
+            row_bytes = max(row_bytes, sizes.tokens * of_loss)
         total += _SLOTS * sizes.hidden * row_bytes
     return total
