@@ -47,10 +47,10 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
         if names:
             temporary |= {"gathered": _gathered_bytes(sizes, names), **merged, OPERANDS: _operand_bytes(sizes, names)}
         if moment.name == "output projections" and "mlp out" in names and sizes.hidden_act != "relu":
-            temporary["activation"] = sizes.tokens * sizes.width * sizes.element_bytes
+            temporary["activation"] = sizes.column_bytes(sizes.width)
         # The gradient of the activation is computed at once, where bf16 has tiles of it.
         if names == ["mlp out"] and kernels.fused and sizes.is_gated and sizes.moe is None:
-            temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
+            temporary["dA"] = sizes.column_bytes(sizes.width)
         if names and names[0] in _COLUMN_PARALLEL and sizes.adapters is None:
             before = temporary | {"dW": 0, "dX": len(names) * temporary["dX"]}
             before[OPERANDS] += _input_gradient_bytes(sizes, names) - _joined_bytes(sizes)

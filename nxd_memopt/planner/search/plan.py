@@ -15,7 +15,7 @@ from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.sizes.rank_model import ModelPart, RankModel, rank_model
-from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
+from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES, rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
 
@@ -318,7 +318,7 @@ def _model(problem: Problem, setting: Setting, models: RankModels, part: ModelPa
             reduce_dtype=setting.reduce_dtype,
             expert_model_parallel_size=experts,
         )
-        models[key] = rank_model(
+        sizes = rank_sizes(
             problem.model,
             parallel,
             sequence_length=problem.sequence_length,
@@ -327,8 +327,8 @@ def _model(problem: Problem, setting: Setting, models: RankModels, part: ModelPa
             moe=problem.moe,
             lora=problem.lora,
             fp8=problem.fp8,
-            part=part,
         )
+        models[key] = rank_model(problem.model, sizes, part)
     return models[key]
 
 

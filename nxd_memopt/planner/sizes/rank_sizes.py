@@ -170,6 +170,15 @@ class RankSizes:
         return self.tokens // self.shards
 
     @property
+    def residual_bytes(self) -> int:
+        """Bytes of this rank's part of the residual stream, ``[s, B, H]``."""
+        return self.shard_tokens * self.hidden * self.element_bytes
+
+    def column_bytes(self, columns: int) -> int:
+        """Return the bytes of ``[S, B, columns]``."""
+        return self.tokens * columns * self.element_bytes
+
+    @property
     def query(self) -> int:
         """Columns of the queries of this rank."""
         return self.heads * self.head_dim
