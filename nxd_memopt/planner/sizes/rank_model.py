@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from nxd_memopt.architectures.adapters import adapter_shapes
 from nxd_memopt.architectures.model_spec import ModelSpec
@@ -99,6 +100,8 @@ class RankModel:
         return layers + frozen_weight_bytes(self.frozen_other_shapes, layout)
 
 
+# A search asks for the same shapes with every memory technique and ZeRO stage.
+@lru_cache(maxsize=512)
 def rank_model(spec: ModelSpec, sizes: RankSizes, part: ModelPart | None = None) -> RankModel:
     """Return the share of one rank.
 

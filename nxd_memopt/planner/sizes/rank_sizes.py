@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from nxd_memopt.architectures.adapters import Adapters, adapters_of
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
@@ -189,6 +189,8 @@ class RankSizes:
         return self.kv_heads * self.head_dim
 
 
+# As ``rank_model``.
+@lru_cache(maxsize=512)
 def rank_sizes(
     spec: ModelSpec,
     parallel: ParallelConfig,
