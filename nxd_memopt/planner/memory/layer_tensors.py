@@ -208,15 +208,21 @@ def _rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     ranks, XLA's graph keeps 4 MiB of each norm besides the statistics, where plain operations keep 12.
     """
     inputs = {name: sizes.residual_bytes}
-    statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
-    if kernels.fused or kernels.compiles_steps:
-        return Part("norm", inputs, inputs | statistics)
-    wide = inputs
-    if sizes.element_bytes != FP32_BYTES:
-        wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
+    is_fused = kernels.fused or kernels.compiles_steps
+    return Part("norm", inputs, _rms_norm_saves(sizes, name, sizes.shard_tokens, sizes.hidden, is_fused=is_fused))
+
+
+def _rms_norm_saves(sizes: RankSizes, name: str, rows: int, width: int, *, is_fused: bool) -> Tensors:
+    """Return what an RMSNorm of ``name``, ``rows`` of ``width`` elements, saves."""
+    saves = {f"{name} rstd": rows * FP32_BYTES}
+    if is_fused or sizes.element_bytes == FP32_BYTES:
+        saves[name] = rows * width * sizes.element_bytes
+    else:
+        saves[f"{name} in fp32"] = rows * width * FP32_BYTES
     # With adapters the weight is frozen.
-    normalised = {f"{name} normalised": sizes.residual_bytes} if sizes.adapters is None else {}
-    return Part("norm", inputs, wide | statistics | normalised)
+    if not is_fused and sizes.adapters is None:
+        saves[f"{name} normalised"] = rows * width * sizes.element_bytes
+    return saves
 
 
 def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
@@ -322,16 +328,7 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
 
 def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
     """Return what an RMSNorm over each head of query or key saves, as ``_rms_norm_tensors``."""
-    values = sizes.tokens * heads * sizes.head_dim
-    statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
-    projected = {f"projected {name}": values * sizes.element_bytes}
-    if kernels.fused:
-        return projected | statistics
-    wide = projected
-    if sizes.element_bytes != FP32_BYTES:
-        wide = {f"projected {name} in fp32": values * FP32_BYTES}
-    normalised = {f"{name} normalised": values * sizes.element_bytes} if sizes.adapters is None else {}
-    return wide | statistics | normalised
+    return _rms_norm_saves(sizes, f"projected {name}", sizes.tokens * heads, sizes.head_dim, is_fused=kernels.fused)
 
 
 def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
