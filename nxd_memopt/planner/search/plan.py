@@ -194,7 +194,7 @@ def _pipeline_ranks(problem: Problem, setting: Setting, ranks: Iterable[int] | N
 
 
 def _usable_bytes(problem: Problem, setting: Setting) -> int:
-    return problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
+    return problem.device.usable_bytes(communicators=_communicators(problem, setting))
 
 
 def _timed(problem: Problem, setting: Setting, memory: StepMemory) -> Plan:
@@ -210,7 +210,7 @@ def _timed(problem: Problem, setting: Setting, memory: StepMemory) -> Plan:
             setting.memory,
             _layout(problem, setting),
             memory,
-            problem.placed_device,
+            problem.device,
             dtype=PRECISIONS[problem.precision][0],
             accumulation_steps=accumulation,
             ranks=problem.devices,
