@@ -223,12 +223,11 @@ def _device(options: argparse.Namespace, run: Run) -> tuple[Device, int]:
     else:
         device, host_ranks = device_and_ranks(options.device)
         ranks = max(ranks, host_ranks)
-    given = {
-        "memory_gib": options.device_memory_gib,
-        "reserve_gib": options.reserve_gib,
-        "host_memory_gib": options.host_memory_gib,
-    }
-    device = replace(device, **{name: value for name, value in given.items() if value is not None})
+    device = device.with_given(
+        memory_gib=options.device_memory_gib,
+        reserve_gib=options.reserve_gib,
+        host_memory_gib=options.host_memory_gib,
+    )
     return device, options.devices or ranks
 
 

@@ -49,14 +49,14 @@ class _Direction:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, _THREAD_NAME))
     in_flight: deque[tuple[int, Transfer]] = field(default_factory=deque)
 
-    def make_room(self, size_bytes: int, limit: int) -> None:
-        """If ``size_bytes`` more would exceed ``limit``, wait until at most half of it is in flight."""
+    def make_room(self, size_bytes: int) -> None:
+        """If ``size_bytes`` more would exceed the limit, wait until at most half of it is in flight."""
         total = sum(size for size, _ in self.in_flight)
-        if total + size_bytes <= limit:
+        if total + size_bytes <= IN_FLIGHT_BYTES:
             return
         # Copies of one direction end in order, so one wait is enough, for the last that must end.
         last = None
-        while self.in_flight and total > limit // 2:
+        while self.in_flight and total > IN_FLIGHT_BYTES // 2:
             size, last = self.in_flight.popleft()
             total -= size
         if last is not None:
@@ -64,7 +64,7 @@ class _Direction:
 
 
 class PacedCopies:
-    """Copies of ``HostTransfers`` with at most ``in_flight_bytes`` queued in each direction.
+    """Copies of ``HostTransfers`` with at most ``IN_FLIGHT_BYTES`` queued in each direction.
 
     A GPU runs the queued copies of one direction in their order, over all streams. With all chunks
     of a model queued at once, the next copy of a batch to the device, or of a loss to the host,
@@ -72,9 +72,8 @@ class PacedCopies:
     (H200). ``wait`` and ``synchronize`` of a copy first wait until its thread has queued it.
     """
 
-    def __init__(self, transfers: HostTransfers, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+    def __init__(self, transfers: HostTransfers) -> None:
         self._transfers = transfers
-        self._in_flight_bytes = in_flight_bytes
         self._out = _Direction()
         self._into = _Direction()
 
@@ -99,7 +98,7 @@ class PacedCopies:
         size_bytes = sum(target.nbytes for target, _ in copies)
 
         def run() -> Transfer:
-            direction.make_room(size_bytes, self._in_flight_bytes)
+            direction.make_room(size_bytes)
             transfer = copy(copies, after)
             direction.in_flight.append((size_bytes, transfer))
             return transfer

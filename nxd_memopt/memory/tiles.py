@@ -45,7 +45,6 @@ def _fitting_tokens(layers: MLPLayers, hidden: Tensor) -> int:
     layers.require_plain()
     column = cast(ColumnParallelLinear, layers.columns[0])
     bytes_per_token = mlp_tile_bytes(
-        1,
         hidden_size=hidden.size(-1),
         columns_per_partition=len(layers.columns) * column.output_size_per_partition,
         width_per_partition=column.output_size_per_partition,

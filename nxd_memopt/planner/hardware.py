@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,6 +106,10 @@ class Device:
     def memory_bytes(self) -> int:
         """Memory of the device in bytes."""
         return int(self.memory_gib * GIB)
+
+    def with_given(self, **given: float | None) -> Device:
+        """Return the device with the given fields, of which None is its own."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def usable_bytes(self, *, communicators: int = 0) -> int:
         """Return the bytes that tensors, and on a GPU the margin of the allocator, can use.

@@ -126,14 +126,6 @@ def judge(errors: list[float], dtype: torch.dtype, *, multiplies: bool) -> str:
 # Operators and their references, in the order of the table below.
 
 
-def _add_rms_norm(x: Tensor, added: Tensor, weight: Tensor) -> Results:
-    return norm.add_rms_norm(x, added, weight, _EPS)
-
-
-def _add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor) -> Results:
-    return F.rms_norm(x + added, (_HIDDEN,), weight, _EPS), x + added
-
-
 def _two_norms(
     x: Tensor, weight: Tensor, bias: Tensor, weight_2: Tensor, bias_2: Tensor, *grads: Tensor
 ) -> list[Tensor]:
@@ -174,14 +166,6 @@ def _rope_reference(query: Tensor, key: Tensor) -> Results:
     return rotated(query), rotated(key)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Results:
-    return activation.gated_activation(gate, up, "silu"), activation.activation("gelu")(gate)
-
-
-def _gated_reference(gate: Tensor, up: Tensor) -> Results:
-    return F.silu(gate) * up, F.gelu(gate)
-
-
 def _gated_backward(gate: Tensor, up: Tensor, grad: Tensor) -> Results:
     gate, up = gate.clone(), up.clone()
     return activation.gated_activation_gradient(gate, up, grad.clone(), "silu"), gate, up
@@ -193,34 +177,10 @@ def _gated_backward_reference(gate: Tensor, up: Tensor, grad: Tensor) -> Results
     return value, *torch.autograd.grad(value, leaves, grad)
 
 
-def _residual(x: Tensor, output: Tensor, bias: Tensor) -> Results:
-    return (residual.add_residual(x, output, bias),)
-
-
-def _residual_reference(x: Tensor, output: Tensor, bias: Tensor) -> Results:
-    return (x + output + bias,)
-
-
-def _column_sums(x: Tensor) -> Results:
-    return (sums.column_sums(x),)
-
-
-def _column_sums_reference(x: Tensor) -> Results:
-    return (x.sum(0),)
-
-
 def _labels(device: torch.device) -> Tensor:
     labels = torch.arange(_TOKENS) * 7 % _VOCABULARY
     labels[3] = -100  # ignored
     return labels.to(device)
-
-
-def _cross_entropy(logits: Tensor) -> Results:
-    return (loss_functions.parallel_cross_entropy(logits, _labels(logits.device)),)
-
-
-def _cross_entropy_reference(logits: Tensor) -> Results:
-    return (F.cross_entropy(logits, _labels(logits.device), reduction="none"),)
 
 
 def _fused_cross_entropy(hidden: Tensor, weight: Tensor) -> Results:
@@ -229,10 +189,6 @@ def _fused_cross_entropy(hidden: Tensor, weight: Tensor) -> Results:
     labels = _labels(hidden.device)
     weight = weight * _HIDDEN**-0.5
     return (loss_functions.fused_linear_cross_entropy(hidden, weight, labels, logits_bytes=chunk_bytes),)
-
-
-def _fused_cross_entropy_reference(hidden: Tensor, weight: Tensor) -> Results:
-    return (F.cross_entropy(hidden @ (weight * _HIDDEN**-0.5).t(), _labels(hidden.device)),)
 
 
 def _choices(device: torch.device) -> Tensor:
@@ -278,7 +234,12 @@ def _adamw(optimizer: type[torch.optim.Optimizer], param: Tensor, *grads: Tensor
 _ROWS, _VECTOR = (_TOKENS, _HIDDEN), (_HIDDEN,)
 _MLP = (_TOKENS, _WIDTH)
 OPERATORS = (
-    Operator("residual + RMSNorm", (_ROWS, _ROWS, _VECTOR), _add_rms_norm, _add_rms_norm_reference),
+    Operator(
+        "residual + RMSNorm",
+        (_ROWS, _ROWS, _VECTOR),
+        lambda x, added, weight: norm.add_rms_norm(x, added, weight, _EPS),
+        lambda x, added, weight: (F.rms_norm(x + added, (_HIDDEN,), weight, _EPS), x + added),
+    ),
     Operator(
         "two LayerNorms, their backward",
         (_ROWS, *[_VECTOR] * 4, _ROWS, _ROWS),
@@ -287,7 +248,12 @@ OPERATORS = (
         is_differentiable=False,
     ),
     Operator("RoPE", (_HEADS, _HEADS), _rope, _rope_reference),
-    Operator("SwiGLU, GELU", (_MLP, _MLP), _gated, _gated_reference),
+    Operator(
+        "SwiGLU, GELU",
+        (_MLP, _MLP),
+        lambda gate, up: (activation.gated_activation(gate, up, "silu"), activation.activation("gelu")(gate)),
+        lambda gate, up: (F.silu(gate) * up, F.gelu(gate)),
+    ),
     Operator(
         "SwiGLU, its backward in place",
         (_MLP, _MLP, _MLP),
@@ -296,20 +262,31 @@ OPERATORS = (
         is_differentiable=False,
         instead="memory.mlp_tile_tokens: null, or report it",
     ),
-    Operator("residual + bias", (_ROWS, _ROWS, _VECTOR), _residual, _residual_reference),
-    Operator("sums of rows", (_ROWS,), _column_sums, _column_sums_reference, is_differentiable=False),
+    Operator(
+        "residual + bias",
+        (_ROWS, _ROWS, _VECTOR),
+        lambda x, output, bias: (residual.add_residual(x, output, bias),),
+        lambda x, output, bias: (x + output + bias,),
+    ),
+    Operator(
+        "sums of rows",
+        (_ROWS,),
+        lambda x: (sums.column_sums(x),),
+        lambda x: (x.sum(0),),
+        is_differentiable=False,
+    ),
     Operator(
         "cross entropy",
         ((_TOKENS, _VOCABULARY),),
-        _cross_entropy,
-        _cross_entropy_reference,
+        lambda logits: (loss_functions.parallel_cross_entropy(logits, _labels(logits.device)),),
+        lambda logits: (F.cross_entropy(logits, _labels(logits.device), reduction="none"),),
         instead="memory.fused_linear_cross_entropy: true",
     ),
     Operator(
         "fused head and cross entropy",
         (_ROWS, (_VOCABULARY, _HIDDEN)),
         _fused_cross_entropy,
-        _fused_cross_entropy_reference,
+        lambda hidden, weight: (F.cross_entropy(hidden @ (weight * _HIDDEN**-0.5).t(), _labels(hidden.device)),),
         multiplies=True,
         instead="memory.fused_linear_cross_entropy: false",
     ),

@@ -125,10 +125,11 @@ def planned(
     """
     if device is None:
         assert ranks is None, "ranks are those of a device"
-        problem = _problem(config, hf_config, _device(), world_size(), host_gib=_least(_host_gib()) or None)
+        here = _device().with_given(host_memory_gib=_least(_host_gib()) or None)
+        problem = _problem(config, hf_config, here, world_size())
         problem = replace(problem, attention=_attention(config, problem))
     else:
-        problem = _problem(config, hf_config, device, ranks or world_size(), host_gib=None)
+        problem = _problem(config, hf_config, device, ranks or world_size())
     setting = setting_of(config, hf_config, device, ranks=ranks)
     if config.auto_memory:
         return problem, choose_memory(problem, setting)
@@ -143,10 +144,8 @@ def _counted_before() -> int:
     return backend.memory_allocated() or 0
 
 
-def _problem(
-    config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int, *, host_gib: float | None
-) -> Problem:
-    """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
+def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, ranks: int) -> Problem:
+    """Return what is trained, on ``device`` for each rank."""
     spec = model_spec(hf_config)
     return Problem(
         model=spec,
@@ -156,8 +155,6 @@ def _problem(
         global_batch_size=config.data.global_batch_size,
         precision=str(config.trainer.precision),
         isolate_documents=config.data.isolate_documents,
-        device_gib=device.memory_gib,
-        host_gib=host_gib,
         moe=resolve_options(config.moe, hf_config),
         lora=config.lora.config(),
         fp8=config.fp8_layers(spec.num_layers),

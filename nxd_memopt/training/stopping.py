@@ -37,7 +37,6 @@ class Stopping:
         config: configuration of the run.
         saver: writer of checkpoints.
         interrupts: signals that this process has received.
-        times: measured times of steps and saves; default those of this run.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Stopping:
         config: TrainConfig,
         saver: Saver,
         interrupts: Interrupts,
-        times: SaveTimes | None = None,
     ) -> None:
         self._training = training
         self._trainer = config.trainer
@@ -61,7 +59,7 @@ class Stopping:
         file = None
         if is_rank_zero() and config.trainer.saves_checkpoints:
             file = Path(config.trainer.output_dir) / LAST_SAVE
-        self._times = times or SaveTimes(file)
+        self._times = SaveTimes(file)
 
     @property
     def stops(self) -> bool:

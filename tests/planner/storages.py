@@ -39,11 +39,11 @@ def sizes_of(
 
 
 def share_of(
-    config, parallel=ONE_RANK, length: int = LENGTH, rows: int = ROWS, dtype="float32", **options
+    config, parallel=ONE_RANK, length: int = LENGTH, rows: int = ROWS, dtype="float32", part=None, **options
 ) -> RankModel:
-    """Share of one rank of a model; arguments as ``sizes_of``."""
+    """Share of one rank of a model, or of a part of its layers; other arguments as ``sizes_of``."""
     spec, batch = _batch(config, length, rows, dtype)
-    return rank_model(spec, parallel, **batch, **options)
+    return rank_model(spec, rank_sizes(spec, parallel, **batch, **options), part)
 
 
 def counted_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict]:

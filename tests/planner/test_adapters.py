@@ -25,13 +25,12 @@ from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.search.plan import evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config.parsing import parse_config
 from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.dist.pool import distributed
-from tests.planner.storages import LENGTH, ROWS, counted_bytes, named, sizes_of
+from tests.planner.storages import LENGTH, ROWS, counted_bytes, named, share_of, sizes_of
 from tests.planner.test_activations import LAYERS, ONE_RANK, TECHNIQUES
 from tests.planner.test_states import BATCH, gradients, stored_bytes
 from tests.reference import assert_says, error_message
@@ -133,8 +132,7 @@ def test_states_of_adapters_at_every_stage():
             frozen = [local_rows(param) for param in model.parameters() if not param.requires_grad]
             found["frozen"] = sum(weight.nbytes for weight in frozen)
             layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2)
-            sizes = {"sequence_length": 12, "micro_batch_size": 2, "dtype": "bfloat16"}
-            share = rank_model(model.spec, ONE_RANK, **sizes, lora=lora)
+            share = share_of(model.spec, length=12, rows=2, dtype="bfloat16", lora=lora)
             plan = {
                 "gradients": share.total(gradient_bytes, layout),
                 "weights": share.total(weight_bytes, layout),

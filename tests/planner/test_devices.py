@@ -55,7 +55,7 @@ def test_each_group_of_several_ranks_has_a_communicator(model, devices, setting,
     config = with_defaults({**NAMED_CONFIGS[model], "num_hidden_layers": 1})
     for name, each in (("h200", 0.66), ("trn2", 0.0)):
         problem = Problem(model_spec(config), device_named(name), devices, 512, precision="bf16-true")
-        alone = problem.placed_device.usable_bytes()
+        alone = problem.device.usable_bytes()
         assert alone - evaluate(problem, setting).usable_bytes == pytest.approx(communicators * each * GIB, abs=2)
 
 
@@ -84,7 +84,7 @@ def test_devices_beyond_those_of_a_host_are_shown_as_hosts(tmp_path, capsys):
 def test_a_calibrated_device_is_not_called_uncalibrated(tmp_path, capsys):
     """A CPU whose rates one process has measured."""
     file = tmp_path / "cpu.json"
-    device = dataclasses.replace(host_device(8 * 2**30, 1), measured=True)
+    device = dataclasses.replace(host_device(8.0, 1), measured=True)
     file.write_text(json.dumps(dataclasses.asdict(device)))
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}

@@ -19,7 +19,7 @@ from nxd_memopt.planner.search.candidates import memories, tensor_parallel_sizes
 from nxd_memopt.planner.search.plan import Plan, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
 from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers, rounded_layers
-from nxd_memopt.planner.sizes.rank_model import ModelPart, rank_model
+from nxd_memopt.planner.sizes.rank_model import ModelPart
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.peer_slots import slot_bytes
 from nxd_memopt.planner.timing.step_work import fp8_cast_bytes, fp8_flops, matmul_flops, tensor_parallel_bytes
@@ -209,11 +209,10 @@ def test_frozen_weights_in_float8_take_a_byte():
     """LLaMA-3-70B: 68.45 billion weights of linear layers, 2.1 billion of embedding and head, norms."""
     spec = named("llama-3-70b")
     stored = Fp8Layers((True,) * 80, least_products=0, stores_weights=True)
-    options = {"sequence_length": 4096, "micro_batch_size": 1, "dtype": "bfloat16", "lora": LoraConfig()}
-    layout = StateLayout(2)
-    plain, rounded = (
-        rank_model(spec, ParallelConfig(), fp8=fp8, **options).frozen_bytes(layout) for fp8 in (None, stored)
-    )
+    shares = [
+        share_of(spec, length=4096, rows=1, dtype="bfloat16", lora=LoraConfig(), fp8=fp8) for fp8 in (None, stored)
+    ]
+    plain, rounded = (share.frozen_bytes(StateLayout(2)) for share in shares)
     linears = 80 * (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672)
     assert plain - rounded == linears
     assert (plain / GIB, rounded / GIB) == pytest.approx((131.4, 67.7), abs=0.1)

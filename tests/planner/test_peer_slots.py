@@ -13,7 +13,6 @@ from nxd_memopt.ops.cross_entropy import LossTerms
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import ChunkedLinearCrossEntropy
 from nxd_memopt.parallel_layers.fused_loss.options import LossOptions
 from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.techniques import peer_slots
 from nxd_memopt.planner.techniques.loss_chunks import DEFAULT_LOGITS_BYTES
@@ -88,9 +87,7 @@ def test_a_head_that_computes_all_logits_gathers_in_its_own_dtype() -> None:
     parallel = ParallelConfig(2, sequence_parallel_enabled=True)
     for is_rounded in (True, False):
         fp8 = Fp8Layers((is_rounded,) * 32, least_products=0)
-        sizes = rank_model(
-            named("llama-3-8b"), parallel, sequence_length=16384, micro_batch_size=1, dtype="bfloat16", fp8=fp8
-        ).sizes
+        sizes = share_of(named("llama-3-8b"), parallel, 16384, 1, "bfloat16", fp8=fp8).sizes
         full = 16384 * 4096
         assert sizes.gathered_element_bytes == 2 - is_rounded
         assert peer_slots.slot_bytes(sizes, fused_loss=False, cuda_graph=False) == 2 * full * (2 + 2)

@@ -81,14 +81,12 @@ def test_checkpoints_in_host_memory_leave_no_layer_out():
 def test_forwards(technique, complete, stopped):
     planned = Recomputation.of(MemoryConfig(**TECHNIQUES[technique]), 10)
     assert (planned.complete, planned.stopped, planned.forwards) == (complete, stopped, complete + stopped)
-    assert sum(planned.complete_of(index) for index in range(10)) == complete
-    assert sum(planned.stopped_of(index) for index in range(10)) == stopped
     assert sum(planned.forwards_of(index) for index in range(10)) == complete + stopped
 
 
 def test_uniform_stops_in_the_last_layer_of_a_chunk():
     planned = Recomputation.of(MemoryConfig(**TECHNIQUES["uniform"]), 6)
-    assert [planned.stopped_of(index) for index in range(6)] == [0, 0, 1, 0, 0, 1]
+    assert [planned.forwards_of(index) for index in range(6)] == [1] * 6
     assert (planned.complete, planned.stopped, planned.forwards) == (4, 2, 6)
 
 

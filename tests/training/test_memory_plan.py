@@ -12,19 +12,18 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
-from nxd_memopt.architectures.model_spec import model_spec
 from nxd_memopt.certify.request import request_of
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.launch.trainium import neuron_cc_flags
 from nxd_memopt.planner.memory.layer_tensors import Kernels
 from nxd_memopt.planner.memory.peak import step_memory
-from nxd_memopt.planner.sizes.rank_model import rank_model
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.training import loop, memory_plan
 from nxd_memopt.training.config.moe import resolve_options
 from nxd_memopt.training.config.parsing import parse_config
 from nxd_memopt.training.memory_plan import plan_memory
 from nxd_memopt.training.model import load_hf_config
+from tests.planner.storages import share_of
 from tests.reference import assert_says, error_message
 from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
 
@@ -45,7 +44,7 @@ def test_the_plan_is_that_of_the_step(tmp_path, monkeypatch, capsys):
     unchanged, plan = plan_of(config, monkeypatch)
     assert unchanged is config and plan.available_bytes == 1 << 40
     hf_config = load_hf_config(config.model)
-    share = rank_model(model_spec(hf_config), config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32")
+    share = share_of(hf_config, config.parallel, 24, 2)
     used = step_memory(
         share, MemoryConfig(), Kernels(False, "sdpa"), StateLayout(4, master_weights=False), accumulation_steps=4
     )
@@ -201,7 +200,7 @@ def test_models_with_experts_say_what_is_planned(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, model={"config_overrides": MIXTRAL})
     _, plan = plan_of(config, monkeypatch)
     hf_config = load_hf_config(config.model)
-    share = rank_model(model_spec(hf_config), config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32")
+    share = share_of(hf_config, config.parallel, 24, 2)
     used = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), StateLayout(4), accumulation_steps=2)
     assert plan.planned_bytes == used.device_bytes
     weights = sum(math.prod(shape) for shape in share.shapes) * 4
@@ -226,9 +225,7 @@ def test_expert_parallel_runs_name_the_routing_that_is_planned(tmp_path, monkeyp
         _, plan = plan_of(config, monkeypatch)
         hf_config = load_hf_config(config.model)
         options = resolve_options(config.moe, hf_config)
-        share = rank_model(
-            model_spec(hf_config), config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32", moe=options
-        )
+        share = share_of(hf_config, config.parallel, 24, 2, moe=options)
         layout = StateLayout(4, data_parallel_size=2, expert_ranks=2)
         used = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
         assert plan.planned_bytes == used.device_bytes

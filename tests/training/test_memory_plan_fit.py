@@ -26,16 +26,18 @@ from tests.training.test_memory_plan import config_of
 FULL = {"recompute_granularity": "full"}
 
 
-def problem(length=131072, **options) -> Problem:
+def problem(length=131072, **memory) -> Problem:
+    """A step on one H200, with other memory of the device (``memory_gib``) or the host (``host_memory_gib``)."""
     config = with_defaults(NAMED_CONFIGS["llama-3-8b"])
-    return Problem(model_spec(config), device_named("h200"), 1, length, precision="bf16-true", **options)
+    device = dataclasses.replace(device_named("h200"), **memory)
+    return Problem(model_spec(config), device, 1, length, precision="bf16-true")
 
 
 def test_a_plan_without_room_for_its_margin_is_a_warning(capsys):
     setting = Setting(memory=MemoryConfig(**FULL))
     needed = evaluate(problem(), setting).memory
     lacking = problem().device.memory_bytes - problem().usable_bytes
-    plan = evaluate(problem(device_gib=(needed.device_bytes + lacking + GIB // 4) / GIB), setting)
+    plan = evaluate(problem(memory_gib=(needed.device_bytes + lacking + GIB // 4) / GIB), setting)
     assert needed.device_bytes < plan.usable_bytes < needed.reserved_bytes
     assert not plan.fits
     memory_plan._require_fit(plan)
@@ -45,7 +47,7 @@ def test_a_plan_without_room_for_its_margin_is_a_warning(capsys):
 
 def offloaded(host_gib: float) -> Plan:
     memory = MemoryConfig(**FULL, cpu_offloading_activations=True)
-    return evaluate(problem(host_gib=host_gib), Setting(memory=memory))
+    return evaluate(problem(host_memory_gib=host_gib), Setting(memory=memory))
 
 
 def test_a_host_without_room_is_named(capsys):
@@ -66,7 +68,7 @@ def test_a_host_without_room_is_named(capsys):
 def test_auto_names_the_memory_that_is_short():
     """States on the host: no technique makes them smaller, and the device has room."""
     setting = Setting(memory=MemoryConfig(), optimizer_offload_fraction=1.0)
-    asked = dataclasses.replace(problem(2048, host_gib=8.0), precision="bf16-mixed")
+    asked = dataclasses.replace(problem(2048, host_memory_gib=8.0), precision="bf16-mixed")
     message = error_message(lambda: choose_memory(asked, setting))
     assert_says(message, "memory: auto finds nothing", "of 7.20 GiB of host memory", "more ranks")
     assert "on each device" not in message
@@ -74,11 +76,11 @@ def test_auto_names_the_memory_that_is_short():
 
 def test_auto_names_the_setting_that_lacks_least():
     """Checkpoints on the host need the least of the device, and tens of GiB of a host that has one."""
-    asked = problem(host_gib=1.0)
+    asked = problem(host_memory_gib=1.0)
     plans = [evaluate(asked, Setting(memory=memory)) for memory in memories(asked)]
     needed = min(plan.memory.reserved_bytes for plan in plans if not plan.memory.host_bytes)
     assert needed > min(plan.memory.reserved_bytes for plan in plans) + GIB
-    message = error_message(lambda: choose_memory(problem(host_gib=1.0, device_gib=needed / GIB), Setting()))
+    message = error_message(lambda: choose_memory(problem(host_memory_gib=1.0, memory_gib=needed / GIB), Setting()))
     assert_says(message, f"needs {needed / GIB:.2f} GiB of ", "on each device")
     assert "host" not in message
 
@@ -131,4 +133,4 @@ def test_every_rank_has_the_smallest_host_memory(tmp_path, monkeypatch):
     config, hf_config = run_on_hopper(tmp_path, monkeypatch)
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(memory_plan, "share_texts", lambda text: [text, text if text.isalpha() else "32.0"])
-    assert planned(config, hf_config)[0].host_gib == 32.0
+    assert planned(config, hf_config)[0].device.host_memory_gib == 32.0

@@ -38,22 +38,15 @@ def temporary_bytes(buffer_assignment: str) -> int:
     anything else: such tensors count as if they had memory of their own. Of LLaMA-2-7B's 64 MiB per layer on
     one of 8 ranks, 45 MiB were in the memory of gradients.
     """
-    scratch = sum(size for _, size, kind in _allocations(buffer_assignment) if kind.startswith(_SCRATCH))
+    allocations = map(_ALLOCATION.match, buffer_assignment.splitlines())
+    scratch = sum(int(each[2]) for each in allocations if each is not None and each[3].startswith(_SCRATCH))
     # Gaps between values make the scratch memory larger than their sum at any step.
     return max(scratch, _peak_bytes(_temporaries(buffer_assignment)))
 
 
-def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTensor, ...]:
-    """Return the largest distinct temporary tensors, at most ``limit``."""
-    return largest_distinct((value.tensor for value in _temporaries(buffer_assignment)), limit)
-
-
-def _allocations(buffer_assignment: str) -> Iterator[tuple[int, int, str]]:
-    """Yield number, bytes and kind of each allocation."""
-    for line in buffer_assignment.splitlines():
-        found = _ALLOCATION.match(line)
-        if found is not None:
-            yield int(found[1]), int(found[2]), found[3]
+def largest_temporaries(buffer_assignment: str) -> tuple[LiveTensor, ...]:
+    """Return the largest distinct temporary tensors."""
+    return largest_distinct(value.tensor for value in _temporaries(buffer_assignment))
 
 
 def _temporaries(buffer_assignment: str) -> list[_Value]:

@@ -27,6 +27,7 @@ from nxd_memopt.planner.memory.activations import activations
 from nxd_memopt.planner.memory.compiled_graphs import DMA_SPILL_SHARE
 from nxd_memopt.planner.search.plan import Plan
 from nxd_memopt.planner.search.problem import Problem, kernels_of
+from nxd_memopt.planner.sizes.rank_sizes import rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.techniques.attention_tiles import describe_tiles
 from nxd_memopt.planner.timing.collectives import StepShape, expected_collectives, per_layer
@@ -138,16 +139,17 @@ def _shape(request: Request, layers: int) -> StepShape:
     from nxd_memopt.modules.moe.gpt_neox_config import config_of
 
     config: Any = config_of({**request.config, "num_hidden_layers": layers})
-    return step_shape(
-        model_spec(config),
+    spec = model_spec(config)
+    sizes = rank_sizes(
+        spec,
         request.parallel,
-        request.memory,
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
         # Backend xla measures fp16 for bf16: the step that was measured is the one of the formulas.
         dtype=request.dtype,
         moe=request.moe,
     )
+    return step_shape(spec, sizes, request.memory)
 
 
 def _vocabulary_sizes(request: Request) -> set[int]:
@@ -204,7 +206,7 @@ def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     measured = {layers: measurement.peak_bytes for layers, measurement in variants.items()}
     # A layer's input is what full recomputation of single layers keeps; see extrapolate for why the
     # line must not be less steep.
-    return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
+    return extrapolate(measured, depth, least_per_layer=_shape(request, depth).sizes.residual_bytes)
 
 
 def _fit(request: Request, answer: Answer, device: Device, states: StateLayout, temporary_bytes: int) -> MemoryTerms:

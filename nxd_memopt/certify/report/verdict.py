@@ -154,14 +154,14 @@ def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_size
     """Report the largest tensors, and whether S x S scores or full logits are among them."""
     # A note and no verdict: core attention without a flash kernel has S x S scores by choice. Both
     # are much larger than an activation [S, B, H]: they grow with S^2, and with V instead of H.
-    squares = [t for t in measured.largest if is_square_in(t, shape.sequence_length)]
-    logits = [t for t in measured.largest if is_logits(t, shape.tokens, vocabulary_sizes)]
+    squares = [t for t in measured.largest if is_square_in(t, shape.sizes.sequence_length)]
+    logits = [t for t in measured.largest if is_logits(t, shape.sizes.tokens, vocabulary_sizes)]
     parts = []
     if squares:
         parts.append(f"S x S alive: {_named(squares)}")
     if logits:
         # With as many tokens as H, gradients of the embedding and of the head have this shape too.
-        others = " or gradients of vocabulary weights" if shape.tokens == shape.sizes.hidden else ""
+        others = " or gradients of vocabulary weights" if shape.sizes.tokens == shape.sizes.hidden else ""
         parts.append(f"logits of all tokens{others} alive: {_named(logits)}")
     if not parts:
         parts.append("no S x S, no logits of all tokens")

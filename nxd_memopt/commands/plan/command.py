@@ -214,6 +214,7 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
     """Return what is asked."""
     # A device's name stands for a host with its usual number of ranks, unless --devices says more.
     device, ranks = device_and_ranks(options.device)
+    device = device.with_given(memory_gib=options.device_memory_gib, host_memory_gib=options.host_memory_gib)
     config = run.model_config()
     data = run.config.data
     # A model alone is planned at its own length, and without a batch.
@@ -239,8 +240,6 @@ def _problem(options: argparse.Namespace, run: Run) -> Problem:
         stages=STAGES,
         offloads_optimizer=True,
         grad_reduce_in_fp32=run.config.data_parallel.grad_reduce_in_fp32 is not False,
-        device_gib=options.device_memory_gib,
-        host_gib=options.host_memory_gib,
         moe=planned_moe(run, config, device),
         lora=run.config.lora.config(),
         fp8=run.config.fp8_layers(spec.num_layers),

@@ -30,7 +30,7 @@ def header(name: str, problem: Problem, best: Plan, *, is_default_batch: bool) -
     return (
         f"{name} on {problem.devices} x {device.name}{shown}, {problem.sequence_length:,} tokens, "
         f"global batch {batch}, {problem.precision}; {max(0, best.usable_bytes) / GIB:.1f} of "
-        f"{problem.placed_device.memory_gib:g} GiB for tensors"
+        f"{device.memory_gib:g} GiB for tensors"
     )
 
 

@@ -254,9 +254,9 @@ def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
         sizes: sizes of the rank.
         fused: ``fused_linear_cross_entropy``.
     """
-    stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    stream = sizes.residual_bytes
     if not fused:
-        logits = sizes.tokens * sizes.vocab * sizes.element_bytes
+        logits = sizes.column_bytes(sizes.vocab)
         tensors = {"loss": FP32_BYTES, "labels": _INT64_BYTES, "gradient of the logits": logits}
         # A frozen head keeps no input.
         return tensors if sizes.adapters is not None else tensors | {"head input": stream}

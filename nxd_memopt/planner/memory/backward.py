@@ -56,7 +56,7 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
         return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
     if kernels.attention != "flash4":
         copies_gradients = kernels.attention in COPIES_KV_GRADIENTS and sizes.kv < sizes.query
-        by_heads = 2 * sizes.tokens * sizes.query * sizes.element_bytes * int(copies_gradients)
+        by_heads = 2 * sizes.column_bytes(sizes.query) * int(copies_gradients)
         return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES + by_heads
     # Per token and head: d numbers of dQ, one row sum and one copy of the log-sum-exp, all of them fp32.
     blocks = -(-sizes.sequence_length // _FLASH4_BLOCK)

@@ -92,7 +92,7 @@ def _in_reduction_of_head(step: Step, reduction: BackwardReduction, gradients: i
         ABSENT: step.absent_weights(),
         "gradients": gradients,
         "activations": step.kept_in_backward,
-        "temporary tensors": step.stream_bytes,
+        "temporary tensors": step.sizes.residual_bytes,
         "gradient buckets": reduction.buckets.head,
     }
 

@@ -45,7 +45,7 @@ def _shared_expert(sizes: RankSizes, moe: MoESizes, *, fused: bool) -> dict[str,
     """Return what the shared expert saves, as a dense MLP, and its gate."""
     if not moe.shared_width:
         return {}
-    stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    stream = sizes.residual_bytes
     width = sizes.tokens * moe.shared_width * sizes.element_bytes
     tensors = {_NORMED: stream}
     # ReLU's gradient needs its result, not its input.

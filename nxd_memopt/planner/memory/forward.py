@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from nxd_memopt.architectures.experts import MoESizes
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.expert_tensors import expert_tensors, has_expert_kernels
-from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors, residual_bytes
+from nxd_memopt.planner.memory.layer_tensors import Kernels, Tensors
 from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 
 
@@ -42,8 +42,8 @@ def forward_temporaries(
             tensors = {"activation": sizes.tokens * sizes.width * (sizes.element_bytes + 1)}
         # The MLP's input exists until it returns, also if backward does not read it, or in float8.
         if "normed mlp input" not in kept:
-            tensors["normed mlp input"] = residual_bytes(sizes)
-        saved = {"gate, up": 2 * sizes.tokens * sizes.width * sizes.element_bytes}
+            tensors["normed mlp input"] = sizes.residual_bytes
+        saved = {"gate, up": 2 * sizes.column_bytes(sizes.width)}
     elif has_expert_kernels(sizes, sizes.moe) and not sizes.moe.sends_rows:
         tensors = _experts(sizes, sizes.moe)
         if sizes.fp8_experts(sizes.num_layers - 1):
@@ -63,10 +63,10 @@ def _mlp(sizes: RankSizes, *, has_slots: bool) -> Tensors:
     rows = sizes.shard_tokens if has_slots else sizes.tokens
     tensors = {
         "activation": rows * sizes.width * sizes.element_bytes,
-        "output": sizes.shard_tokens * sizes.hidden * sizes.element_bytes,
+        "output": sizes.residual_bytes,
     }
     if sizes.tensor_model_parallel_size > 1 and not has_slots:
-        tensors["partial sums"] = sizes.tokens * sizes.hidden * sizes.element_bytes
+        tensors["partial sums"] = sizes.column_bytes(sizes.hidden)
     return tensors
 
 

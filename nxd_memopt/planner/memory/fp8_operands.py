@@ -45,12 +45,15 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
         # Merged branches whose inputs are rounded have them in float8; dX of each branch exists before their sum.
         merged = {"normalised": 0, "inputs of the branches": 0} if set(_COLUMN_PARALLEL) <= set(names) else {}
         if names:
-            temporary |= {"gathered": _gathered_bytes(sizes, names), **merged, OPERANDS: _operand_bytes(sizes, names)}
+            # Columns of the inputs, rows of the gradients of outputs; frozen column-parallel layers gather nothing.
+            is_frozen = sizes.adapters is not None and names[0] in _COLUMN_PARALLEL
+            gathered = 0 if is_frozen else _joined_bytes(sizes)
+            temporary |= {"gathered": gathered, **merged, OPERANDS: _operand_bytes(sizes, names)}
         if moment.name == "output projections" and "mlp out" in names and sizes.hidden_act != "relu":
-            temporary["activation"] = sizes.tokens * sizes.width * sizes.element_bytes
+            temporary["activation"] = sizes.column_bytes(sizes.width)
         # The gradient of the activation is computed at once, where bf16 has tiles of it.
         if names == ["mlp out"] and kernels.fused and sizes.is_gated and sizes.moe is None:
-            temporary["dA"] = sizes.tokens * sizes.width * sizes.element_bytes
+            temporary["dA"] = sizes.column_bytes(sizes.width)
         if names and names[0] in _COLUMN_PARALLEL and sizes.adapters is None:
             before = temporary | {"dW": 0, "dX": len(names) * temporary["dX"]}
             before[OPERANDS] += _input_gradient_bytes(sizes, names) - _joined_bytes(sizes)
@@ -97,15 +100,6 @@ def _operand_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
 def _joined_bytes(sizes: RankSizes) -> int:
     """Return the bytes of the residual stream's columns of all ranks, if the ranks have shards of them."""
     return sizes.tokens * sizes.hidden * int(sizes.shards > 1)
-
-
-def _gathered_bytes(sizes: RankSizes, names: Sequence[str]) -> int:
-    """Return the bytes of what is gathered: columns of the inputs, rows of the gradients of outputs.
-
-    Frozen column-parallel layers gather nothing in backward.
-    """
-    is_frozen = sizes.adapters is not None and names[0] in _COLUMN_PARALLEL
-    return _joined_bytes(sizes) * int(not is_frozen)
 
 
 def with_expert_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels) -> list[Moment]:

@@ -19,7 +19,6 @@ from nxd_memopt.planner.memory.layer_tensors import (
     Kernels,
     Part,
     Tensors,
-    column_bytes,
     core_attention,
     dropout_bytes,
     fp8_magnitudes,
@@ -29,7 +28,6 @@ from nxd_memopt.planner.memory.layer_tensors import (
     merges_branches,
     merges_inputs,
     norm_tensors,
-    residual_bytes,
     rotated,
     saved_input,
 )
@@ -91,7 +89,7 @@ class _Layer:
         sizes = self.sizes
         # The input of a later stage of a pipeline depends on the adapters of earlier ones.
         has_grad = sizes.adapters is None or self.index > 0 or not sizes.has_embedding
-        attention, attended = self._attention({"normed attention input": residual_bytes(sizes)}, has_grad=has_grad)
+        attention, attended = self._attention({"normed attention input": sizes.residual_bytes}, has_grad=has_grad)
         into_mlp = has_grad or attended
         second = "mlp input"
         # GPT-NeoX's parallel branches have one input; else the MLP's depends on attention.
@@ -112,7 +110,7 @@ class _Layer:
             self._norm(second, " (mlp)", has_grad=into_mlp),
             mlp,
         )
-        return Part("layer", {"layer input": residual_bytes(sizes)} | statistics, masks, parts)
+        return Part("layer", {"layer input": sizes.residual_bytes} | statistics, masks, parts)
 
     def merged(self) -> Part:
         """Return the parts of GPT-NeoX's layer with merged branches.
@@ -202,7 +200,7 @@ class _Layer:
         saves: Tensors = {}
         for name in names:
             saves |= self._input(name, source, has_grad=has_grad, rounds=self._rounds("qkv"))
-        context = {"attention": column_bytes(sizes, sizes.query)}
+        context = {"attention": sizes.column_bytes(sizes.query)}
         saves |= self._input(output_name, context, has_grad=any(grads))
         if sizes.model_type in MODEL_TYPES_WITH_QK_NORM:
             heads = (("query", sizes.heads), ("key", sizes.kv_heads))
@@ -238,7 +236,7 @@ class _Layer:
 
     def _mlp(self, statistics: Tensors, *, has_grad: bool) -> tuple[Part, bool]:
         """Return the parts of the MLP or the experts, and whether the output has a gradient."""
-        inputs = {"normed mlp input": residual_bytes(self.sizes)}
+        inputs = {"normed mlp input": self.sizes.residual_bytes}
         if self.sizes.moe is not None:
             return self._experts(inputs, statistics), True
         if self.sizes.is_gated:
@@ -279,7 +277,7 @@ class _Layer:
             act = self._fused_act()
         elif has_act:
             act = self._plain_act(gate=gate, up=up)
-        saves |= self._input("down_proj", {"mlp activation": column_bytes(sizes, sizes.width)}, has_grad=has_act)
+        saves |= self._input("down_proj", {"mlp activation": sizes.column_bytes(sizes.width)}, has_grad=has_act)
         return Part("mlp", inputs, saves, (act,)), True
 
     def _fused_act(self) -> Part:
@@ -288,7 +286,7 @@ class _Layer:
         Both are views of one storage. An adapter with dropout adds its output to a copy of its projection's, and
         a projection without an adapter keeps all of the storage.
         """
-        width = column_bytes(self.sizes, self.sizes.width)
+        width = self.sizes.column_bytes(self.sizes.width)
         adapters = self.sizes.adapters
         both: Tensors = {}
         for name in ("gate_proj", "up_proj"):
@@ -300,7 +298,7 @@ class _Layer:
 
     def _plain_act(self, *, gate: bool, up: bool) -> Part:
         """Return what plain operations save of the gated activation; ``gate`` and ``up`` have gradients."""
-        width = column_bytes(self.sizes, self.sizes.width)
+        width = self.sizes.column_bytes(self.sizes.width)
         # One float8 matmul computes both.
         if self.sizes.adapters is None and self._rounds("mlp in"):
             both = {"gate, up": 2 * width}
@@ -322,7 +320,7 @@ class _Layer:
             return Part("mlp"), False
         if self.memory.mlp_tile_tokens is not None:
             return Part("mlp", inputs, inputs), True
-        width = column_bytes(sizes, sizes.width)
+        width = sizes.column_bytes(sizes.width)
         expanded, result = {"expanded": width}, {"mlp activation": width}
         act = Part("mlp_act")
         # ReLU's gradient needs its result, not its input.

@@ -193,16 +193,6 @@ def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
     return replace(kernels, attention=WINDOWED_KERNELS[0])
 
 
-def residual_bytes(sizes: RankSizes) -> int:
-    """Return the bytes of this rank's part of the residual stream, ``[s, B, H]``."""
-    return sizes.shard_tokens * sizes.hidden * sizes.element_bytes
-
-
-def column_bytes(sizes: RankSizes, columns: int) -> int:
-    """Return the bytes of ``[S, B, columns]``."""
-    return sizes.tokens * columns * sizes.element_bytes
-
-
 def norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
     """Return what the norm of ``name`` saves: RMSNorm, or with GPT-NeoX LayerNorm, whose statistics ``norm`` names."""
     if not sizes.is_gated:
@@ -217,16 +207,22 @@ def _rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
     weight needs. The kernel and compilers save the input only and compute both again: of LLaMA-2-7B on one of 8
     ranks, XLA's graph keeps 4 MiB of each norm besides the statistics, where plain operations keep 12.
     """
-    inputs = {name: residual_bytes(sizes)}
-    statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
-    if kernels.fused or kernels.compiles_steps:
-        return Part("norm", inputs, inputs | statistics)
-    wide = inputs
-    if sizes.element_bytes != FP32_BYTES:
-        wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
+    inputs = {name: sizes.residual_bytes}
+    is_fused = kernels.fused or kernels.compiles_steps
+    return Part("norm", inputs, _rms_norm_saves(sizes, name, sizes.shard_tokens, sizes.hidden, is_fused=is_fused))
+
+
+def _rms_norm_saves(sizes: RankSizes, name: str, rows: int, width: int, *, is_fused: bool) -> Tensors:
+    """Return what an RMSNorm of ``name``, ``rows`` of ``width`` elements, saves."""
+    saves = {f"{name} rstd": rows * FP32_BYTES}
+    if is_fused or sizes.element_bytes == FP32_BYTES:
+        saves[name] = rows * width * sizes.element_bytes
+    else:
+        saves[f"{name} in fp32"] = rows * width * FP32_BYTES
     # With adapters the weight is frozen.
-    normalised = {f"{name} normalised": residual_bytes(sizes)} if sizes.adapters is None else {}
-    return Part("norm", inputs, wide | statistics | normalised)
+    if not is_fused and sizes.adapters is None:
+        saves[f"{name} normalised"] = rows * width * sizes.element_bytes
+    return saves
 
 
 def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
@@ -234,7 +230,7 @@ def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str 
 
     PyTorch's CPU kernel stores both in the dtype of the input, its CUDA kernel in fp32.
     """
-    inputs = {name: residual_bytes(sizes)}
+    inputs = {name: sizes.residual_bytes}
     number_bytes = FP32_BYTES if kernels.fused else sizes.element_bytes
     statistics = sizes.shard_tokens * number_bytes
     return Part("norm", inputs, inputs | {f"{name} mean{norm}": statistics, f"{name} rstd{norm}": statistics})
@@ -264,15 +260,15 @@ def core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tens
     # Kernels of GPUs write [B, S, h, d]: the input of the next projection is a view. Tiles are joined as
     # [B, h, S, d], which the projection copies. PyTorch's CPU kernel returns the layout of the queries, and these
     # have [B, h, S, d] if a part of each head was rotated and the rest appended. With one head both are the same.
-    results = {"attention": column_bytes(sizes, sizes.query)}
+    results = {"attention": sizes.column_bytes(sizes.query)}
     appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused
     if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
-        results = {"attention by heads": column_bytes(sizes, sizes.query)}
+        results = {"attention by heads": sizes.column_bytes(sizes.query)}
     results |= log_sum_exps
     # A kernel without grouped heads gets copies of the KV heads. Of the projections' outputs only the storage of
     # the queries stays, which has keys and values too if one projection computes all three.
     if repeats_kv_heads(sizes, kernels):
-        copies = {name: column_bytes(sizes, sizes.query) for name in ("key by heads", "value by heads")}
+        copies = {name: sizes.column_bytes(sizes.query) for name in ("key by heads", "value by heads")}
         return Part("core_attn", inputs, query | copies | results, results=results)
     saved = inputs | results
     if kernels.masks_windows:
@@ -292,7 +288,7 @@ def repeats_kv_heads(sizes: RankSizes, kernels: Kernels) -> bool:
 def _math_attention(sizes: RankSizes) -> Tensors:
     """Return what attention with S x S scores saves: the batched matmuls' operands and the softmax."""
     scores = sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2
-    heads = column_bytes(sizes, sizes.query)
+    heads = sizes.column_bytes(sizes.query)
     tensors = {
         "query by heads": heads,
         "key by heads": heads,
@@ -316,7 +312,7 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
         kernels: fused kernels rotate in place.
         shares: one projection computes all three, so that the values are a view of its output.
     """
-    projected = {"query, key, value": column_bytes(sizes, sizes.query + 2 * sizes.kv)}
+    projected = {"query, key, value": sizes.column_bytes(sizes.query + 2 * sizes.kv)}
     # Qwen3's norms come between the projections and RoPE. An adapter with dropout adds its output to a projection's,
     # as does every adapter of GPT-NeoX's projection for RoPE.
     in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in MODEL_TYPES_WITH_QK_NORM
@@ -324,24 +320,15 @@ def rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares:
         in_place = in_place and sizes.is_gated and not sizes.adapters.has_dropout
     if kernels.fused and in_place:
         return projected, projected, projected
-    value = {"value": column_bytes(sizes, sizes.kv)}
+    value = {"value": sizes.column_bytes(sizes.kv)}
     if shares and not kernels.fused:
         value = projected
-    return {"query": column_bytes(sizes, sizes.query)}, {"key": column_bytes(sizes, sizes.kv)}, value
+    return {"query": sizes.column_bytes(sizes.query)}, {"key": sizes.column_bytes(sizes.kv)}, value
 
 
 def head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
     """Return what an RMSNorm over each head of query or key saves, as ``_rms_norm_tensors``."""
-    values = sizes.tokens * heads * sizes.head_dim
-    statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
-    projected = {f"projected {name}": values * sizes.element_bytes}
-    if kernels.fused:
-        return projected | statistics
-    wide = projected
-    if sizes.element_bytes != FP32_BYTES:
-        wide = {f"projected {name} in fp32": values * FP32_BYTES}
-    normalised = {f"{name} normalised": values * sizes.element_bytes} if sizes.adapters is None else {}
-    return wide | statistics | normalised
+    return _rms_norm_saves(sizes, f"projected {name}", sizes.tokens * heads, sizes.head_dim, is_fused=kernels.fused)
 
 
 def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
@@ -351,4 +338,4 @@ def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
     """
     if kernels.fused:
         return sizes.shard_tokens * sizes.hidden
-    return residual_bytes(sizes)
+    return sizes.residual_bytes

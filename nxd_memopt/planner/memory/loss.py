@@ -16,11 +16,11 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
             softmax, the one-hot labels and the difference (``ops/cross_entropy.py``).
         fused: ``fused_linear_cross_entropy``.
     """
-    stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    stream = sizes.residual_bytes
     if not fused:
         # The logits, and their fp32 copy, which becomes the gradient in place.
         logits = sizes.tokens * sizes.vocab
-        gathered = sizes.tokens * sizes.hidden * sizes.element_bytes * int(sizes.shards > 1)
+        gathered = sizes.column_bytes(sizes.hidden) * int(sizes.shards > 1)
         return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": gathered}
     # Chunks run one after the other, so that the longest one decides.
     longest = longest_loss_chunk(sizes)

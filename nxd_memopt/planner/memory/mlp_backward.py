@@ -79,7 +79,6 @@ def mlp_moments(
 def _tile_moments(sizes: RankSizes, tile: int | str, kernels: Kernels, b: LayerBytes) -> list[Moment]:
     """Return the moments of an MLP by tiles of tokens, whose weight gradients are summed in fp32."""
     per_token = mlp_tile_bytes(
-        1,
         hidden_size=sizes.hidden,
         columns_per_partition=sizes.mlp_inputs * sizes.width,
         width_per_partition=sizes.width,

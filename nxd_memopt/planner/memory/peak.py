@@ -204,8 +204,8 @@ def _of_chunks(step: Step, chunks: Sequence[Chunk]) -> list[PeakCandidate]:
             standing = gradients[index] if index in with_gradients else 0
             # With several chunks a forward and a backward follow each other, and the output of the first waits.
             if len(chunks) > 1:
-                others += step.stream_bytes
-            received = 0 if each.sizes.has_head else each.stream_bytes
+                others += step.sizes.residual_bytes
+            received = 0 if each.sizes.has_head else each.sizes.residual_bytes
             of_case = replace(each, accumulated_gradients=standing, received_bytes=received)
             for moment, terms in _before_update(of_case, gradients[index]):
                 if terms:
@@ -302,7 +302,7 @@ def _in_forward(step: Step) -> PeakCandidate:
         return "forward", {}
     # The MLP's output exists next to its multiple.
     if step.sizes.scales_blocks:
-        temporaries = {**temporaries, "scaled output": step.stream_bytes}
+        temporaries = {**temporaries, "scaled output": step.sizes.residual_bytes}
     # RoPE's tables and the embedding's ids outlive the layers.
     shared = sum(kept.around.get(name, 0) for name in SHARED_TENSORS)
     return "forward of the last layer", {
@@ -385,9 +385,9 @@ def _embedding_temporaries(step: Step) -> int:
     if not sizes.has_embedding:
         return 0
     # The gradient of its output, and with sequence parallelism the gathered gradient of all tokens.
-    temporary = step.stream_bytes
+    temporary = step.sizes.residual_bytes
     if sizes.shards > 1:
-        temporary += sizes.tokens * sizes.hidden * sizes.element_bytes
+        temporary += sizes.column_bytes(sizes.hidden)
     # Tokens are sorted by their id; the partial sums of tokens // 10 groups and one sum for each id that can occur,
     # at most the smaller of tokens and V, are rows of H fp32 numbers.
     if step.kernels.fused and sizes.tokens > _UNSORTED_TOKENS:

@@ -67,11 +67,6 @@ class Step:
         return self.model.sizes
 
     @property
-    def stream_bytes(self) -> int:
-        """Bytes of the hidden states between two layers on this rank."""
-        return self.sizes.shard_tokens * self.sizes.hidden * self.sizes.element_bytes
-
-    @property
     def kept_in_backward(self) -> int:
         """Bytes of the activations when the backward of the layers begins: loss and final norm are done."""
         remaining = sum(self.kept.layer_bytes)

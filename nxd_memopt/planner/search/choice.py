@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nxd_memopt.planner.search.candidates import memories_with_stages
-from nxd_memopt.planner.search.plan import Plan, RankModels, evaluate
+from nxd_memopt.planner.search.plan import Plan, evaluate
 from nxd_memopt.planner.search.problem import Problem, Setting
 
 
@@ -20,13 +20,12 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     Raises:
         ValueError: nothing fits; the message has the setting that exceeds the memory least, and where.
     """
-    models: RankModels = {}
     chosen: list[Plan] = []
     for memory in memories_with_stages(problem, setting):
         # A graph has no host code between its kernels, which copies to the host need.
         offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
         as_graph = setting.cuda_graph and not offloads
-        chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph), models))
+        chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph)))
     # A range of seconds counts by its slow end.
     fitting = [plan for plan in chosen if plan.fits]
     if fitting:

@@ -15,7 +15,7 @@ from nxd_memopt.planner.search.candidates import NOTHING_FIXED, require_settings
 from nxd_memopt.planner.search.fixed_options import FixedOptions
 from nxd_memopt.planner.search.problem import PRECISIONS, SDPA_MULTIPLE, Problem, Setting, Shortage, kernels_of
 from nxd_memopt.planner.sizes.rank_model import ModelPart, RankModel, rank_model
-from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES
+from nxd_memopt.planner.sizes.rank_sizes import DTYPE_BYTES, rank_sizes
 from nxd_memopt.planner.sizes.states import StateLayout
 from nxd_memopt.planner.timing.step_time import StepTime, step_time
 
@@ -63,10 +63,6 @@ class Plan:
         return sum(each.missing_bytes for each in self.shortages)
 
 
-RankModels = dict[tuple[int, int, int, bool | None, str | None, ModelPart | None], RankModel]
-"""Cache: (T, E, B, sequence parallelism, dtype of sums, layers) -> one rank's share of the model."""
-
-
 def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
     """Return the settings that fit with margin, the fastest one first; with equal speed the smallest one.
 
@@ -80,7 +76,6 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
         ValueError: no setting has the fixed options, or divides the global batch.
     """
     require_settings(problem, fixed)
-    models: RankModels = {}
     found: list[Plan] = []
     fits_without_offload: set[Setting] = set()
     fewest_stages: dict[Setting, int] = {}
@@ -99,10 +94,10 @@ def plans(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> list[Plan]:
             continue
         # Most settings of large problems do not fit, so their other ranks and their time are not computed.
         usable = _usable_bytes(problem, setting)
-        memory = _memory(problem, setting, models, usable)
+        memory = _memory(problem, setting, usable)
         fits_device = memory.reserved_bytes <= usable
         if fits_device and memory.host_bytes <= problem.usable_host_bytes:
-            found.append(_timed(problem, setting, models, memory))
+            found.append(_timed(problem, setting, memory))
             fits_without_offload.add(replace(setting, cuda_graph=False))
             fewest_stages.setdefault(undivided, stages)
         elif stages > 1:
@@ -117,20 +112,17 @@ def _without_offload(setting: Setting) -> Setting:
     )
 
 
-def evaluate(problem: Problem, setting: Setting, models: RankModels | None = None) -> Plan:
+def evaluate(problem: Problem, setting: Setting) -> Plan:
     """Return the memory and time of a setting.
 
     Args:
         problem: model, device and batch.
         setting: options of the run.
-        models: shares of the model that other settings of the same problem have computed.
 
     Raises:
         ValueError: the setting does not fit the model or the number of devices.
     """
-    if models is None:
-        models = {}
-    return _timed(problem, setting, models, _memory(problem, setting, models))
+    return _timed(problem, setting, _memory(problem, setting))
 
 
 def planned_activations(problem: Problem, setting: Setting, rank: int = 0) -> list[tuple[Activations, int]]:
@@ -143,8 +135,8 @@ def planned_activations(problem: Problem, setting: Setting, rank: int = 0) -> li
     """
     kernels = kernels_of(problem, setting.memory)
     if setting.pipeline_model_parallel_size == 1:
-        return [(activations(_model(problem, setting, {}).sizes, setting.memory, kernels), 1)]
-    (of_rank,) = _pipeline_ranks(problem, setting, {}, [rank])
+        return [(activations(_model(problem, setting).sizes, setting.memory, kernels), 1)]
+    (of_rank,) = _pipeline_ranks(problem, setting, [rank])
     kept = [activations(chunk.model.sizes, chunk.memory, kernels) for chunk in of_rank.chunks]
     numbers: list[list[int]] = []
     for own, chunk in enumerate(of_rank.chunks):
@@ -153,16 +145,16 @@ def planned_activations(problem: Problem, setting: Setting, rank: int = 0) -> li
     return list(zip(kept, max(numbers, key=lambda counts: sum(map(mul, counts, sizes))), strict=True))
 
 
-def _memory(problem: Problem, setting: Setting, models: RankModels, limit: int | None = None) -> StepMemory:
+def _memory(problem: Problem, setting: Setting, limit: int | None = None) -> StepMemory:
     """Return the memory of a setting; arguments and errors as ``evaluate``.
 
     Args:
         limit: of a pipeline, the memory of the first rank above it; None: of the fullest rank.
     """
     if setting.pipeline_model_parallel_size == 1:
-        return _memory_of_rank(problem, setting, _model(problem, setting, models))
+        return _memory_of_rank(problem, setting, _model(problem, setting))
     found: list[StepMemory] = []
-    for each in _pipeline_ranks(problem, setting, models):
+    for each in _pipeline_ranks(problem, setting):
         memory = _memory_of_rank(problem, setting, each.model, each.chunks)
         found.append(replace(memory, moment=f"{memory.moment} on rank {each.rank} of the pipeline"))
         if limit is not None and memory.reserved_bytes > limit:
@@ -172,11 +164,10 @@ def _memory(problem: Problem, setting: Setting, models: RankModels, limit: int |
 
 def memory_by_stage(problem: Problem, setting: Setting) -> list[StepMemory]:
     """Return the memory of each rank of a pipeline, or of the only kind of rank; arguments as ``evaluate``."""
-    models: RankModels = {}
     if setting.pipeline_model_parallel_size == 1:
-        return [_memory(problem, setting, models)]
+        return [_memory(problem, setting)]
     ranks = range(setting.pipeline_model_parallel_size)
-    found = _pipeline_ranks(problem, setting, models, ranks)
+    found = _pipeline_ranks(problem, setting, ranks)
     return [_memory_of_rank(problem, setting, each.model, each.chunks) for each in found]
 
 
@@ -192,38 +183,34 @@ def _memory_of_rank(problem: Problem, setting: Setting, model: RankModel, chunks
     )
 
 
-def _pipeline_ranks(
-    problem: Problem, setting: Setting, models: RankModels, ranks: Iterable[int] | None = None
-) -> Iterator[PipelineRank]:
+def _pipeline_ranks(problem: Problem, setting: Setting, ranks: Iterable[int] | None = None) -> Iterator[PipelineRank]:
     """Yield ranks of a pipeline; None: of which one has the highest peak, and one the slowest stages."""
     stages = setting.stages_of(problem.model)
     if ranks is None:
         ranks = fullest_ranks(stages)
     micro_batches = _accumulation_steps(problem, setting)
     for rank in ranks:
-        yield PipelineRank.of(
-            stages[rank], setting.memory, micro_batches, lambda part: _model(problem, setting, models, part)
-        )
+        yield PipelineRank.of(stages[rank], setting.memory, micro_batches, lambda part: _model(problem, setting, part))
 
 
 def _usable_bytes(problem: Problem, setting: Setting) -> int:
-    return problem.placed_device.usable_bytes(communicators=_communicators(problem, setting))
+    return problem.device.usable_bytes(communicators=_communicators(problem, setting))
 
 
-def _timed(problem: Problem, setting: Setting, models: RankModels, memory: StepMemory) -> Plan:
+def _timed(problem: Problem, setting: Setting, memory: StepMemory) -> Plan:
     """Return a setting whose memory is known with its time; arguments and errors as ``evaluate``."""
     accumulation = _accumulation_steps(problem, setting)
     stages = setting.pipeline_model_parallel_size
-    shares = [_model(problem, setting, models)]
+    shares = [_model(problem, setting)]
     if stages > 1:
-        shares = [each.model for each in _pipeline_ranks(problem, setting, models)]
+        shares = [each.model for each in _pipeline_ranks(problem, setting)]
     times = [
         step_time(
             share,
             setting.memory,
             _layout(problem, setting),
             memory,
-            problem.placed_device,
+            problem.device,
             dtype=PRECISIONS[problem.precision][0],
             accumulation_steps=accumulation,
             ranks=problem.devices,
@@ -305,50 +292,42 @@ def shards_sequences(problem: Problem, setting: Setting) -> bool:
     return size > 1 and problem.sequence_length % size == 0
 
 
-def _model(problem: Problem, setting: Setting, models: RankModels, part: ModelPart | None = None) -> RankModel:
-    """Return the share of one rank, of ``part`` of the layers, from ``models`` or computed and put there."""
-    size = setting.tensor_model_parallel_size
-    experts = setting.expert_model_parallel_size
-    # Memory techniques and ZeRO stages do not change the shapes.
-    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled, setting.reduce_dtype, part)
-    if key not in models:
-        parallel = ParallelConfig(
-            size,
-            sequence_parallel_enabled=shards_sequences(problem, setting),
-            reduce_dtype=setting.reduce_dtype,
-            expert_model_parallel_size=experts,
-        )
-        models[key] = rank_model(
-            problem.model,
-            parallel,
-            sequence_length=problem.sequence_length,
-            micro_batch_size=setting.micro_batch_size,
-            dtype=PRECISIONS[problem.precision][0],
-            moe=problem.moe,
-            lora=problem.lora,
-            fp8=problem.fp8,
-            part=part,
-        )
-    return models[key]
+def _model(problem: Problem, setting: Setting, part: ModelPart | None = None) -> RankModel:
+    """Return the share of one rank, of ``part`` of the layers."""
+    parallel = ParallelConfig(
+        setting.tensor_model_parallel_size,
+        sequence_parallel_enabled=shards_sequences(problem, setting),
+        reduce_dtype=setting.reduce_dtype,
+        expert_model_parallel_size=setting.expert_model_parallel_size,
+    )
+    sizes = rank_sizes(
+        problem.model,
+        parallel,
+        sequence_length=problem.sequence_length,
+        micro_batch_size=setting.micro_batch_size,
+        dtype=PRECISIONS[problem.precision][0],
+        moe=problem.moe,
+        lora=problem.lora,
+        fp8=problem.fp8,
+    )
+    return rank_model(problem.model, sizes, part)
 
 
 def closest_to_fitting(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:
     """Return the setting that exceeds the memory of device and host by the fewest bytes."""
-    models: RankModels = {}
     return min(
-        (evaluate(problem, setting, models) for setting in settings(problem, fixed)),
+        (evaluate(problem, setting) for setting in settings(problem, fixed)),
         key=lambda plan: plan.excess_bytes,
     )
 
 
 def _fastest_lean(problem: Problem, fixed: FixedOptions) -> Plan | None:
     """Return the fastest plan that fits among those with one sequence and full recompute, or None."""
-    models: RankModels = {}
     found: list[Plan] = []
     for setting in settings(problem, fixed):
         is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
         if is_lean and not setting.cuda_graph:
-            plan = evaluate(problem, setting, models)
+            plan = evaluate(problem, setting)
             if plan.fits:
                 found.append(plan)
     return max(found, key=lambda plan: plan.least_tokens_per_s, default=None)

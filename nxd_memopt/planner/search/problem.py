@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from nxd_memopt.architectures.model_spec import ModelSpec
@@ -62,8 +62,6 @@ class Problem:
         stages: ZeRO stages that the training program offers.
         offloads_optimizer: the training program offers ``optimizer_offload_fraction``.
         grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
-        device_gib: memory of the device in GiB, instead of the table's.
-        host_gib: host memory of a rank in GiB, instead of the table's.
         moe: options of experts; None: the options of the model's config.
         lora: options of adapters, which are trained instead of the weights; None trains the weights.
         tensor_model_parallel_size: T of all settings; None tries every size.
@@ -85,8 +83,6 @@ class Problem:
     stages: tuple[str, ...] = ("none", "zero1")
     offloads_optimizer: bool = False
     grad_reduce_in_fp32: bool = True
-    device_gib: float | None = None
-    host_gib: float | None = None
     moe: MoEConfig | None = None
     lora: LoraConfig | None = None
     tensor_model_parallel_size: int | None = None
@@ -98,8 +94,7 @@ class Problem:
         for name in ("devices", "global_batch_size", "tensor_model_parallel_size"):
             require_size(name, getattr(self, name))
         require_size("sequence_length", self.sequence_length, is_length=True)
-        for name in ("device_gib", "host_gib"):
-            require_memory(name, getattr(self, name))
+        require_memory("memory_gib", self.device.memory_gib)
         if self.precision == "16-mixed" and self.device.kind == "neuron":
             raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
         if self.fp8 is not None and self.device.compute_capability < LEAST_CAPABILITY:
@@ -109,25 +104,14 @@ class Problem:
             )
 
     @property
-    def placed_device(self) -> Device:
-        """The device, with the memory that was given."""
-        device = self.device
-        # What the user states replaces the table.
-        if self.device_gib is not None:
-            device = replace(device, memory_gib=self.device_gib)
-        if self.host_gib is not None:
-            device = replace(device, host_memory_gib=self.host_gib)
-        return device
-
-    @property
     def usable_bytes(self) -> int:
         """Bytes of the device that tensors can use, if all ranks are in one tensor- or data-parallel group."""
-        return self.placed_device.usable_bytes(communicators=min(1, self.devices - 1))
+        return self.device.usable_bytes(communicators=min(1, self.devices - 1))
 
     @property
     def usable_host_bytes(self) -> int:
         """Bytes of host memory for offloading: nine tenths of a rank's share."""
-        return int(self.placed_device.host_memory_gib * GIB * 0.9)
+        return int(self.device.host_memory_gib * GIB * 0.9)
 
 
 @dataclass(frozen=True)

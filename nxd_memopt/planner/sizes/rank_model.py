@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from nxd_memopt.architectures.adapters import adapter_shapes
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import parameters
-from nxd_memopt.config import ParallelConfig
-from nxd_memopt.lora_config import LoraConfig
-from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.sizes.fp8_layers import Fp8Layers
-from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.sizes.states import StateLayout, elements, frozen_weight_bytes
 
 ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
@@ -103,37 +100,21 @@ class RankModel:
         return layers + frozen_weight_bytes(self.frozen_other_shapes, layout)
 
 
-def rank_model(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    *,
-    sequence_length: int,
-    micro_batch_size: int,
-    dtype: str,
-    moe: MoEConfig | None = None,
-    lora: LoraConfig | None = None,
-    fp8: Fp8Layers | None = None,
-    part: ModelPart | None = None,
-) -> RankModel:
-    """Return the share of one rank; arguments and errors as ``rank_sizes``.
+# A search asks for the same shapes with every memory technique and ZeRO stage.
+@lru_cache(maxsize=512)
+def rank_model(spec: ModelSpec, sizes: RankSizes, part: ModelPart | None = None) -> RankModel:
+    """Return the share of one rank.
 
     Args:
+        spec: the model.
+        sizes: sizes of a rank with all layers.
         part: the layers of the rank; None: all.
     """
-    sizes = rank_sizes(
-        spec,
-        parallel,
-        sequence_length=sequence_length,
-        micro_batch_size=micro_batch_size,
-        dtype=dtype,
-        moe=moe,
-        lora=lora,
-        fp8=fp8,
-    )
     if part is not None:
         sizes = _of_part(sizes, part)
-    size = parallel.tensor_model_parallel_size
+    size = sizes.tensor_model_parallel_size
     replicas = spec.kv_replicas(size)
+    expert_ranks = 1 if sizes.moe is None else sizes.moe.expert_ranks
     # Layer 0 stands for every layer: their parameters have equal shapes. One layer is listed instead of all of them,
     # because a search asks for the shapes of each pair of T and B.
     found: dict[str, list[tuple[int, ...]]] = {"layer": [], "embedding": [], "final norm": [], "head": []}
@@ -146,7 +127,7 @@ def rank_model(
             place = "embedding"
         else:
             place = "final norm"
-        found[place].append(parameter.local_shape(size, replicas, parallel.expert_model_parallel_size))
+        found[place].append(parameter.local_shape(size, replicas, expert_ranks))
     if not sizes.has_head:
         found["head"] = found["final norm"] = []
     elif not sizes.has_embedding and not found["head"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from nxd_memopt.architectures.adapters import Adapters, adapters_of
 from nxd_memopt.architectures.config_options import GPT_NEOX_TYPES
@@ -170,6 +170,15 @@ class RankSizes:
         return self.tokens // self.shards
 
     @property
+    def residual_bytes(self) -> int:
+        """Bytes of this rank's part of the residual stream, ``[s, B, H]``."""
+        return self.shard_tokens * self.hidden * self.element_bytes
+
+    def column_bytes(self, columns: int) -> int:
+        """Return the bytes of ``[S, B, columns]``."""
+        return self.tokens * columns * self.element_bytes
+
+    @property
     def query(self) -> int:
         """Columns of the queries of this rank."""
         return self.heads * self.head_dim
@@ -180,6 +189,8 @@ class RankSizes:
         return self.kv_heads * self.head_dim
 
 
+# As ``rank_model``.
+@lru_cache(maxsize=512)
 def rank_sizes(
     spec: ModelSpec,
     parallel: ParallelConfig,

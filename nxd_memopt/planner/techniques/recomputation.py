@@ -113,14 +113,6 @@ class Recomputation:
         start = index - place % self.chunk
         return range(start, min(start + self.chunk, self.stop))
 
-    def complete_of(self, index: int) -> int:
-        """Return how many forwards of layer ``index`` recomputation runs to the end: 0 or 1."""
-        return int(self.is_recomputed(index) and index != self.unit(index)[-1])
-
-    def stopped_of(self, index: int) -> int:
-        """Return how many forwards of layer ``index`` recomputation stops before their last projection: 0 or 1."""
-        return int(self.is_recomputed(index) and (self.is_nested or index == self.unit(index)[-1]))
-
     def forwards_of(self, index: int, *, stops_early: bool = True) -> int:
         """Return how many forwards of layer ``index`` recomputation runs: 0, 1 or 2.
 
@@ -129,10 +121,11 @@ class Recomputation:
             stops_early: a recomputation ends with the last tensor that backward needs, as in PyTorch's eager
                 checkpoint. On XLA it runs to the end, with ``nested`` in the last layer of a chunk too.
         """
-        forwards = self.complete_of(index) + self.stopped_of(index)
-        if self.is_nested and not stops_early and len(self.unit(index)) > 1:
-            forwards = 2
-        return forwards
+        if not self.is_recomputed(index):
+            return 0
+        unit = self.unit(index)
+        runs_last_twice = not stops_early and len(unit) > 1
+        return 1 + int(self.is_nested and (index != unit[-1] or runs_last_twice))
 
 
 def require_layers(memory: MemoryConfig, num_layers: int, chunks: int = 1) -> None:

@@ -11,7 +11,6 @@ ACTIVATION_TILE_BYTES = 256 << 20
 
 
 def mlp_tile_bytes(
-    num_tokens: int,
     *,
     hidden_size: int,
     columns_per_partition: int,
@@ -20,14 +19,13 @@ def mlp_tile_bytes(
     gathers: bool = True,
     overwrites: bool = False,
 ) -> int:
-    """Return the bytes of a tile of the MLP while its backward runs.
+    """Return the bytes of each token of a tile of the MLP while its backward runs.
 
     The gathered input and gradient, the partial gradient of the input (H each), the outputs of the
     column-parallel layers, which their gradients overwrite, and the gradient and the recomputed
     value of the activation.
 
     Args:
-        num_tokens: tokens of the tile.
         hidden_size: H.
         columns_per_partition: output columns of the first layer on a rank: 2 F/T for gate and up.
         width_per_partition: F/T.
@@ -39,9 +37,9 @@ def mlp_tile_bytes(
     gathered = 2 * hidden_size * int(gathers)
     # The gated kernel writes the gradients of gate and up over them.
     if overwrites:
-        return num_tokens * (gathered + columns_per_partition + max(hidden_size, width_per_partition)) * element_bytes
+        return (gathered + columns_per_partition + max(hidden_size, width_per_partition)) * element_bytes
     columns = columns_per_partition + 2 * width_per_partition
-    return num_tokens * (gathered + hidden_size + columns) * element_bytes
+    return (gathered + hidden_size + columns) * element_bytes
 
 
 def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:

@@ -107,28 +107,6 @@ class StepShape:
     tagged_gradient_bytes: tuple[int, ...] = ()
     head_chunks: tuple[int, ...] = ()
 
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.blocks)
-
-    @property
-    def layer_input_bytes(self) -> int:
-        """Bytes of a layer's input on one rank, which full recomputation keeps of each layer."""
-        # Between the blocks SP shards the activations over the T ranks along the sequence; without
-        # SP every rank has all tokens.
-        return self.activation_bytes(self.sizes.shard_tokens)
-
-    @property
-    def sequence_length(self) -> int:
-        """S."""
-        return self.sizes.sequence_length
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch, S * B."""
-        return self.sizes.tokens
-
     def activation_bytes(self, tokens: int) -> int:
         """Return the bytes of the hidden states of ``tokens``."""
         return tokens * self.sizes.hidden * self.sizes.element_bytes
@@ -138,7 +116,7 @@ class StepShape:
         rounded = self.sizes.fp8_linears(self.sizes.num_layers // 2)
         if self.sizes.shards == 1 or len(rounded) < len(self.sizes.linear_elements):
             return self.gather()
-        return self._one("all_gather", self.tokens * self.sizes.hidden)
+        return self._one("all_gather", self.sizes.tokens * self.sizes.hidden)
 
     def gather(self, tokens: int | None = None) -> Counter[Collective]:
         """Return the all-gather of the activation of ``tokens``, by default all, with SP.
@@ -148,7 +126,7 @@ class StepShape:
         """
         if self.sizes.shards == 1:
             return Counter()
-        return self._one("all_gather", self.activation_bytes(tokens or self.tokens))
+        return self._one("all_gather", self.activation_bytes(tokens or self.sizes.tokens))
 
     def reduction(self, tokens: int | None = None, *, wide: bool = True) -> Counter[Collective]:
         """Return the reduction of partial sums: a reduce-scatter with SP, else an all-reduce.
@@ -166,7 +144,7 @@ class StepShape:
         element_bytes = self.sizes.element_bytes
         if wide:
             element_bytes = self.sizes.reduced_element_bytes
-        return self._one(kind, (tokens or self.tokens) * self.sizes.hidden * element_bytes)
+        return self._one(kind, (tokens or self.sizes.tokens) * self.sizes.hidden * element_bytes)
 
     def _one(self, kind: str, full_bytes: int, group_size: int | None = None) -> Counter[Collective]:
         """Return one collective of the tensor-parallel group, or of a group of ``group_size``."""
@@ -273,7 +251,7 @@ def _experts_forward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     # Without SP every rank has all tokens, and routes them.
     if shape.sizes.shards == 1:
         return total
-    choices = shape.tokens * moe.top_k
+    choices = shape.sizes.tokens * moe.top_k
     sums = shape.sizes.micro_batch_size * (2 + 3 * moe.num_experts)
     total += shape.gather()
     total += shape._one("all_gather", choices * moe.number_bytes)
@@ -281,7 +259,7 @@ def _experts_forward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     total += shape._one("all_reduce", sums * moe.number_bytes)
     # Sinkhorn balances the tokens of all tensor-parallel ranks together.
     if options.moe_router_load_balancing_type == "sinkhorn":
-        total += shape._one("all_gather", shape.tokens * moe.num_experts * moe.number_bytes)
+        total += shape._one("all_gather", shape.sizes.tokens * moe.num_experts * moe.number_bytes)
     return total
 
 
@@ -293,8 +271,8 @@ def _dispatch(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     if moe.sends_rows:
         sent = shape._one("all_to_all", _sent_bytes(shape, moe), ranks)
         return sent + sent
-    choices = ranks * shape.tokens * moe.top_k
-    total = shape._one("all_gather", shape.activation_bytes(ranks * shape.tokens), ranks)
+    choices = ranks * shape.sizes.tokens * moe.top_k
+    total = shape._one("all_gather", shape.activation_bytes(ranks * shape.sizes.tokens), ranks)
     total += shape._one("all_gather", choices * moe.number_bytes, ranks)
     total += shape._one("all_gather", choices * _INT64_BYTES, ranks)
     if moe.options.moe_expert_capacity_factor is not None:
@@ -305,14 +283,14 @@ def _dispatch(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
 
 def _sent_bytes(shape: StepShape, moe: MoESizes) -> int:
     """Return the bytes of the rows of all experts: each padded to its capacity, or of a balanced routing."""
-    return shape.activation_bytes(moe.rows(shape.tokens))
+    return shape.activation_bytes(moe.rows(shape.sizes.tokens))
 
 
 def _experts_output(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     """Return the reductions of the experts' outputs, which a recomputation that stops early omits."""
     total = shape.reduction(wide=False)
     if moe.gathers_tokens:
-        gathered = shape.activation_bytes(moe.expert_ranks * shape.tokens)
+        gathered = shape.activation_bytes(moe.expert_ranks * shape.sizes.tokens)
         total += shape._one("reduce_scatter", gathered, moe.expert_ranks)
     return total
 
@@ -326,16 +304,16 @@ def _experts_backward(shape: StepShape, moe: MoESizes) -> Counter[Collective]:
     kind = "all_reduce"
     if shape.sizes.shards > 1:
         kind = "reduce_scatter"
-    weights = shape._one(kind, shape.tokens * moe.top_k * moe.number_bytes)
+    weights = shape._one(kind, shape.sizes.tokens * moe.top_k * moe.number_bytes)
     total = shape.gather() + shape.reduction(wide=False) + weights
     ranks = moe.expert_ranks
     if moe.sends_rows:
         sent = shape._one("all_to_all", _sent_bytes(shape, moe), ranks)
         total += sent + sent
     elif moe.gathers_tokens:
-        gathered = shape.activation_bytes(ranks * shape.tokens)
+        gathered = shape.activation_bytes(ranks * shape.sizes.tokens)
         total += shape._one("all_gather", gathered, ranks) + shape._one("reduce_scatter", gathered, ranks)
-        total += shape._one("reduce_scatter", ranks * shape.tokens * moe.top_k * moe.number_bytes, ranks)
+        total += shape._one("reduce_scatter", ranks * shape.sizes.tokens * moe.top_k * moe.number_bytes, ranks)
     return total
 
 
@@ -398,7 +376,7 @@ def _recomputed_parts(
     # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
     # mlp_act run without communication.
     named = set(memory.recompute_modules or ())
-    layers = memory.num_selective_layers(shape.num_layers)
+    layers = memory.num_selective_layers(shape.sizes.num_layers)
     # Each region has one column input and ends in its row output, the part that a recomputation
     # which stops early omits. Layers with experts have no dense MLP.
     moe = shape.sizes.moe
@@ -430,7 +408,7 @@ def _fully_recomputed_parts(
     A forward that stops early omits its last row output, in layers with experts the experts' output,
     unless dropout saves a mask after it.
     """
-    recomputation = Recomputation.of(memory, shape.num_layers)
+    recomputation = Recomputation.of(memory, shape.sizes.num_layers)
     forwards = 0
     blocks = 0
     for index in range(recomputation.first, recomputation.stop):

@@ -7,45 +7,28 @@ from dataclasses import replace
 
 from nxd_memopt.architectures.model_spec import ModelSpec
 from nxd_memopt.architectures.parameters import parameters
-from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.memory.layer_tensors import layer_runs, merges_branches
-from nxd_memopt.planner.sizes.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.sizes.rank_sizes import RankSizes
 from nxd_memopt.planner.techniques.peer_slots import loss_chunks
 from nxd_memopt.planner.timing.collectives import StepShape
 
 
-def step_shape(
-    spec: ModelSpec,
-    parallel: ParallelConfig,
-    memory: MemoryConfig,
-    *,
-    sequence_length: int,
-    micro_batch_size: int,
-    dtype: str,
-    moe: MoEConfig | None = None,
-) -> StepShape:
+def step_shape(spec: ModelSpec, sizes: RankSizes, memory: MemoryConfig) -> StepShape:
     """Return the sizes of a training step, with all collectives.
 
     Args:
         spec: the model.
-        parallel: T, EP, sequence parallelism and the dtype of reductions.
+        sizes: sizes of the rank's tensors.
         memory: parts of a layer that are recomputed separately.
-        sequence_length: S, tokens per sequence.
-        micro_batch_size: B, sequences per micro-batch.
-        dtype: dtype of parameters and activations.
-        moe: options of experts; None: the options of the model's config.
 
     Raises:
-        ValueError: tiles or groups of heads, or as ``rank_sizes``.
+        ValueError: tiles or groups of heads.
     """
     for name in ("mlp_tile_tokens", "attention_head_groups"):
         value = getattr(memory, name)
         if value is not None:
             raise ValueError(f"{name} {value!r}: the collectives of tiles and groups are not planned: leave it out")
-    sizes = rank_sizes(
-        spec, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype, moe=moe
-    )
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
     replicas = spec.kv_replicas(sizes.tensor_model_parallel_size)
@@ -54,7 +37,7 @@ def step_shape(
     for parameter in parameters(spec):
         # Without SP the rank has all tokens, but of the heads still its own only.
         is_partial = parameter.is_head_partial
-        if parallel.sequence_parallel_enabled:
+        if sizes.shards > 1:
             is_partial = parameter.is_sequence_partial
         if is_partial:
             tagged.append(math.prod(parameter.shape) * sizes.element_bytes)

@@ -270,7 +270,7 @@ def _link_terms(
     }
     if stages > 1:
         # Hidden states come in while others go out, and so do their gradients; nothing hides either.
-        sent = 2 * chunks * sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+        sent = 2 * chunks * sizes.residual_bytes
         terms["messages between stages"] = sent / (_link_of(device, ranks) * rates.link)
     return terms
 

@@ -80,14 +80,13 @@ def ranked(choice: Choice, device: Device, *, tiny: bool) -> list[Plan]:
     config = choice.cell.config(tiny=tiny)
     problem = Problem(
         model=model_spec(load_hf_config(config.model)),
-        device=device,
+        device=dataclasses.replace(device, memory_gib=choice.limit_gib),
         devices=choice.devices,
         sequence_length=config.data.seq_length,
         global_batch_size=config.data.global_batch_size,
         precision=choice.cell.precision,
         stages=("none",) if choice.devices == 1 else ("none", "zero1"),
         offloads_optimizer=True,
-        device_gib=choice.limit_gib,
     )
     return plans(problem)
 

@@ -43,7 +43,6 @@ class TokenFeed:
     Args:
         job: what is tokenized.
         corpus: documents, on rank 0.
-        clock: monotonic time in seconds.
         foreground_share: part of ``FOREGROUND_S`` in which rank 0 tokenizes this source itself.
     """
 
@@ -51,7 +50,6 @@ class TokenFeed:
         self,
         job: TokenJob,
         corpus: Corpus | None,
-        clock: Callable[[], float] = time.monotonic,
         *,
         foreground_share: float = 1.0,
     ) -> None:
@@ -62,12 +60,11 @@ class TokenFeed:
         self.windows = {name: WindowFiles(job.directory, name, job.fingerprint) for name in SPLITS}
         self._job = job
         self._corpus = corpus
-        self._clock = clock
         self._foreground_s = FOREGROUND_S * foreground_share
         self._process: TokenProcess | None = None
         self._work = "opening the data"
         self._written = dict.fromkeys(SPLITS, 0)
-        self._written_s = self._reported_s = clock()
+        self._written_s = self._reported_s = time.monotonic()
 
     def wait(self, name: str, rows: int) -> None:
         """Return when a split has ``rows`` sequences, or all of its text.
@@ -80,7 +77,7 @@ class TokenFeed:
         windows = self.windows[name]
         if windows.has(rows):
             return
-        self._reported_s = self._clock()
+        self._reported_s = time.monotonic()
         while True:
             self._exchange(name)
             if windows.has(rows):
@@ -121,7 +118,7 @@ class TokenFeed:
                 raise WaitStoppedError(number)
         # The other hosts may take VISIBLE_S from here on: rank 0 may have waited for minutes for this window.
         if answers[0][0] > self._written[name]:
-            self._written_s = self._clock()
+            self._written_s = time.monotonic()
         self._written[name], _, self._work = answers[0]
         # The smallest number: a rank that saw more windows than another one would divide the rows into epochs in
         # another way.
@@ -131,7 +128,7 @@ class TokenFeed:
         """Write for some seconds, or watch the process that does, on rank 0."""
         windows = self.windows[name]
         if self._written[name] > windows.count:
-            if self._clock() - self._written_s > VISIBLE_S:
+            if time.monotonic() - self._written_s > VISIBLE_S:
                 raise ValueError(
                     f"{windows.path(self._written[name] - 1)}, written by rank 0, is not visible on every host: use "
                     "an output_dir that all hosts share"
@@ -155,12 +152,12 @@ class TokenFeed:
 
     def _write_in_foreground(self) -> None:
         """Tokenize in this process, in this source's part of ``FOREGROUND_S``; a small corpus is then complete."""
-        end_s = self._clock() + self._foreground_s
+        end_s = time.monotonic() + self._foreground_s
 
         def pauses(progress: Progress) -> bool:
             self._work = str(progress)
             self._report()
-            return self._clock() > end_s or self.interrupted() is not None
+            return time.monotonic() > end_s or self.interrupted() is not None
 
         assert self._corpus is not None
         self._foreground_s = 0.0
@@ -168,7 +165,7 @@ class TokenFeed:
 
     def _report(self) -> None:
         """Say every 30 s what is waited for, once on each host."""
-        now = self._clock()
+        now = time.monotonic()
         if is_first_of_host() and now - self._reported_s >= REPORT_S:
             print(f"waiting for tokens: {self._work}", file=sys.stderr, flush=True)
             self._reported_s = now
