@@ -381,9 +381,7 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
     return hidden
 
 
-def _require_modules(
-    named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig, elsewhere: Sequence[str]
-) -> None:
+def _require_modules(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig, elsewhere: Sequence[str]) -> None:
     """Raise ``ValueError`` if there is no module of a name, also not ``elsewhere``: nothing would be recomputed."""
     present = [name for name in named if named[name] or name in elsewhere]
     where = "this model"
