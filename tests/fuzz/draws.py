@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,45 @@ def draw_library(draw: Draw) -> Spec:
         spec["batch"]["micro_batches"] = 1
     if draw.maybe(0.2) and not has_experts:
         add_fp8(draw, spec)
+    if ranks > 1 and draw.maybe(0.2):
+        add_stages(draw, spec)
     return spec
+
+
+def add_stages(draw: Draw, spec: Spec) -> None:
+    """Divide the layers of a draw into the stages of a pipeline, with techniques that these support."""
+    config, ranks = spec["config"], spec["ranks"]
+    size = draw.choice([n for n in (2, 4) if n <= ranks])
+    tensor = spec["tensor"] = min(spec["tensor"], ranks // size)
+    replicas = ranks // size // tensor
+    spec["sequence"] = spec["sequence"] and tensor > 1
+    spec["expert"] = min(spec["expert"], replicas)
+    chunks = draw.choice((1, 2))
+    layers = config["num_hidden_layers"] = draw.randint(chunks * size, chunks * size + 3)
+    layout = None
+    if draw.maybe(0.5):
+        ends = [0, *sorted(draw.sample(range(1, layers), chunks * size - 1)), layers]
+        layout = [end - start for start, end in pairwise(ends)]
+    spec["stages"] = {"size": size, "chunks": chunks, "layout": layout}
+    count = draw.randint(1, 2 * size + 1)
+    spec["batch"]["micro_batches"] = count if chunks == 1 else draw.choice((1, 2)) * size
+    # Stage 0 alone refuses positions with frequencies that depend on the length, and only in its forward.
+    if config["rope_parameters"]["rope_type"] == "dynamic" and spec["batch"]["kind"] == "positions":
+        spec["batch"]["kind"] = "plain"
+    # A technique of all layers: ranks have different numbers of them.
+    memory = spec["memory"]
+    for option in ("cpu_offloading_weights", "cpu_offloading_activations", "recompute_method", "recompute_num_layers"):
+        memory.pop(option, None)
+    memory["cpu_offloading_num_layers"] = 0
+    # Refused in the forward of the first stage, for which the others wait.
+    if spec["lora"]:
+        memory.pop("mlp_tile_tokens", None)
+        memory.pop("attention_head_groups", None)
+    kinds = ["zero1", "none", *(["torch", "adamw"] if spec["dtype"] != "bfloat16" else [])]
+    if spec["moe"]:
+        spec["moe"]["moe_router_load_balancing_type"] = draw.choice(("aux_loss", "seq_aux_loss"))
+    options = spec["optimizer"]
+    spec["optimizer"] = {name: options[name] for name in draw.options("optimizer")} | {"kind": draw.choice(kinds)}
 
 
 def add_fp8(draw: Draw, spec: Spec) -> None:

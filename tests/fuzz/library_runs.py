@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
@@ -29,11 +29,13 @@ from nxd_memopt.ops.fp8 import Fp8Recipe
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows
+from nxd_memopt.pipeline.causal_lm import PipelinedCausalLM
+from nxd_memopt.pipeline.tied import sum_tied_gradients
 from nxd_memopt.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tests.deferred_transfers import Deferred, DeferredTransfers
 from tests.dist.test_fp8_models import without_rounding
 from tests.fuzz.draws import Spec
-from tests.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, trained_tokens
+from tests.fuzz.reference import Batch, batches, groups_of, hf_config, learning_rate, stages_of, trained_tokens
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference_models import local_part
 
@@ -98,6 +100,10 @@ class Loop:
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         groups = groups_of(trained, spec)
         self.factors = [group.pop("factor") for group in groups]
+        self.router_losses: list[Tensor] = []
+        self.pipeline: PipelinedCausalLM | None = None
+        if not model.stages.is_whole:
+            self.pipeline = PipelinedCausalLM(model, on_output=self._note_router_loss)
         self.in_backward: OptimizerInBackward | None = None
         self.optimizer: Any = self._build(groups, spec)
 
@@ -134,6 +140,8 @@ class Loop:
             return initialize_parallel_optimizer(config, torch.optim.AdamW, groups, **adam)
         sharded = self.kind == "zero1" or bool(options.get("sharded"))
         shared: Spec = {"sharding_groups": None if sharded else single, "use_grad_acc_hook": True, **clipping, **adam}
+        if self.pipeline is not None:
+            shared["sum_tied"] = True
         if self.kind != "offload":
             return NeuronZero1Optimizer(groups, AdamW, **shared)
         optimizer = OffloadedZero1Optimizer(
@@ -149,6 +157,11 @@ class Loop:
             layers, after_layers = self.model.decoder_layers(), self.model.modules_after_layers()
             optimizer.update_in_forward(layers, after_layers=after_layers)
         return optimizer
+
+    def _note_router_loss(self, micro_batch: int, chunk: int, output: Any) -> None:
+        """Keep the losses of a stage's routers, which the loss of the pipeline does not contain."""
+        if getattr(output, "router_loss", None) is not None:
+            self.router_losses.append(output.router_loss.detach())
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the rates of all groups, as a schedule does; before backward."""
@@ -177,6 +190,8 @@ class Loop:
         norm_type = math.inf if self.options.get("norm") == "inf" else 2.0
         grads.allreduce_sequence_parallel_gradients(self.model)
         grads.bucket_allreduce_gradients(self.params)
+        if self.pipeline is not None:
+            sum_tied_gradients(self.params)
         if gradients is not None:
             for name, param in self.model.named_parameters():
                 if param.requires_grad:
@@ -207,8 +222,14 @@ def full_part(name: str, full: Tensor, config: Any) -> Tensor:
 def build(spec: Spec, initial: dict[str, Tensor], directory: str | None) -> Any:
     """Return the library's model with this rank's part of the reference's initial weights."""
     config = hf_config(spec) if directory is None else load_config(directory)
+    stages = stages_of(spec)
     parallel = ParallelConfig(
-        spec["tensor"], sequence_parallel_enabled=spec["sequence"], expert_model_parallel_size=spec["expert"]
+        spec["tensor"],
+        sequence_parallel_enabled=spec["sequence"],
+        expert_model_parallel_size=spec["expert"],
+        pipeline_model_parallel_size=stages["size"],
+        virtual_pipeline_model_parallel_size=stages["chunks"],
+        pipeline_model_parallel_layout=stages["layout"] and tuple(stages["layout"]),
     )
     memory = MemoryConfig(**spec["memory"])
     dtype = getattr(torch, spec["dtype"])
@@ -237,11 +258,13 @@ def build(spec: Spec, initial: dict[str, Tensor], directory: str | None) -> Any:
 
 
 @torch.no_grad()
-def load(model: nn.Module, full: dict[str, Tensor], config: Any) -> None:
+def load(model: Any, full: dict[str, Tensor], config: Any) -> None:
     """Copy this rank's part of the full parameters."""
     named = dict(model.named_parameters())
     for name, value in full.items():
-        named[name].copy_(full_part(name, value, config))
+        # The names of other stages are missing.
+        if name in named or model.stages.is_whole:
+            named[name].copy_(full_part(name, value, config))
 
 
 def micro_batches(spec: Spec, step: int) -> tuple[list[Batch], Tensor]:
@@ -264,15 +287,19 @@ def run_step(model: Any, loop: Loop, spec: Spec, step: int, gradients: dict[str,
             whole_step = model.balanced_over_step(inputs)
     total = torch.zeros((), dtype=torch.float64)
     with whole_step:
-        for each in inputs:
+        if loop.pipeline is not None:
+            loop.router_losses.clear()
+            total += loop.pipeline.train(inputs) + sum(loop.router_losses)
+        for each in () if loop.pipeline is not None else inputs:
             loss = model(**each).loss
             loss.backward()
             total += loss.detach()
     norm = loop.step(gradients if step == 0 else None)
     losses = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, total)
-    # Tensor-parallel ranks have equal losses: the mean over all ranks is that over the replicas.
-    return torch.stack(losses).mean().item(), norm.item()
+    # Tensor-parallel ranks have equal losses: the mean over all ranks is that over the replicas. Of the stages the last
+    # one has the loss, and each one those of its routers.
+    return torch.stack(losses).mean().item() * stages_of(spec)["size"], norm.item()
 
 
 def train(spec: Spec, reference: dict[str, Any], directory: str | None) -> dict[str, Any]:
@@ -283,7 +310,9 @@ def train(spec: Spec, reference: dict[str, Any], directory: str | None) -> dict[
         parameter and its name, as ``error_of`` measures it.
     """
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=spec["tensor"], expert_model_parallel_size=spec["expert"]
+        tensor_model_parallel_size=spec["tensor"],
+        pipeline_model_parallel_size=stages_of(spec)["size"],
+        expert_model_parallel_size=spec["expert"],
     )
     # Operands that are rounded would hide in their own errors what a layout loses.
     with simulated_device(spec["loss_bytes"]), without_rounding() if "fp8" in spec else nullcontext():

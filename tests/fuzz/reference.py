@@ -43,9 +43,14 @@ def hf_config(spec: Spec) -> Any:
         return CONFIG_MAPPING[spec["config"]["model_type"]](**values)
 
 
+def stages_of(spec: Spec) -> Spec:
+    """Return how many ranks and stages a pipeline has."""
+    return spec.get("stages", {"size": 1, "chunks": 1, "layout": None})
+
+
 def batches(spec: Spec, step: int) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks in one step: rank r has every D-th one from r on."""
-    replicas = spec["ranks"] // spec["tensor"]
+    replicas = spec["ranks"] // (spec["tensor"] * stages_of(spec)["size"])
     shape = spec["batch"]
     generator = torch.Generator().manual_seed(spec["seed"] + 1000 * step)
     return [_batch(spec, generator, index) for index in range(shape["micro_batches"] * replicas)]
