@@ -208,6 +208,11 @@ class MemoryConfig:
         self._check_tiles()
         self._check_head_groups()
 
+    @property
+    def offloads(self) -> bool:
+        """Whether layers have activations, checkpoints or weights in host memory."""
+        return self.cpu_offloading_activations or self.cpu_offloading_num_layers > 0
+
     def num_offloaded_layers(self, num_layers: int) -> int:
         """Return how many first layers offload activations or checkpoints, of ``num_layers``."""
         if self.cpu_offloading_weights and not self.cpu_offloading_activations:

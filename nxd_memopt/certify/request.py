@@ -12,7 +12,7 @@ from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.hardware import TRAINIUM_GIB
+from nxd_memopt.planner.hardware import TRAINIUM
 
 if TYPE_CHECKING:
     from nxd_memopt.training.config.train_config import TrainConfig
@@ -132,7 +132,7 @@ def request_of(
     # On Trainium isolation selects tiled attention, and an eager measurement has no values to take the bounds from.
     # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
     is_isolated = config.data.isolate_documents
-    if is_isolated and backend != "xla" and device in TRAINIUM_GIB:
+    if is_isolated and backend != "xla" and device in TRAINIUM:
         planned.append("data.isolate_documents true")
     # A certificate of another step than the one that runs would be worse than none. An eager step on the CPU has the
     # CPU's attention and temporaries; other devices have their own.
@@ -223,7 +223,7 @@ def _static_form(moe: MoEConfig, device: str) -> MoEConfig:
     Raises:
         ValueError: ``device`` is Trainium, which compiles fixed shapes.
     """
-    if device in TRAINIUM_GIB:
+    if device in TRAINIUM:
         raise ValueError(
             f"the rows of an expert depend on the routing, and {device} compiles fixed shapes: set "
             "moe.moe_expert_block_size to 128, or moe.moe_expert_capacity_factor to 1.25 and "

@@ -108,7 +108,7 @@ class BaseParallelLinear(ShardedModule):
             full_shape=full_shape,
             replicas=self.replicas,
             rank_stride=self.rank_stride,
-            rank=self._group_rank(),
+            rank=backend.group_rank(self.tensor_parallel_group),
         )
 
     def initialize_weight_biases(self) -> None:
@@ -147,9 +147,6 @@ class BaseParallelLinear(ShardedModule):
 
     def _group_size(self) -> int:
         return backend.group_size(self.tensor_parallel_group)
-
-    def _group_rank(self) -> int:
-        return backend.group_rank(self.tensor_parallel_group)
 
 
 def check_padding(pad: bool, stride: int) -> None:

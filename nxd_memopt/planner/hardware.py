@@ -158,8 +158,8 @@ DEVICES = _read_table()
 _ALIASES = {"a100": "a100-80gb"}
 GPUS = (*(name for name, device in DEVICES.items() if device.kind == "cuda"), *_ALIASES)
 """Names of NVIDIA GPUs, with aliases."""
-TRAINIUM_GIB = {name: device.memory_gib for name, device in DEVICES.items() if device.kind == "neuron"}
-"""Memory in GiB of one rank's device on Trainium."""
+TRAINIUM = tuple(name for name, device in DEVICES.items() if device.kind == "neuron")
+"""Names of Trainium devices."""
 
 
 def read_device(path: Path) -> Device:

@@ -19,8 +19,7 @@ def new_host_pool(config: TrainConfig) -> HostPool | None:
     Its limit is this rank's equal part of the memory that is available on the host with the least.
     """
     transfers = backend.host_transfers()
-    offloads = config.memory.cpu_offloading_activations or config.memory.cpu_offloading_num_layers > 0
-    if transfers is None or not (offloads or config.optimizer.offloads_states):
+    if transfers is None or not (config.memory.offloads or config.optimizer.offloads_states):
         return None
     # Before any rank allocates: the ranks of a host would count each other's memory differently.
     texts = share_texts(str(available_host_bytes() or ""))

@@ -200,14 +200,12 @@ def _variants(problem: Problem, setting: Setting, fixed: FixedOptions) -> Iterat
         yield setting
         return
     has_stages = setting.pipeline_model_parallel_size > 1
-    memory = setting.memory
-    offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
     # A graph has no host code and draws no random numbers. The routing of experts is not fixed
     # (``EXCLUDED_BY_GRAPHS`` in ``training/config/combinations.py``).
     spec = problem.model
     drops = spec.attention_dropout or spec.hidden_dropout or (problem.lora is not None and problem.lora.lora_dropout)
     is_supported = not (spec.has_experts or drops or fixed.excludes_graphs)
-    if not has_stages and not offloads and is_supported and setting.sharding in ("none", "zero1"):
+    if not has_stages and not setting.memory.offloads and is_supported and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting
     if setting.optimizer_in_backward:
@@ -243,7 +241,7 @@ def _suits_stages(problem: Problem, setting: Setting, memory: MemoryConfig) -> b
     stages, chunks = setting.pipeline_model_parallel_size, setting.virtual_pipeline_model_parallel_size
     if stages == 1:
         return True
-    if memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations or memory.cpu_offloading_weights:
+    if memory.offloads:
         return False
     try:
         for each in setting.stages_of(problem.model):

@@ -23,8 +23,7 @@ def choose_memory(problem: Problem, setting: Setting) -> Plan:
     chosen: list[Plan] = []
     for memory in memories_with_stages(problem, setting):
         # A graph has no host code between its kernels, which copies to the host need.
-        offloads = memory.cpu_offloading_activations or memory.cpu_offloading_num_layers > 0
-        as_graph = setting.cuda_graph and not offloads
+        as_graph = setting.cuda_graph and not memory.offloads
         chosen.append(evaluate(problem, replace(setting, memory=memory, cuda_graph=as_graph)))
     # A range of seconds counts by its slow end.
     fitting = [plan for plan in chosen if plan.fits]

@@ -79,8 +79,7 @@ class FixedOptions:
                 Recomputation.of(changed, problem.model.num_layers)
             except ValueError:
                 continue
-            offloads = changed.cpu_offloading_num_layers > 0 or changed.cpu_offloading_activations
-            if changed not in found and (problem.device.kind == "cuda" or not offloads):
+            if changed not in found and (problem.device.kind == "cuda" or not changed.offloads):
                 found.add(changed)
                 yield changed
 
