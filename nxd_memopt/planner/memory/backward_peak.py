@@ -44,13 +44,8 @@ def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
         if index not in candidates and not reduction.is_bucket_boundary(index):
             finished += per_layer
             continue
-        layer = _layer_backward(
-            sizes,
-            techniques[index],
-            step.kernels,
-            0 if sizes.are_layers_alike else index,
-            casts_to_sums=casts_to_sums,
-        )
+        position = 0 if sizes.are_layers_alike else index
+        layer = _layer_backward(sizes, techniques[index], step.kernels, position, casts_to_sums=casts_to_sums)
         # A layer that is recomputed has all of its tensors again, including its checkpointed input.
         live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
         # What recomputation restored for earlier layers of the chunk exists next to this layer's tensors.
