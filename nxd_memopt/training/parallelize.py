@@ -201,11 +201,15 @@ def describe_fusions(model: ParallelCausalLM) -> list[str]:
     if model.stages.is_whole:
         return lines
     texts = share_texts("\n".join(lines))
+    pipeline = parallel_state.get_pipeline_model_parallel_replica_groups()[0]
     ranks_of: dict[str, list[str]] = {}
-    for rank in parallel_state.get_pipeline_model_parallel_replica_groups()[0]:
+    for rank in pipeline:
         for line in texts[rank].split("\n"):
             ranks_of.setdefault(line, []).append(str(rank))
-    return [f"{line}; stages of rank {' and '.join(ranks)}" for line, ranks in ranks_of.items()]
+    return [
+        line if len(ranks) == len(pipeline) else f"{line}; stages of rank {', '.join(ranks)}"
+        for line, ranks in ranks_of.items()
+    ]
 
 
 def describe_sharding(config: TrainConfig) -> list[str]:

@@ -29,6 +29,7 @@ from nxd_memopt.training.data.packed.run_tokens import RunTokens
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.pipeline import PipelinedForwardBackward
 from nxd_memopt.training.reporting.step_metrics import Trained
+from nxd_memopt.training.resume.changes import changed_draws
 from nxd_memopt.training.resume.plan import ResumePlan
 
 
@@ -205,7 +206,7 @@ def resume(training: Training) -> list[str]:
         before = random.get("backend", backend.name)
         if before == backend.name:
             set_random_states(random)
-            return restored.notes
+            return [*restored.notes, *changed_draws(plan.stored.config, plan.recorded)]
         changed = f"the backend has changed from {before} to {backend.name}"
     seed = plan.config.trainer.seed
     model_parallel_manual_seed(seed + restored.step, per_stage=True)

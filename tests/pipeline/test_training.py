@@ -98,7 +98,7 @@ def test_tied_model_resumes_with_other_stages(tmp_path: Path) -> None:
     assert "model: llama, 27,072 parameters" in output
     # Each rank has layers, and the last one the head.
     assert "gated activation with down projection: off (the kernels are for NVIDIA GPUs" in output
-    assert "the device is cpu); stages of rank 0 and 1" in output
+    assert "the device is cpu)\n" in output
     assert "residual + norm: on in 6 of 6; stages of rank 0" in output
     assert "head with loss: on in 1 of 1; stages of rank 1" in output
     output = run(config, tmp_path / "run", "--trainer.max-steps", "4", ranks=1)

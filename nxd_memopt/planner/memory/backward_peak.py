@@ -25,8 +25,8 @@ def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
     standing = step.accumulated_gradients
     has_adapters = sizes.adapters is not None
     casts_to_sums = step.casts_gradients and not standing and not has_adapters
-    layers = _layer_backwards(sizes, step.memory, step.kernels, casts_to_sums=casts_to_sums)
     candidates = _candidate_layers(sizes, step.memory, step.kernels)
+    techniques = [each for count, each in layer_runs(step.memory, sizes.num_layers) for _ in range(count)]
     per_layer = gradient_bytes(model.layer_shapes, layout)
     reduction = BackwardReduction.of(model, step.memory, layout, accumulates=standing > 0)
     finished = tied_head_bytes = 0
@@ -44,7 +44,8 @@ def backward_peak(step: Step) -> tuple[str, dict[str, int]]:
         if index not in candidates and not reduction.is_bucket_boundary(index):
             finished += per_layer
             continue
-        layer = layers[index]
+        position = 0 if sizes.are_layers_alike else index
+        layer = _layer_backward(sizes, techniques[index], step.kernels, position, casts_to_sums=casts_to_sums)
         # A layer that is recomputed has all of its tensors again, including its checkpointed input.
         live = remaining + max(kept.layer_bytes[index], layer.all_bytes)
         # What recomputation restored for earlier layers of the chunk exists next to this layer's tensors.
@@ -123,21 +124,8 @@ class _LayerBackward:
     moments: tuple[tuple[Moment, int, int, int], ...]
 
 
-@lru_cache(maxsize=512)
-def _layer_backwards(
-    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, casts_to_sums: bool
-) -> tuple[_LayerBackward, ...]:
-    """Return the backward of every layer; ``casts_to_sums`` when gradients are cast to new fp32 sums."""
-    layers: list[_LayerBackward] = []
-    for count, techniques in layer_runs(memory, sizes.num_layers):
-        if sizes.are_layers_alike:
-            layers += [_layer_backward(sizes, techniques, kernels, casts_to_sums=casts_to_sums)] * count
-            continue
-        for index in range(len(layers), len(layers) + count):
-            layers.append(_layer_backward(sizes, techniques, kernels, index, casts_to_sums=casts_to_sums))
-    return tuple(layers)
-
-
+# A search plans the same layers with many ZeRO stages and fractions of offloaded states.
+@lru_cache(maxsize=4096)
 def _layer_backward(
     sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0, *, casts_to_sums: bool = False
 ) -> _LayerBackward:
@@ -168,7 +156,6 @@ def _layer_backward(
     return _LayerBackward(sum(everything.values()), sum(layer.inputs.values()), tuple(moments))
 
 
-# A search plans the same layers with many ZeRO stages and fractions of offloaded states.
 @lru_cache(maxsize=512)
 def _candidate_layers(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> frozenset[int]:
     """Return the layers in which the peak may be."""

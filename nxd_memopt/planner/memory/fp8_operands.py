@@ -35,6 +35,8 @@ def with_operands(moments: Sequence[Moment], sizes: RankSizes, kernels: Kernels,
     Column-parallel layers that train have a moment more: the gradient of their input has other operands than the
     gradients of their weights.
     """
+    if not fp8:
+        return list(moments)
     found: list[Moment] = []
     for moment in moments:
         names = [name for name in _LINEARS.get(moment.name, ()) if name in fp8]

@@ -20,8 +20,9 @@ READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",), SAMPLES: ()}
 class Rows:
     """JSONL file with one row per step, which a resumed run continues.
 
-    Rows after ``last_step`` are removed, because the resumed run repeats their steps. An
-    incomplete row, left by a process that was killed while writing, is removed too.
+    The first row creates the file. Rows after ``last_step`` are removed, because the resumed run
+    repeats their steps. An incomplete row, left by a process that was killed while writing, is
+    removed too.
 
     Attributes:
         rows: the rows without lists, such as the tokens of each expert.
@@ -30,6 +31,8 @@ class Rows:
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
         self.rows: list[dict[str, Any]] = []
+        if not path.is_file():
+            return
         # A process that is killed here loses no row.
         with complete_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             for row in _complete_rows(path):

@@ -25,6 +25,18 @@ OVERRIDES = "model.config_overrides."
 MICRO_BATCH = "data.micro_batch_size"
 DATASET = "data.dataset"
 EXPERT_COUNTS = ("num_local_experts", "num_experts")
+# They decide, next to a rank's place in its groups, for which tokens and layers it draws random numbers.
+DIVISIONS = (
+    MICRO_BATCH,
+    "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.pipeline_model_parallel_layout",
+    "parallel.sequence_parallel_enabled",
+)
+RANDOM = (
+    "lora.lora_dropout",
+    "moe.moe_input_jitter_eps",
+    *(f"{ARCHITECTURE}{name}" for name in (*ARCHITECTURE_WHEN_ASKED, "router_jitter_noise")),
+)
 
 
 @dataclass
@@ -107,6 +119,24 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
         rule = Declaration(change, NEW_RUN if option in ARCHITECTURE_SHAPE else WARM_START)
         judge(changes, name, rule, values, allowed)
     return changes
+
+
+def changed_draws(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return a line if ranks with restored random states draw their numbers for other tokens or layers, else none.
+
+    Args:
+        stored: as in ``compare_options``.
+        current: as in ``compare_options``.
+    """
+    after = flat_config(current)
+    if not any(after.get(name) for name in RANDOM):
+        return []
+    pairs = {name: (stored.get(name), after[name]) for name in DIVISIONS}
+    # One stage on each rank has two spellings.
+    changed = [name for name, (old, new) in pairs.items() if old != new and not {str(old), str(new)} <= {"None", "1"}]
+    if not changed:
+        return []
+    return [f"changed {', '.join(changed)}: dropout and jitter draw other numbers than an uninterrupted run"]
 
 
 def _default(name: str) -> Any:

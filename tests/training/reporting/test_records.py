@@ -34,7 +34,14 @@ def test_rows_of_steps_to_repeat_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(TEXT)
     assert Rows(path, 2).rows == ROWS[:2]
-    assert Rows(tmp_path / "absent.jsonl", 2).rows == []
+
+
+def test_the_first_row_creates_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    rows = Rows(path, 2)
+    assert rows.rows == [] and not path.exists()
+    rows.append(ROWS[0])
+    assert Rows(path, 2).rows == ROWS[:1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,6 @@ def test_other_lines_are_named_and_kept(tmp_path: Path, content: bytes, line: in
 def test_a_row_on_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = Rows(path, 0)
-    path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"could not write .*metrics.jsonl: .*No space left.*: free disk space"):
         rows.append({"step": 1})

@@ -11,7 +11,7 @@ from nxd_memopt.checkpoint.sharded.fingerprint import flat_config
 from nxd_memopt.options import NEW_RUN, WARM_START, Resume
 from nxd_memopt.training.config.parsing import config_from_mapping
 from nxd_memopt.training.config.train_config import TrainConfig
-from nxd_memopt.training.resume.changes import Changes, compare_options, recorded_options, require_known
+from nxd_memopt.training.resume.changes import Changes, changed_draws, compare_options, recorded_options, require_known
 from nxd_memopt.training.resume.rules import RULES, options_when_asked
 from tests.training.runs import LLAMA
 
@@ -117,6 +117,37 @@ def test_dropout_may_change_when_asked() -> None:
     name = "model.config_overrides.attention_dropout"
     assert f"--trainer.allow-changes {name}" in compare(build(), after).refusals[0]
     assert compare(build(), after, name).notes == [f"{name}: 0.0 -> 0.1, from this step on"]
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "values"),
+    [
+        ("data", "micro_batch_size", (1, 2)),
+        ("parallel", "virtual_pipeline_model_parallel_size", (None, 2)),
+        ("parallel", "pipeline_model_parallel_layout", (None, [1, 1])),
+    ],
+)
+def test_another_division_draws_other_numbers_with_dropout_alone(section: str, option: str, values: list[Any]) -> None:
+    for dropout in (0.0, 0.1):
+        model = {"config_overrides": LLAMA | {"attention_dropout": dropout}}
+        sizes = {"parallel": {"pipeline_model_parallel_size": 2}}
+        before, after = (
+            recorded(build(model=model, **sizes | {section: sizes.get(section, {}) | {option: value}}))
+            for value in values
+        )
+        assert changed_draws(flat_config(before), before) == []
+        said = f"changed {section}.{option}: dropout and jitter draw other numbers than an uninterrupted run"
+        assert changed_draws(flat_config(before), after) == ([said] if dropout else [])
+
+
+def test_one_stage_on_each_rank_is_the_default() -> None:
+    model = {"config_overrides": LLAMA | {"attention_dropout": 0.1}}
+    sizes = {"pipeline_model_parallel_size": 2}
+    before, after = (
+        recorded(build(model=model, parallel=sizes | {"virtual_pipeline_model_parallel_size": chunks}))
+        for chunks in (None, 1)
+    )
+    assert changed_draws(flat_config(before), after) == []
 
 
 def test_another_pretrained_directory_with_an_equal_configuration() -> None:
