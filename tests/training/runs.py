@@ -214,6 +214,9 @@ def _content(directory: Path) -> dict[Path, bytes]:
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the rows of a record; none if nothing has been recorded, so that there is no file."""
+    if name != "metrics.jsonl" and not (run / name).exists():
+        return []
     return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
 
 
