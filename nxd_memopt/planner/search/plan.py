@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import mul
+from typing import Literal
 
 from nxd_memopt.config import ParallelConfig, require_divisible
 from nxd_memopt.planner.hardware import GIB
@@ -294,11 +296,11 @@ def shards_sequences(problem: Problem, setting: Setting) -> bool:
 
 def _model(problem: Problem, setting: Setting, part: ModelPart | None = None) -> RankModel:
     """Return the share of one rank, of ``part`` of the layers."""
-    parallel = ParallelConfig(
+    parallel = _parallel_config(
         setting.tensor_model_parallel_size,
+        setting.expert_model_parallel_size,
+        setting.reduce_dtype,
         sequence_parallel_enabled=shards_sequences(problem, setting),
-        reduce_dtype=setting.reduce_dtype,
-        expert_model_parallel_size=setting.expert_model_parallel_size,
     )
     sizes = rank_sizes(
         problem.model,
@@ -311,6 +313,19 @@ def _model(problem: Problem, setting: Setting, part: ModelPart | None = None) ->
         fp8=problem.fp8,
     )
     return rank_model(problem.model, sizes, part)
+
+
+# Checking its options takes longer than finding the sizes of a rank again.
+@lru_cache(maxsize=512)
+def _parallel_config(
+    tensor: int, experts: int, reduce_dtype: Literal["float32"] | None, *, sequence_parallel_enabled: bool
+) -> ParallelConfig:
+    return ParallelConfig(
+        tensor,
+        sequence_parallel_enabled=sequence_parallel_enabled,
+        reduce_dtype=reduce_dtype,
+        expert_model_parallel_size=experts,
+    )
 
 
 def closest_to_fitting(problem: Problem, fixed: FixedOptions = NOTHING_FIXED) -> Plan:

@@ -282,7 +282,8 @@ def launches(sizes: RankSizes, memory: MemoryConfig) -> int:
         passes += memory.num_selective_layers(sizes.num_layers)
     # Attention and MLP; the casts of float8 operands; collectives; router, dispatch and experts.
     parts = 1
-    if any(sizes.fp8_linears(index) or sizes.fp8_experts(index) for index in range(sizes.num_layers)):
+    has_fp8 = sizes.fp8 is not None
+    if has_fp8 and any(sizes.fp8_linears(index) or sizes.fp8_experts(index) for index in range(sizes.num_layers)):
         parts += 1
     if sizes.tensor_model_parallel_size > 1:
         parts += 1
