@@ -298,7 +298,7 @@ def run_step(model: Any, loop: Loop, spec: Spec, step: int, gradients: dict[str,
     losses = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, total)
     # Tensor-parallel ranks have equal losses: the mean over all ranks is that over the replicas. Of the stages the last
-    # one has the loss, and each one those of its routers.
+    # one has the loss, and each rank the losses of its routers.
     return torch.stack(losses).mean().item() * stages_of(spec)["size"], norm.item()
 
 

@@ -188,17 +188,7 @@ def _of_chunks(step: Step, chunks: Sequence[Chunk]) -> list[PeakCandidate]:
     gradients = [chunk.model.total(gradient_bytes, step.layout) for chunk in chunks]
     found: list[PeakCandidate] = []
     for index, (chunk, each) in enumerate(zip(chunks, steps, strict=True)):
-        # The most of other micro-batches by the chunks that have gradients. A program that is compiled has them all.
-        most: dict[frozenset[int], int] = {}
-        for counts, with_gradients in chunk.others:
-            if step.kernels.compiles_steps:
-                with_gradients = frozenset(range(len(chunks)))
-            others = sum(map(mul, counts, kept_bytes))
-            most[with_gradients] = max(others, most.get(with_gradients, 0))
-        for with_gradients, others in most.items():
-            # Fewer gradients next to no more activations are never the peak: a search asks often.
-            if any(with_gradients < more and others <= most[more] for more in most):
-                continue
+        for with_gradients, others in _in_flight_bytes(step, chunk, kept_bytes).items():
             # Gradients of other chunks exist throughout. In the first backward of a chunk its own appear one by one.
             of_others = sum(gradients[i] for i in with_gradients if i != index)
             standing = gradients[index] if index in with_gradients else 0
@@ -212,6 +202,23 @@ def _of_chunks(step: Step, chunks: Sequence[Chunk]) -> list[PeakCandidate]:
                     terms = {**terms, "gradients": terms["gradients"] + of_others, "other micro-batches": others}
                 found.append((moment, terms))
     return found
+
+
+def _in_flight_bytes(step: Step, chunk: Chunk, kept_bytes: Sequence[int]) -> dict[frozenset[int], int]:
+    """Return the most bytes that other micro-batches keep, by the chunks whose gradients exist then.
+
+    Left out are cases with fewer gradients and no more activations than another one, which are never the peak.
+    """
+    most: dict[frozenset[int], int] = {}
+    for counts, with_gradients in chunk.others:
+        # A compiled program has all gradients from its start.
+        if step.kernels.compiles_steps:
+            with_gradients = frozenset(range(len(kept_bytes)))
+        others = sum(map(mul, counts, kept_bytes))
+        most[with_gradients] = max(others, most.get(with_gradients, 0))
+    return {
+        own: others for own, others in most.items() if not any(own < more and others <= most[more] for more in most)
+    }
 
 
 def _with_graph(step: Step, update: PeakCandidate) -> PeakCandidate:

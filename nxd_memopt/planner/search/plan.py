@@ -315,7 +315,7 @@ def _model(problem: Problem, setting: Setting, part: ModelPart | None = None) ->
     return rank_model(problem.model, sizes, part)
 
 
-# Checking its options takes longer than finding the sizes of a rank again.
+# A search asks for the same options with every memory technique, and checking them takes about 60 calls.
 @lru_cache(maxsize=512)
 def _parallel_config(
     tensor: int, experts: int, reduce_dtype: Literal["float32"] | None, *, sequence_parallel_enabled: bool

@@ -44,7 +44,7 @@ def holds_layers(sizes: RankSizes, *, cuda_graph: bool, element_bytes: int | Non
     Args:
         sizes: sizes of the rank.
         cuda_graph: forward and backward are one CUDA graph.
-        element_bytes: bytes of an element that is sent; default those of gathers.
+        element_bytes: bytes of an element that is sent; default ``RankSizes.gathered_element_bytes``.
     """
     # The launches of a graph are ahead of the device, so that smaller shards gain from peer memory too.
     smallest = MIN_BYTES

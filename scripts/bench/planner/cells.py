@@ -88,7 +88,7 @@ class Cell:
         return TrainConfig(
             # Ids are drawn, so that the tokenizer is not read.
             model=ModelConfig(config_overrides=overrides, tokenizer="none"),
-            # Weights drawn on the device: 8 billion numbers from the CPU take a minute. Stages are refused without it.
+            # Weights drawn on the device: 8 billion numbers from the CPU take a minute. Stages need the option.
             parallel=ParallelConfig(
                 self.tensor_parallel,
                 sequence_parallel_enabled=self.tensor_parallel > 1,

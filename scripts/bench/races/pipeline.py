@@ -4,7 +4,7 @@
 
 Random weights, bf16 weights, gradients and AdamW states, batch 1, ``--micro-batches`` sequences a step. ``one device``
 trains the complete model on every device, without a reduction, with the same micro-batches. ``ours, T`` is tensor and
-sequence parallelism over all devices; from four on there is also T=2 beside half as many stages. ``torch 1F1B`` and
+sequence parallelism over all devices; four or more devices also run T=2 with half as many stages. ``torch 1F1B`` and
 ``torch interleaved`` are PyTorch's schedules on transformers' layers with Liger-Kernel. ``share`` is tokens per second
 and device as a share of ``one device``'s times (1 - bubble). ``exposed_ms`` is the time of one more, profiled step in
 which a GPU only communicated or waited for the others.
